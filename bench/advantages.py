@@ -47,7 +47,7 @@ SCHEMA = (
 
 
 def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
-    """Return grpo as verl computes it: scores are gathered by prompt id, and advantages computed one by one."""
+    """Return grpo as verl computes it: scores collected by prompt id, advantages one by one."""
     scores = rewards.clone()
     by_id: dict[int, list[Tensor]] = defaultdict(list)
     for i in range(len(scores)):
@@ -87,7 +87,6 @@ def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
 
 
 def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """Return a call of every estimator by name, with the inputs and options that it needs."""
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
     known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
     known |= {"log_ratios": torch.randn(rewards.shape).mul(0.1).to(rewards.device)}
@@ -105,7 +104,6 @@ def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Cal
 
 
 def family(name: str) -> str:
-    """Return the group of estimators in which the report lists this one."""
     kernel = ESTIMATORS[name].kernel
     if kernel is None:
         return "functions"
@@ -114,7 +112,7 @@ def family(name: str) -> str:
 
 @cache
 def nothing_operator() -> Callable[[Tensor], Tensor]:
-    """Return an operator with the same arguments and result, whose kernel does nothing."""
+    """Return an operator with the same arguments and result whose kernel does nothing."""
     torch.library.define("maxrl_bench::nothing", SCHEMA)
     torch.library.impl("maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards))
     nothing = torch.ops.maxrl_bench.nothing.default
@@ -122,7 +120,7 @@ def nothing_operator() -> Callable[[Tensor], Tensor]:
 
 
 def check_agreement(rewards: Tensor) -> None:
-    """Raise RuntimeError where an implementation computes something else than group_advantage, or the comparison is empty."""
+    """Raise RuntimeError if an implementation differs from group_advantage, or the comparison is empty."""
     exact = rewards.double()
     n = rewards.shape[1]
     pairs = {
@@ -140,7 +138,7 @@ def check_agreement(rewards: Tensor) -> None:
 
 
 def growth(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return the nanoseconds per rollout of maxpo by N at a constant 32768 rollouts, and their linear fit in log2 N.
+    """Return maxpo's nanoseconds per rollout by N at a constant 32768 rollouts, and their linear fit in log2 N.
 
     At a cost of N log N per group they are linear in log2 N, at N^2 linear in N.
     """
@@ -162,7 +160,6 @@ def growth(rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, float]:
-    """Return the microseconds of a call of every implementation on rewards [G, N]."""
     g, n = rewards.shape
     flat, ids = rewards.flatten(), torch.arange(g).repeat_interleave(n).tolist()
     weights = [table.to(rewards) for table in matrix_weights(n, K)]
@@ -181,7 +178,6 @@ def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, floa
 
 
 def uneven_groups(sizes: Tensor, generator: torch.Generator, rounds: int, device: torch.device) -> dict[str, float]:
-    """Return the microseconds of a call of every implementation on groups of these sizes [G]."""
     ids = torch.repeat_interleave(sizes)
     rewards = torch.randn(len(ids), generator=generator).to(device)
     offsets, shuffled = cumulative(sizes).to(device), ids[torch.randperm(len(ids), generator=generator)].to(device)
@@ -200,7 +196,7 @@ def uneven_groups(sizes: Tensor, generator: torch.Generator, rounds: int, device
 
 
 def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return the launches of a call of every estimator, and the time of maxpo in a CUDA graph, beside an empty kernel."""
+    """Return the launches per call of every estimator, and the time of maxpo and of an empty kernel in a CUDA graph."""
     one, rewards = torch.zeros(1, device=device), torch.randn(1024, 16, device=device)
     pair = {"empty kernel": lambda: one.zero_(), "maxpo": lambda: group_advantage(rewards, "maxpo", k=K)}
     return {
@@ -210,7 +206,6 @@ def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def measure(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return all figures."""
     generator = torch.Generator().manual_seed(0)
     check_agreement(torch.randn(64, 16, generator=generator))
     shapes: dict[str, Any] = {}
@@ -231,7 +226,6 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print the figures."""
     print(describe(result["machine"]))
     for shape, times in result["microseconds"].items():
         nothing, copy = (times[f"floor: {floor}"] for floor in ("an operator that does nothing", "a copy of the rewards"))
@@ -262,7 +256,6 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run the command line."""
     options = argument_parser("advantages", __doc__, rounds=25).parse_args()
     result = measure(options.rounds, prepare(options))
     report(result)

@@ -59,8 +59,6 @@ COMPARED = ["--sft-steps", "3", "--steps", "1", "--eval-every", "0"]  # before r
 
 @dataclass
 class Side:
-    """A tree's own process, which answers requests one at a time."""
-
     name: str
     folder: Path
     threads: int
@@ -70,7 +68,7 @@ class Side:
         # The folder of against_side.py comes last in the path: its other files must not hide packages.
         program = "import sys; sys.path.append(sys.argv[1]); import against_side; against_side.main(int(sys.argv[2]))"
         command = [sys.executable, "-c", program, str(Path(__file__).parent), str(self.threads)]
-        # A session of its own: Ctrl-C ends this process, which ends the side.
+        # A separate session: Ctrl-C ends this process, which ends the side.
         self.process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -91,14 +89,13 @@ class Side:
         self.process.communicate()
 
     def environment(self) -> dict[str, str]:
-        """Return the environment in which this tree is imported."""
         return os.environ | {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": str(self.threads)}
 
     def ask(self, **request: Any) -> Any:
-        """Return the answer to a request.
+        """Send a request and return the answer.
 
         Raises:
-            RuntimeError: where the process ended, or gave no answer in time.
+            RuntimeError: if the process ended, or gave no answer in time.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -118,7 +115,7 @@ class Side:
         return json.loads(line)
 
     def run_job(self, flags: Sequence[str]) -> tuple[float, dict[str, Any], dict[str, float]]:
-        """Train by the command line. Return the seconds, the metrics of the first step, and the seconds of each stage."""
+        """Train by the command line. Return the seconds, the first step's metrics, and the seconds of each stage."""
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "maxrl_fast.train", *JOB, *flags, "--out", f"{folder}/run"]
             start = time.perf_counter()
@@ -136,7 +133,6 @@ Sides = tuple[Side, Side]  # this tree, the commit
 
 
 def git(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    """Run git in this repository."""
     return subprocess.run(["git", "-C", str(ROOT), *arguments], check=check, capture_output=True, text=True)
 
 
@@ -144,9 +140,9 @@ def build(folder: Path) -> None:
     """Build the extension of a tree in place, for the CPU.
 
     Raises:
-        RuntimeError: with the end of the compiler's output, where that fails.
+        RuntimeError: if that fails, with the end of the compiler's output.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # cmake and ninja beside the interpreter
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # for cmake and ninja
     process = subprocess.Popen(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=folder,
@@ -168,10 +164,10 @@ def build(folder: Path) -> None:
 
 @contextmanager
 def built_worktree(commit: str) -> Iterator[Path]:
-    """Give a folder with the commit and its built extension, and remove it in the end, also after an error or Ctrl-C.
+    """Yield a folder with the commit and its built extension; remove it at the end, also after an error or Ctrl-C.
 
     Raises:
-        InputError: where there is no such commit.
+        InputError: if there is no such commit.
     """
     found = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}", check=False)
     if found.returncode:
@@ -189,10 +185,10 @@ def built_worktree(commit: str) -> Iterator[Path]:
 
 @contextmanager
 def existing(folder: Path) -> Iterator[Path]:
-    """Give a tree that is built already.
+    """Yield a tree with a built extension.
 
     Raises:
-        InputError: where it is not.
+        InputError: if the extension is not built.
     """
     if not list(folder.glob("maxrl_fast/_C.*")):
         raise InputError(f"--checkout must be a tree with a built extension, maxrl_fast/_C*, got {str(folder)!r}")
@@ -200,7 +196,7 @@ def existing(folder: Path) -> Iterator[Path]:
 
 
 def in_turn(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return what each call returned in each round. Every second round has the reverse order."""
+    """Return what each call returned in each round; every second round runs in reverse order."""
     values: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         for name in list(calls)[:: 1 if i % 2 == 0 else -1]:
@@ -223,12 +219,11 @@ def agree(what: str, results: Mapping[str, Mapping[str, float]], tolerance: floa
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Return the median over rounds of the ratio of two times."""
     return statistics.median(x / y for x, y in zip(slow, fast, strict=True))
 
 
 def time_work(sides: Sides, kind: str, name: str, case: dict[str, Any], flops: float, options: argparse.Namespace) -> Any:
-    """Return and print the figures of an update or a rollout in each dtype, all timed in turn."""
+    """Return and print the figures of an update or a rollout in each dtype; all are timed in turn."""
     calls: dict[str, Callable[[], float]] = {}
     for dtype in options.dtypes:
         key = f"{name} {dtype}"
@@ -258,14 +253,12 @@ def time_work(sides: Sides, kind: str, name: str, case: dict[str, Any], flops: f
 
 
 def report(name: str, x: Mapping[str, Any]) -> None:
-    """Print the figures of an update or a rollout in one dtype."""
     times = ", ".join(f"{side} {t:,.1f} ms ({x['share_of_floor'][side]:.0%} MFU)" for side, t in x["milliseconds"].items())
     line = f"{name}: {times}, {x['ratio']:.2f} x; floor {x['floor_milliseconds']:,.1f} ms at {x['gemm_gflops']:,.0f} GFLOP/s"
     print(line + ("" if x["of_our_float32"] in (None, 1.0) else f"; {x['of_our_float32']:.2f} x our float32"), flush=True)
 
 
 def update_case(name: str) -> dict[str, Any]:
-    """Return the arguments of an update, without its dtype."""
     config, shape = UPDATES[name]
     return {
         "config": asdict(config),
@@ -278,7 +271,6 @@ def update_case(name: str) -> dict[str, Any]:
 
 
 def update(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    """Return the figures of an update."""
     case = update_case(name)
     here = Update(**case, dtype="float32")
     batch = Packer(here.prompts, here.rollouts, here.advantages).pack(torch.arange(len(here.advantages)))
@@ -286,7 +278,6 @@ def update(name: str, sides: Sides, options: argparse.Namespace) -> Any:
 
 
 def rollouts(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    """Return the figures of the rollouts."""
     figures = {}
     for shape in ROLLOUTS:
         (maze_size, count, num_rollouts), sizes = rollout.CASES[shape]
@@ -307,7 +298,7 @@ def rollouts(name: str, sides: Sides, options: argparse.Namespace) -> Any:
 def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     """Return and print the seconds of the default job, whole and by stage.
 
-    The first step after three of the warm start is compared; later ones differ, because rounding grows.
+    Only the first step, after three warm-start steps, is compared, because rounding differences grow.
     """
     compared = {side.name: side.run_job(COMPARED)[1] for side in sides}
     names = ("entropy", "response_length_mean")
@@ -326,12 +317,10 @@ def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
 
 
 def alone(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    """Return and print the figures of bench.attention."""
     return {dtype: attention.measure_cases(getattr(torch, dtype), options.rounds) for dtype in options.dtypes}
 
 
 def operators(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    """Return and print the number of operators of a layer."""
     case = update_case("update") | {"dtype": "float32"}
     counts = {side.name: side.ask(do="operators", case=case) for side in sides}
     print(f"{name} of a layer, forward and backward: {', '.join(f'{side} {n}' for side, n in counts.items())}")
@@ -342,7 +331,6 @@ CASES = {"job": job, "update": update, "update17": update, "rollout": rollouts, 
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argument_parser("against", __doc__, rounds=10)
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("commit", nargs="?", metavar="COMMIT", help="any name of a commit that git takes")
@@ -356,7 +344,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line."""
     options = arguments()
     about = machine(prepare(options))
     print(describe(about), flush=True)

@@ -1,8 +1,7 @@
 """One side of bench.against: a process that imports either commit and answers requests, one JSON line each.
 
-It imports nothing of `bench`, which is another one at the other commit. What differs between the commits in `maxrl_fast` is at
-the top; below it are only names that both have. Weights, prompts and responses come from seeds, so that both sides compute the
-same.
+It imports nothing of `bench`, which differs at the other commit. What differs between the commits in `maxrl_fast` is at the
+top; below are only names that both have. Weights, prompts and responses come from seeds, so that both sides compute the same.
 """
 
 import importlib
@@ -27,7 +26,6 @@ IS_FLAT = not (PACKAGE / "training").is_dir()  # bc21ff5: no packages for stages
 
 
 def module(name: str, flat_name: str) -> Any:
-    """Return a module of either commit."""
     return importlib.import_module(f"maxrl_fast.{flat_name if IS_FLAT else name}")
 
 
@@ -35,7 +33,6 @@ learning, packing = module("training.learner", "learner"), module("training.pack
 
 
 def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
-    """Return the default job's optimizer."""
     if IS_FLAT:
         optimizer = learning.make_optimizer(model, module("", "options").OptimizerOptions())
     else:
@@ -45,12 +42,11 @@ def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
 
 
 def samples(prompts: Prompts, rollouts: Rollouts) -> tuple[Any, ...]:
-    """Return the first arguments of Learner.update."""
+    """The first arguments of Learner.update."""
     return (prompts, rollouts) if IS_FLAT else (records.Samples(prompts, rollouts),)
 
 
 def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:
-    """Return prompts of random tokens, all of one length."""
     tokens = torch.randint(vocabulary, (count * length,), generator=torch.Generator().manual_seed(0))
     return Prompts(tokens, torch.arange(count + 1) * length, torch.arange(count))
 
@@ -58,7 +54,7 @@ def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:
 class Update:
     """An update in which every rollout has a gradient. Its learning rate is 0: every call starts from the same weights.
 
-    Responses have random tokens and lengths drawn evenly between `shortest` and `longest`.
+    Responses have random tokens, and lengths uniform between `shortest` and `longest`.
     """
 
     def __init__(
@@ -94,8 +90,8 @@ class Update:
         return {"loss": self.metrics.loss, "gradient norm": self.metrics.grad_norm}
 
     def operators(self) -> int:
-        """Return the number of operators that a forward and a backward pass of four prompts call, without autograd's own."""
-        owner: Any = getattr(self.learner, "passes", self.learner)  # commits before it had passes kept the cost in the learner
+        """Return the number of operators that forward and backward of four prompts call, without autograd's."""
+        owner: Any = getattr(self.learner, "passes", self.learner)  # older commits have the cost in the learner
         cost = owner.merge_cost if hasattr(owner, "merge_cost") else owner._merge_cost
         packer = packing.Packer(self.prompts, self.rollouts, self.advantages, cost)
         sequences = torch.arange(4 * packer.num_rollouts)
@@ -126,7 +122,7 @@ class Rollout:
 
     def results(self) -> dict[str, float]:
         assert self.rollouts is not None
-        first = self.rollouts.cu_seqlens[:-1]  # later tokens follow others where rounding has changed one
+        first = self.rollouts.cu_seqlens[:-1]  # after a token that rounding has changed, later ones differ
         means = {"first tokens' log-prob": self.rollouts.logprobs[first], "log-prob": self.rollouts.logprobs}
         return {name: float(x.double().mean()) for name, x in means.items()} | {"tokens": len(self.rollouts.tokens)}
 
@@ -135,7 +131,8 @@ KINDS: dict[str, type[Update | Rollout]] = {"update": Update, "rollout": Rollout
 
 
 def operators_of_a_layer(**case: Any) -> int:
-    """Return the number of operators of a layer: what a third one adds. The last differs: it has only rows that predict."""
+    """Return the number of operators of a layer: what a third layer adds. The last differs: it computes only predicting
+    rows."""
     counts = []
     for layers in (2, 3):
         case["config"]["num_hidden_layers"] = layers
@@ -146,12 +143,11 @@ def operators_of_a_layer(**case: Any) -> int:
 
 
 def clock() -> float:
-    """Return the wall's seconds, or with one thread the processor's, which other programs do not lengthen."""
+    """Return seconds of CPU time with one thread, which other programs do not affect; else of wall time."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def main(threads: int) -> None:
-    """Answer requests until the input ends."""
     torch.set_num_threads(threads)
     works: dict[str, Update | Rollout] = {}
     print(json.dumps({"package": str(PACKAGE)}), flush=True)

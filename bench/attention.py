@@ -24,7 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """A stream: prompts of one length, each with as many responses, of lengths drawn evenly between two."""
+    """A stream: prompts of one length, each with the same number of responses; response lengths are uniform between two
+    bounds."""
 
     prompts: int
     prompt_length: int
@@ -43,7 +44,7 @@ class Case:
         return SharedPromptLayout(prompts, lengths, prompt_index, torch.device("cpu"))
 
     def pairs(self) -> int:
-        """Return the number of pairs of a query, in one head, and a key that it sees."""
+        """Return the number of pairs of a query, per head, and a key that it attends to."""
         layout = self.layout()
         prompts, lengths, prompt_index = layout.lengths, layout.response_lengths, layout.prompt_index
         own = (prompts * (prompts + 1) // 2).sum() + (lengths * (lengths + 1) // 2).sum()
@@ -58,8 +59,6 @@ CASES = {
 
 
 class Side:
-    """One implementation on one stream."""
-
     def __init__(self, function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor):
         self.function, self.grad = function, grad
         self.leaves = [x.clone().requires_grad_() for x in inputs]
@@ -73,12 +72,12 @@ class Side:
 
 
 def clock() -> float:
-    """Return the milliseconds of this thread, or of all where there are several."""
+    """Return milliseconds of CPU time with one thread, else of wall time."""
     return (time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()) * 1e3
 
 
 def timed(work: Callable[[], object], least: float = 30.0) -> float:
-    """Return the median milliseconds of a call, of as many as take about `least`, one at least."""
+    """Return the median milliseconds of a call, over calls that take about `least` together, at least one."""
     times: list[float] = []
     while sum(times) < least:
         start = clock()
@@ -88,13 +87,12 @@ def timed(work: Callable[[], object], least: float = 30.0) -> float:
 
 
 def throughput(dtype: torch.dtype = torch.float32) -> float:
-    """Return the floating-point operations of a matrix multiplication in a millisecond, the best of five."""
+    """Return FLOPs per millisecond of a matrix multiplication, the best of five."""
     a, b = torch.randn(2, 1024, 1024).to(dtype)
     return 2 * 1024**3 / min(timed(lambda: a @ b, 0.1) for _ in range(5))
 
 
 def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Return the figures of a case."""
     layout, generator = case.layout(), torch.Generator().manual_seed(1)
     shapes = [(sum(layout.sizes), heads, case.head_dim) for heads in (case.heads, case.key_heads, case.key_heads, case.heads)]
     *inputs, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -118,7 +116,6 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
 
 
 def measure_cases(dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """Return and print the figures of all cases."""
     cases = {}
     for name, case in CASES.items():
         figures = cases[name] = measure(case, dtype, rounds)

@@ -18,7 +18,7 @@ from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Return the bytes per second, read and written, of a copy within the device's memory; the best of three medians."""
+    """Return bytes per second, read plus written, of a copy within the device's memory; the best of three medians."""
     source = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
     target = torch.zeros_like(source)
     best = min(milliseconds({"copy": lambda: target.copy_(source)}, 5, device)["copy"] for _ in range(3))
@@ -26,7 +26,6 @@ def copy_rate(num_bytes: int, device: torch.device) -> float:
 
 
 def main() -> int:
-    """Run the command line."""
     options = argument_parser("ceilings", __doc__, has_dtype=True).parse_args()
     device = prepare(options)
     dtype = resolve_dtype(options.dtype, device)

@@ -33,7 +33,6 @@ LAUNCHES = 80  # at most; each takes a fraction of a second under ncu
 
 
 def run(device: torch.device) -> None:
-    """Launch the kernels that are counted."""
     from bench.rollout import CASES, policy
     from bench.token_loss import Case
     from maxrl_fast.rollout import Sampling
@@ -54,7 +53,7 @@ def kernels(text: str) -> dict[str, dict[str, float]]:
     """Return each kernel's metrics, medians over its launches, from ncu's output, which has a CSV table after other lines.
 
     Raises:
-        InputError: where there is no table, or it has none of our kernels.
+        InputError: if there is no table, or none of our kernels is in it.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -75,14 +74,12 @@ def kernels(text: str) -> dict[str, dict[str, float]]:
 
 
 def command(ncu: str) -> list[str]:
-    """Return the command of ncu."""
     options = ["--csv", "--print-units", "base", "--clock-control", "none", "--launch-count", str(LAUNCHES)]
     options += ["--kernel-name-base", "demangled", "--kernel-name", "regex:maxrl::", "--metrics", ",".join(METRICS)]
     return [ncu, *options, sys.executable, "-m", "bench.counters", "--device", "cuda", "--run"]
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argument_parser("counters", __doc__)
     parser.add_argument("--run", action="store_true", help="launch the kernels; ncu calls the command so")
     options = parser.parse_args()

@@ -49,7 +49,6 @@ PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross
 
 
 def output_of(*command: str) -> str | None:
-    """Return what a program prints; None where it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
@@ -57,7 +56,6 @@ def output_of(*command: str) -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +63,6 @@ def version_of(package: str) -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures may depend on."""
     commit, changes = output_of("git", "rev-parse", "HEAD"), output_of("git", "status", "--porcelain")
     return versions() | {
         "device": str(device),
@@ -80,7 +77,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def check(device: torch.device) -> None:
-    """Raise InputError where the GPU or a package is missing."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} finds none; --device cpu is a "
@@ -92,7 +88,7 @@ def check(device: torch.device) -> None:
 
 
 def use_wheels() -> None:
-    """Put the packages of the wheels in MAXRL_FAST_WHEELS before the installed ones, here and in the steps' processes."""
+    """Unpack the wheels in MAXRL_FAST_WHEELS and put them before the installed packages, here and in the steps' processes."""
     folder = os.environ.get(WHEELS)
     if not folder:
         return
@@ -111,7 +107,6 @@ def use_wheels() -> None:
 
 
 def results_folder(is_dry: bool) -> Path:
-    """Create and return the folder of results."""
     folder = Path(os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +116,6 @@ def results_folder(is_dry: bool) -> Path:
 
 
 def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: float) -> None:
-    """Run the steps, and write the results after each."""
     log, start = file.with_suffix(".log"), time.monotonic()
     limit = sum(step.seconds for step in steps if not step.absent) * stretch
     for number, step in enumerate(steps, 1):
@@ -148,7 +142,7 @@ def earlier_steps(file: Path) -> dict[str, Any]:
     """Return the records of an earlier run, marked as earlier.
 
     Raises:
-        InputError: where the file cannot be read.
+        InputError: if the file cannot be read.
     """
     if not file.exists():
         return {}
@@ -164,10 +158,10 @@ def _stop(*_: object) -> None:
 
 
 def chosen_steps(steps: list[Step], part: str, only: list[str] | None) -> list[Step]:
-    """Return the steps of a part, or those of them that are named.
+    """Return a part's steps, or only the named ones.
 
     Raises:
-        InputError: where the part has no step of that name.
+        InputError: if the part has no step of that name.
     """
     names = [step.name for step in steps]
     if unknown := set(only or ()) - set(names):
@@ -176,7 +170,6 @@ def chosen_steps(steps: list[Step], part: str, only: list[str] | None) -> list[S
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

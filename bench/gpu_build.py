@@ -24,7 +24,6 @@ ARCHITECTURE = "90a-real"  # Hopper, if the environment variable CUDAARCHS names
 
 
 def digest_of_sources() -> str:
-    """Return the SHA-256 of the names and contents of the files that the extension is built from."""
     files = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
     digest = hashlib.sha256()
     for file in files:
@@ -34,7 +33,7 @@ def digest_of_sources() -> str:
 
 
 def carried(folder: Path) -> tuple[Path | None, str]:
-    """Return the extension in a folder that can be used here; or None, and why."""
+    """Return the extension in a folder if it can be used here; otherwise None, and why."""
     extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not extension.exists():
         return None, f"{folder} has no {extension.name}"
@@ -46,7 +45,7 @@ def carried(folder: Path) -> tuple[Path | None, str]:
 
 
 def build_for(python: str, folder: Path) -> None:
-    """Build the extension for another interpreter, and write it and the digest of its sources into a folder."""
+    """Build the extension for another interpreter; write it and the digest of its sources into a folder."""
     import pybind11
 
     build = ROOT / "build/extension-gpu"
@@ -68,13 +67,12 @@ def build_for(python: str, folder: Path) -> None:
 
 
 def has_kernels() -> bool:
-    """Return whether the extension in the package loads, in a new process, and has CUDA kernels."""
     code = "from maxrl_fast import _C; raise SystemExit(not _C.cuda)"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def install() -> bool:
-    """Copy the carried extension into the package, or build it in place; return whether it has CUDA kernels."""
+    """Copy the prebuilt extension into the package, or build it in place; return whether it has CUDA kernels."""
     folder = os.environ.get(WHEELS)
     extension, why = carried(Path(folder)) if folder else (None, f"{WHEELS} is not set")
     if extension is not None:
@@ -100,7 +98,6 @@ def can_build_for(python: str) -> str:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_build", description=__doc__)
     parser.add_argument("--for-python", metavar="PYTHON", help="build for this interpreter, and leave the package as it is")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="where --for-python writes the extension")

@@ -1,4 +1,4 @@
-"""Runs a step of `make gpu` within its time limit, with its output on the screen and in the log."""
+"""Runs a step of `make gpu` within its time limit; its output goes to the screen and to the log."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from typing import Any
 from bench.gpu_steps import Step, environment_of
 
 ROOT = Path(__file__).parent.parent
-QUIET_SECONDS = 15  # without output, after which the screen says that a step is running
-TAIL = 4000  # characters of a failed step's output that are kept in the results
+QUIET_SECONDS = 15  # without output before the screen says that a step is running
+TAIL = 4000  # characters of a failed step's output in the results
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|deselected)\b")
 
 
 def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
-    """Run a step, add its output to the log, and return its record.
+    """Run a step, append its output to the log, and return its record.
 
-    `state` in it is "done", "failed", "past its limit" or "absent".
+    The record's `state` is "done", "failed", "past its limit" or "absent".
     """
     record: dict[str, Any] = {"state": "absent", "why": step.absent, "command": " ".join(step.command), "limit_seconds": limit}
     if step.absent:

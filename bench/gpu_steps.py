@@ -1,4 +1,4 @@
-"""The steps of `make gpu`, `make gpu-profile` and `make gpu-races`: the command of each, and its time limit."""
+"""The steps of `make gpu`, `make gpu-profile` and `make gpu-races`: their commands and time limits."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ PARTS = ("figures", "profile", "races", "maze")
 
 @dataclass(frozen=True)
 class Step:
-    """A command that runs in its own process: it has the GPU's memory to itself, and a crash does not end the other steps."""
+    """A command in its own process: it has the GPU's memory to itself, and a crash does not end the other steps."""
 
     name: str
     command: list[str]
@@ -25,18 +25,17 @@ class Step:
 
 
 def bench(name: str, module: str, arguments: str, seconds: float, absent: str = "") -> Step:
-    """Return a step that runs a benchmark."""
     return Step(name, [sys.executable, "-m", f"bench.{module}", *arguments.split()], seconds, absent=absent)
 
 
 def missing(*packages: str) -> str:
-    """Return why a step that needs these packages cannot run; "" where all are installed."""
+    """Return why a step that needs these packages cannot run; "" if all are installed."""
     absent = [package for package in packages if not importlib.util.find_spec(package)]
     return f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed" if absent else ""
 
 
 def cuda_tool(name: str) -> str | None:
-    """Return the path of one of CUDA's tools: on the PATH, beside nvcc, or in the newest folder of Nsight Compute."""
+    """Return the path of a CUDA tool: on the PATH, next to nvcc, or in the newest folder of Nsight Compute."""
     nvcc = shutil.which("nvcc")
     places = [Path(nvcc).resolve().parent / name] if nvcc else []
     places += sorted(NSIGHT.glob(f"*/{name}"), reverse=True)
@@ -44,13 +43,12 @@ def cuda_tool(name: str) -> str | None:
 
 
 def marked_gpu(seconds: float, absent: str = "") -> Step:
-    """Return a step that runs the tests marked gpu."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "--maxfail=30", "--durations=5", "tests/gpu"]
     return Step("tests", command, seconds, has_figures=False, absent=absent)
 
 
 def build(seconds: float, absent: str = "") -> Step:
-    """Return the step that puts the extension into the package: the carried one, or one that it builds."""
+    """Return the step that installs the extension: a prebuilt one if it matches, else one built here."""
     return Step("build", [sys.executable, "-m", "bench.gpu_build"], seconds, has_figures=False, absent=absent)
 
 
@@ -62,8 +60,8 @@ SMALLEST_FILES = ["tests/gpu/test_token_loss.py", "tests/gpu/test_advantage.py",
 def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
     """Return a step that runs the smallest tests under a tool of compute-sanitizer, 10 to 100 times slower.
 
-    It leaves out the tests that capture graphs: they need torch's memory cache, which is off here so that memcheck knows where
-    every tensor ends.
+    Tests that capture graphs are left out: they need torch's memory cache, which is off so that memcheck sees where every
+    tensor ends.
     """
     found = cuda_tool("compute-sanitizer")
     command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
@@ -75,14 +73,13 @@ def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
 
 
 def maze(seconds: float, absent: str = "") -> Step:
-    """Return a step that continues the MaxRL paper's maze experiment in runs/maze_table."""
     command = [sys.executable, "examples/papers/maze_table.py", "--out", "runs/maze_table"]
     command += ["--minutes", f"{(seconds - 60) / 60:g}"]  # a minute for starting, saving and drawing
     return Step("maze", command, seconds, has_figures=False, absent=absent)
 
 
 def gpu_steps() -> dict[str, list[Step]]:
-    """Return the steps on a GPU, by part: of each call first what matters most."""
+    """Return the steps on a GPU, by part, the most important first."""
     qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
     step17 = "--device cuda --cases step17 --rounds 5"
     no_options = missing("tyro", "docstring_parser")  # the trainer's options need them
@@ -123,9 +120,9 @@ def gpu_steps() -> dict[str, list[Step]]:
 
 
 def dry_steps() -> dict[str, list[Step]]:
-    """Return the same steps at sizes that take a CPU a few seconds each, to test that everything runs and is recorded.
+    """Return the same steps at sizes that take a few seconds on a CPU, to test that everything runs and is recorded.
 
-    Their limits are wide, because the cores of such a machine may be busy.
+    The limits are wide, because such a machine's cores may be busy.
     """
     no_gpu = "it needs a GPU"
     update = "--layouts shared --rounds 1 --prompts 1 --rollouts 2 --cases"
@@ -159,5 +156,4 @@ def dry_steps() -> dict[str, list[Step]]:
 
 
 def environment_of(step: Step) -> dict[str, str]:
-    """Return the environment of a step's process: no downloads, and unbuffered output."""
     return os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | step.environment

@@ -176,7 +176,7 @@ SECTIONS: dict[str, Callable[[Any], Iterator[Row]]] = {
 def rows(steps: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """Return the rows of all steps from their records.
 
-    A failed step has a row that says so, then the figures that it printed before. A dry run has no aims.
+    A failed step has a row that says so, then the figures it printed before. A dry run has no aims.
     """
     table = []
     for name, record in steps.items():
@@ -203,7 +203,6 @@ def _why(record: Mapping[str, Any]) -> str:
 
 
 def lines(table: list[Row]) -> list[str]:
-    """Return the table as lines of text."""
     answers = {True: "yes", False: "NO", None: ""}
     cells = [("figure", "measured", "aim", "reached", "floor or peer")]
     cells += [(row.figure, row.value, row.aim, answers[row.reached], row.beside) for row in table]

@@ -21,7 +21,8 @@ GROUPS, SIZE, RESPONSE = 1024, 16, 64
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return a call of each operator by name, an empty kernel first. Inputs require gradients: these are computed too."""
+    """Return a call of each operator by name, an empty kernel first. Inputs require gradients, so gradients are computed
+    too."""
     one = torch.zeros(1, device=device)
     rewards = (torch.rand(GROUPS, SIZE, device=device) < 0.3).float()
     labels = rewards.flatten()
@@ -39,7 +40,6 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def main() -> int:
-    """Run the command line."""
     options = argument_parser("launches", __doc__, rounds=15).parse_args()
     device = prepare(options)
     functions = calls(device)

@@ -35,7 +35,7 @@ class Case:
 
 
 def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominator: float) -> None:
-    """Add up the gradients in the padded layout, for prompts of equal length."""
+    """Accumulate the gradients in the padded layout, for prompts of equal length."""
     model, prompts, rollouts = case.model, case.prompts, case.rollouts
     num_rollouts, prompt_length = len(rollouts) // len(prompts), int(prompts.lengths[0])
     device = rollouts.tokens.device
@@ -70,10 +70,7 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
 
 
 def update_flops(config: PolicySizes, batch: MicroBatch) -> int:
-    """Return the FLOPs of the matrix multiplications of a forward and a backward pass: weights, attention, output matrix.
-
-    Recomputation does not count.
-    """
+    """Return the FLOPs of the matrix multiplications of a forward and a backward pass, without recomputation."""
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     before, after = config.hidden_size * (heads + 2 * keys), config.hidden_size * (heads + 3 * config.intermediate_size)
     streamed = config.num_hidden_layers * before + (config.num_hidden_layers - 1) * after
@@ -106,13 +103,12 @@ class LayoutUpdates:
 
     @classmethod
     def on_device(cls, case: Case, device: torch.device, dtype: torch.dtype) -> "LayoutUpdates":
-        """Return the updates of a case whose policy and batch this moves to the device."""
+        """Build the updates of a case, whose policy and batch this moves to the device."""
         case.model.to(device).checkpoint_activations = case.checkpoint_activations
         case.prompts, case.rollouts = case.prompts.to(device), case.rollouts.to(device)
         return cls(case, dtype)
 
     def update(self, layout: str) -> None:
-        """Take one optimizer step in this layout."""
         model, budget = self.case.model, self.case.token_budget
         model.zero_grad()
         if layout == "shared":
@@ -133,11 +129,11 @@ class LayoutUpdates:
             self.learner.loss(packer.pack(part), plan)[0].backward()
 
     def gradient(self) -> Tensor:
-        """Return the last update's clipped gradient, flat."""
+        """The last update's clipped gradient, flat."""
         return torch.cat([p.grad.flatten() for p in self.case.model.parameters() if p.grad is not None])
 
     def work(self, layout: str) -> tuple[int, int]:
-        """Return the FLOPs of an update and its tokens; padding does not count, as it is no use."""
+        """Return the FLOPs and tokens of an update, without padding."""
         packer = self.shared if layout == "shared" else self.repeated
         batch = packer.pack(torch.arange(len(self.advantages)))
         return update_flops(self.case.model.config, batch), len(batch.tokens)
@@ -146,11 +142,11 @@ class LayoutUpdates:
 def first_updates(
     updates: LayoutUpdates, layouts: Sequence[str], device: torch.device
 ) -> tuple[dict[str, float], dict[str, int | None], dict[str, float]]:
-    """Return the milliseconds and the peak memory of each layout's first update, and how far its gradient is from the last
-    layout's, relatively.
+    """Return each layout's first update time (ms), its peak memory, and its gradient's relative difference from the last
+    layout's.
 
     Raises:
-        RuntimeError: where they differ in float32.
+        RuntimeError: if the gradients differ in float32.
     """
     times: dict[str, float] = {}
     memory: dict[str, int | None] = {}
@@ -170,7 +166,6 @@ def first_updates(
 
 
 def agree(differences: dict[str, float], dtype: torch.dtype) -> bool:
-    """Return whether the relative differences of the gradients are within the tolerance of the dtype."""
     limit = 1e-3 if dtype == torch.float32 else 5e-2
     return all(difference < limit for difference in differences.values())
 
@@ -178,11 +173,11 @@ def agree(differences: dict[str, float], dtype: torch.dtype) -> bool:
 def update_in_layouts(
     case: Case, rounds: int, device: torch.device, dtype: torch.dtype, layouts: Sequence[str] = LAYOUTS
 ) -> dict[str, Any]:
-    """Return the figures of the update in each layout, in which every rollout has a gradient.
+    """Return the figures of the update in each layout; every rollout has a gradient.
 
     Args:
         rounds: timed rounds; 0: the first call is timed.
-        layouts: "shared" among them.
+        layouts: must include "shared".
     """
     updates = LayoutUpdates.on_device(case, device, dtype)
     model = case.model

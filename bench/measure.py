@@ -1,4 +1,4 @@
-"""What the benchmarks share: their command lines, and measurements of time, memory and GEMM throughput."""
+"""Shared by the benchmarks: command lines, and measurements of time, memory and GEMM throughput."""
 
 import argparse
 import ctypes
@@ -21,17 +21,17 @@ from maxrl_fast.runtime.device import resolve_device, versions
 from maxrl_fast.training.stopwatch import Lap, Stopwatch
 
 COLD_BYTES = 256 << 20  # more than any second-level cache
-HEAD_START_CYCLES = 20_000_000  # of a GPU's clock: about 10 ms in which the host queues calls
+HEAD_START_CYCLES = 20_000_000  # GPU clock cycles: about 10 ms in which the host queues calls
 CALLS_A_ROUND = 10
 
 
 def argument_parser(
     name: str, description: str | None, *, rounds: int | None = None, has_dtype: bool = False
 ) -> argparse.ArgumentParser:
-    """Return the parser of `python -m bench.NAME`, with the options that benchmarks share.
+    """Return the parser of `python -m bench.NAME`, with the shared options.
 
     Args:
-        rounds: the default of --rounds; None: there is no such option.
+        rounds: default of --rounds; None: no such option.
         has_dtype: whether there is --dtype.
     """
     parser = argparse.ArgumentParser(
@@ -50,10 +50,10 @@ def argument_parser(
 
 
 def prepare(options: argparse.Namespace, min_rounds: int = 1) -> torch.device:
-    """Return the device of the options that benchmarks share, and set the number of threads.
+    """Set the number of threads, and return the device of the shared options.
 
     Raises:
-        InputError: where the device is absent, or a number is too small.
+        InputError: if the device is absent, or a number is too small.
     """
     for name, least in {"threads": 1, "rounds": min_rounds}.items():
         number = getattr(options, name, None)
@@ -65,7 +65,7 @@ def prepare(options: argparse.Namespace, min_rounds: int = 1) -> torch.device:
 
 
 def run_command(body: Callable[[], int]) -> int:
-    """Return the exit code of a benchmark: that of `body`, or 2 where it raises InputError, which is printed."""
+    """Return the exit code of `body`; 2 if it raises InputError, which is printed."""
     try:
         return body()
     except InputError as error:
@@ -74,13 +74,11 @@ def run_command(body: Callable[[], int]) -> int:
 
 
 def machine(device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return what the figures may depend on, for the JSON document."""
     place = {"threads": torch.get_num_threads(), "device": str(device)}
     return versions() | place | ({} if dtype is None else {"dtype": str(dtype)})
 
 
 def describe(machine: Mapping[str, Any]) -> str:
-    """Return the machine in one line."""
     return ", ".join(
         [
             f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
@@ -91,19 +89,18 @@ def describe(machine: Mapping[str, Any]) -> str:
 
 
 def keep(result: Mapping[str, Any]) -> None:
-    """Print all figures so far as a JSON document, except to a terminal: what follows may fail or exceed its time limit."""
+    """Print all figures so far as a JSON document, except to a terminal: what follows may fail or time out."""
     if not sys.stdout.isatty():
         print(json.dumps(result), flush=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 class DeviceStopwatch(Stopwatch):
-    """A stopwatch that waits for the device before and after each stage, so that a stage's time is that of its own work."""
+    """A stopwatch that waits for the device before and after each stage, so that a stage's time is only its own work."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -123,10 +120,10 @@ def milliseconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Return the median time of a call of each function. Each round calls every function once; the first round is a warm-up.
+    """Return each function's median time per call. Each round calls every function once; the first round is a warm-up.
 
     Args:
-        before: is called before each call, and is not timed.
+        before: called before each call, untimed.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(rounds + 1):
@@ -149,15 +146,15 @@ def kernel_milliseconds(
     *,
     is_hot: bool = False,
 ) -> dict[str, float]:
-    """Return the median time that the device takes for a call of each function; on a CPU this is `milliseconds`.
+    """Return each function's median device time per call; on a CPU this is `milliseconds`.
 
-    A GPU gets all calls of a round at once, behind a wait that gives the host time to queue them, and events around each call,
-    so that the host's time for a launch is not in the figures.
+    A GPU gets all calls of a round at once, after a wait that gives the host time to queue them, with events around each call.
+    So the host's launch time is not measured.
 
     Args:
-        before: is called before each call, and is not timed.
-        is_hot: whether a call finds in the second-level cache what an untimed call of the same function has left there;
-            otherwise what `before` has left is overwritten.
+        before: called before each call, untimed.
+        is_hot: whether a call finds in the L2 cache what an untimed call of the same function left there; otherwise the cache
+            is overwritten after `before`.
     """
     if device.type != "cuda":
         return milliseconds(functions, rounds, device, before)
@@ -186,7 +183,7 @@ def kernel_milliseconds(
 
 
 def host_microseconds(functions: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Return the median time until a call of each function returns to the host, while the device is idle; 50 calls each."""
+    """Return the median time, over 50 calls, until each function returns to the host while the device is idle."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for name, function in functions.items():
         for repeat in range(53):
@@ -200,7 +197,7 @@ def host_microseconds(functions: Mapping[str, Callable[[], object]], device: tor
 
 
 def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return the median time of a call of each function. Each round times every function for about 2 ms."""
+    """Return each function's median time per call. Each round times every function for about 2 ms."""
 
     def timed(function: Callable[[], object], calls: int) -> float:
         synchronize(device)
@@ -235,7 +232,7 @@ def launches(function: Callable[[], object]) -> int:
 def microseconds_in_a_graph(
     functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the median time of a call of each function in a CUDA graph of a hundred, without the CPU's cost of a launch."""
+    """Return each function's median time per call in a CUDA graph of a hundred calls, without the CPU's launch cost."""
     replays: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
         function()  # the first call builds tables, which a capture cannot
@@ -249,7 +246,7 @@ def microseconds_in_a_graph(
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Return the peak memory of a call beyond the memory in use before it; None where the system does not tell."""
+    """Return a call's peak memory beyond the memory in use before it; None if the system does not report it."""
     if device.type == "cuda":
         synchronize(device)
         before = torch.cuda.memory_allocated()
@@ -268,7 +265,6 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int | No
 
 
 def status_bytes(field: str) -> int:
-    """Return a size from this process's /proc/self/status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -279,7 +275,7 @@ class Sides:
 
     Args:
         name: of ours.
-        timed: returns the milliseconds of a call of each function, as `milliseconds` does.
+        timed: returns the milliseconds per call of each function, as `milliseconds` does.
         before: called before a call whose memory is measured.
     """
 
@@ -289,12 +285,11 @@ class Sides:
     device: torch.device
     before: Callable[[], object] = lambda: None
     milliseconds: dict[str, float] = field(default_factory=dict)
-    ratio: dict[str, float] = field(default_factory=dict)  # of the time to ours, when both were timed in turn
+    ratio: dict[str, float] = field(default_factory=dict)  # time over ours, when both were timed in turn
     peak_bytes: dict[str, int | None] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # the error of each that failed
+    failed: dict[str, str] = field(default_factory=dict)  # errors by name
 
     def add(self, functions: Mapping[str, Callable[[], object]]) -> None:
-        """Time functions in turn with ours, and measure their memory."""
         times = self.timed({self.name: self.ours, **functions})
         for name, function in functions.items():
             self.before()
@@ -302,7 +297,7 @@ class Sides:
             self.peak_bytes[name] = peak_bytes(function, self.device)
 
     def try_each(self, makers: Mapping[str, Callable[[], Callable[[], object]]]) -> Iterator[None]:
-        """Make and add the functions of others, one at a time; where one fails, keep its error and go on."""
+        """Make and add one function at a time; if one fails, store its error and continue."""
         for name, make in makers.items():
             try:
                 self.add({name: make()})

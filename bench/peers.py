@@ -40,12 +40,12 @@ JOBS = {
     "cpu": "--maze-size 7 --prompts 8 --rollouts 16 --dtype float32",
     "cuda": "--maze-size 17 --prompts 32 --rollouts 128 --dtype bfloat16 --token-budget 131072",
 }
-MAX_ROWS = 512  # of TRL's micro-batch: the activations of 4096 rows of 490 tokens do not fit into a GPU's memory
+MAX_ROWS = 512  # of TRL's micro-batch: activations of 4096 rows of 490 tokens do not fit into a GPU's memory
 TURN = 3  # steps of one trainer before the other's turn
 
 
 def trl_trainer(config: ResolvedConfig, task: Task, checkpoint: Path, steps: int, after_step: Any) -> tuple[Any, list[float]]:
-    """Return a GRPOTrainer of the same job, and the list to which its steps' mean rewards are added."""
+    """Return a GRPOTrainer of the same job, and the list to which its steps' mean rewards are appended."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,7 +98,6 @@ def trl_trainer(config: ResolvedConfig, task: Task, checkpoint: Path, steps: int
 
 
 def measure(config: Config, steps: int) -> dict[str, Any]:
-    """Return the figures of both trainers, `steps` steps each."""
     from transformers import TrainerCallback
 
     resolved, task, model = warm_started(config)
@@ -151,7 +150,6 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the command line: the size of the policy, and every option of the trainer."""
     parser = argument_parser("peers", __doc__)
     parser.add_argument(
         "--size", choices=list(SIZES), default="paper", help="the policy (default: the paper's, 3.9M parameters)"

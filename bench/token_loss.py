@@ -49,13 +49,12 @@ def eager_ppo(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor) 
 
 
 def clipped(logp: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
-    """Return PPO's clipped loss of log-probs [T]."""
     ratio = (logp - old).exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)).mean()
 
 
 class Computed(torch.autograd.Function):
-    """Stands for a model: forward returns logits made before the clock starts, backward keeps their gradient."""
+    """Stands for a model: forward returns logits made before the clock starts, backward stores their gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, case: "Case", logits: Tensor) -> Tensor:
@@ -105,13 +104,11 @@ class Case:
         return self.backward(loss(self.computed(), self.targets, self.per_token, self.old))
 
     def refill(self) -> None:
-        """Restore the logits and free the last gradient; called before every implementation."""
         self.gradient = torch.empty(0)
         self.working.copy_(self.source)
 
 
 def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[str]]:
-    """Return the losses of other libraries, and the names of the missing libraries."""
     peers: dict[str, Callable[[], Tensor]] = {}
     absent = []
     try:
@@ -164,7 +161,7 @@ def check_agreement(
     """Return the relative differences of the gradients.
 
     Raises:
-        RuntimeError: where one is too large, or the expected gradient is zero.
+        RuntimeError: if one is too large, or the expected gradient is zero.
     """
     differences = {}
     for name, side in sides.items():
@@ -190,7 +187,7 @@ def measure_logits(
     compiled: Callable[..., Tensor] | None,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Give the figures on logits of one dtype: of ours and of eager PyTorch, then again with each other implementation."""
+    """Yield the figures on logits of one dtype: for ours and eager PyTorch, then again after each other implementation."""
     case = Case(dtype, num_tokens, vocab_size, device)
     source, target = case.source, torch.zeros_like(case.source)
     peers, absent = installed_peers(case)
@@ -236,7 +233,7 @@ def measure_logits(
         }
 
     def checked(name: str) -> Callable[[], Tensor]:
-        if not name.startswith("liger"):  # which takes one advantage for all
+        if not name.startswith("liger"):  # liger takes one advantage for all tokens
             differences.update(check_agreement(expected, {name: others[name]}, dtype, case.refill))
         return others[name]
 
@@ -248,7 +245,7 @@ def measure_logits(
 def measure_linear(
     dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Give the figures of the loss from hidden states and the output matrix: of ours, then again with each other one."""
+    """Yield the figures of the loss from hidden states and the output matrix: for ours, then again after each other one."""
     case = Case(dtype, num_tokens, vocab_size, device)
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
@@ -312,7 +309,7 @@ def measure_linear(
 def measure_linear_logprobs(
     dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
 ) -> dict[str, Any]:
-    """Return the figures of log-probabilities from hidden states, forward and backward, which computes the logits again."""
+    """Return the figures of log-probs from hidden states, forward and backward; the backward pass recomputes the logits."""
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
     targets = torch.randint(vocab_size, (num_tokens,), device=device)
@@ -328,7 +325,7 @@ def measure_linear_logprobs(
 
 
 def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
-    """Return the milliseconds of PACS at 1024 prompts x 16 rollouts of 64 tokens, forward and backward."""
+    """Return the milliseconds of PACS at 1024 prompts x 16 rollouts x 64 tokens, forward and backward."""
     logp = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
     cu_seqlens = torch.arange(0, logp.numel() + 1, 64, device=device)
     labels = (torch.rand(1024 * 16, device=device) < 0.3).float()
@@ -346,7 +343,6 @@ def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print the figures."""
     print(describe(result["machine"]))
     for name, case in (result["logits"] | result["other_vocabularies"]).items():
         size = f"{case['tokens']} x {case['vocabulary']}"
@@ -377,7 +373,6 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argument_parser("token_loss", __doc__, rounds=5)
     parser.add_argument("--tokens", type=int, help="T (default: 2048, 16384 on a GPU)")
     parser.add_argument("--vocab", type=int, help="V (default: 32768, 151936 on a GPU)")

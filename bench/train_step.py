@@ -42,11 +42,11 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
 from maxrl_fast.tasks.maze import MazeTask
 
-STEPS = 5  # of the job that are timed, after the first
+STEPS = 5  # timed steps of the job, after the first
 
 
 def job(config: Config) -> tuple[Case, dict[str, Any]]:
-    """Return the rollouts of the default job, or of the job that its flags make of it, and the figures of its stages."""
+    """Return the rollouts of the default job, or of the job of these flags, and the figures of its stages."""
     resolved, task, model = warm_started(config)
     timed = timed_trainer(resolved, task, model, trains=False)
     for _ in range(1 + STEPS):
@@ -74,7 +74,7 @@ def job(config: Config) -> tuple[Case, dict[str, Any]]:
 
 
 def repeat_prompts(prompts: Prompts, times: int) -> Prompts:
-    """Return every prompt `times` times, each copy with its own id, so that the engine computes all of them."""
+    """Return every prompt `times` times, each copy with its own id, so that the engine computes all copies."""
     copies = torch.arange(len(prompts), device=prompts.ids.device).repeat_interleave(times)
     index, cu_seqlens = gather_sequences(prompts.cu_seqlens, copies)
     return Prompts(prompts.tokens[index], cu_seqlens, torch.arange(len(copies), device=copies.device))
@@ -100,10 +100,10 @@ QWEN = {"qwen-0.5b": (896, 4864, 24, 14, 2, 64), "qwen-1.5b": (1536, 8960, 28, 1
 
 
 def qwen(name: str, num_prompts: int, num_rollouts: int, device: torch.device) -> Case:
-    """Return a policy of Qwen2.5's size with prompts of 512 tokens and responses of 256 to 1024; on a CPU two layers, and a
-    quarter of these lengths.
+    """Return a policy of Qwen2.5's size with prompts of 512 tokens and responses of 256 to 1024.
 
-    Activations are recomputed in the backward pass on a GPU that cannot hold the activations of a prompt and its 16 responses.
+    On a CPU: two layers, and a quarter of these lengths. A GPU that cannot hold the activations of a prompt and its 16
+    responses recomputes them in the backward pass.
     """
     hidden, intermediate, layers, heads, kv_heads, head_dim = QWEN[name]
     small = device.type == "cpu"
@@ -126,7 +126,7 @@ def qwen(name: str, num_prompts: int, num_rollouts: int, device: torch.device) -
 
 
 def on_device(config: DecoderConfig, device: torch.device) -> Decoder:
-    """Return a policy whose random weights are drawn on the device: a CPU takes half a minute for a billion."""
+    """Return a policy with random weights drawn on the device: a CPU takes half a minute for a billion."""
     model = Decoder.empty(config, device)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -157,12 +157,10 @@ def step17(num_prompts: int, num_rollouts: int, warm_up: int, device: torch.devi
 
 
 def made_up(tokens: Tensor, cu_seqlens: Tensor) -> Rollouts:
-    """Return rollouts that no policy sampled, with log-probs 0."""
     return Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool))
 
 
 def report(name: str, case: dict[str, Any]) -> None:
-    """Print the figures of an update."""
     print(
         f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['rollouts']} rollouts, "
         f"{case['prompt_tokens']:,} prompt and {case['response_tokens']:,} response tokens; "
@@ -186,7 +184,6 @@ def report(name: str, case: dict[str, Any]) -> None:
 
 
 def report_step(case: dict[str, Any]) -> None:
-    """Print the figures of a whole step."""
     print(
         f"\nwhole step of {case['maze_size']}x{case['maze_size']} mazes, {case['prompts']} x {case['rollouts']} rollouts, "
         f"{case['response_tokens']:,.0f} response tokens, every rollout with a gradient: {case['step_milliseconds']:,.1f} ms, "
@@ -204,7 +201,6 @@ SIZES = {"job": (32, 16), "maze17": (32, 128), "step17": (32, 128), "qwen-0.5b":
 def measure(
     name: str, options: argparse.Namespace, flags: list[str], device: torch.device, dtype: torch.dtype, result: dict[str, Any]
 ) -> None:
-    """Add a case to the result, and print it."""
     prompts, rollouts = options.prompts or SIZES[name][0], options.rollouts or SIZES[name][1]
     rounds = (0 if name == "maze17" else 3) if options.rounds is None else options.rounds
     figures: dict[str, Any] = {}
@@ -232,7 +228,7 @@ def measure(
 def update_by_attention(
     names: list[str], case: Case, rounds: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
-    """Return the milliseconds of the shared update with each FlashAttention, or why it cannot run; print them."""
+    """Return and print the milliseconds of the shared update with each FlashAttention, or why it cannot run."""
     figures, heads = dict[str, dict[str, Any]](), case.model.head_sizes
     for name in names:
         tried = [] if name == "FA2" else first_right([name], device, dtype, heads, bool, torch.nn.attention)
@@ -248,7 +244,6 @@ def update_by_attention(
 
 
 def main() -> int:
-    """Run the command line: the cases, and every option of the trainer for `job`."""
     parser = argument_parser("train_step", __doc__, has_dtype=True)
     parser.add_argument("--cases", nargs="+", choices=list(SIZES), default=["job", "maze17"], help="default: job maze17")
     parser.add_argument("--rounds", type=int, help="timed rounds (default: 3; maze17: 0, which times the first call)")

@@ -1,4 +1,4 @@
-"""A whole training step by the trainer itself: prompts, rollout, reward, advantage, update, weights to the rollout engine."""
+"""A whole training step of the trainer: prompts, rollout, reward, advantage, update, weights to the rollout engine."""
 
 import statistics
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import StepRecord, Trainer
 
-FIRST_PROMPT = 10**6  # the warm start has not seen the prompts from this index on
+FIRST_PROMPT = 10**6  # the warm start uses only prompts below this index
 
 
 class RandomAdvantages(GroupObjective):
-    """Computes an estimator's advantages and replaces them by random numbers, so that every rollout has a gradient.
+    """Replaces an estimator's advantages by random numbers, so that every rollout has a gradient.
 
-    Otherwise the groups of a young policy that all failed have none, and its update computes next to nothing.
+    Otherwise groups of an untrained policy that all failed have none, and the update computes next to nothing.
     """
 
     def advantages(self, sequences: Tensor) -> Tensor:
@@ -42,29 +42,23 @@ class RandomAdvantages(GroupObjective):
 
 @dataclass
 class TimedTrainer:
-    """A trainer, and what each of its steps did and took."""
-
     trainer: Trainer
     records: list[StepRecord] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)  # milliseconds of each step
 
     def step(self) -> None:
-        """Take the next step, on prompts of its own."""
         n, clock = len(self.records) + 1, self.trainer.clock
         before = dict(clock.seconds)
         self.records.append(self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.num_prompts))
         self.stages.append({name: (t - before.get(name, 0.0)) * 1e3 for name, t in clock.seconds.items()})
 
     def tokens(self, last: int = 0) -> float:
-        """Return the mean number of response tokens of the last steps; 0: of all."""
         return statistics.mean(record.tokens["rollout"] for record in self.records[-last:])
 
     def metric(self, name: str, last: int = 0) -> float:
-        """Return the mean of a metric over the last steps; 0: over all."""
         return statistics.mean(record.metrics[name] for record in self.records[-last:])
 
     def median_stages(self, last: int) -> dict[str, float]:
-        """Return the median milliseconds of each stage over the last steps."""
         return {name: statistics.median(stages[name] for stages in self.stages[-last:]) for name in self.stages[-1]}
 
 
@@ -72,7 +66,7 @@ def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
     """Return the resolved configuration, its task, and its policy after the warm start, on its device.
 
     Raises:
-        InputError: where the configuration is wrong.
+        InputError: if the configuration is wrong.
     """
     check(config)
     task = build_run_task(config)
@@ -84,7 +78,7 @@ def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
 
 
 def timed_trainer(config: ResolvedConfig, task: Task, model: PolicyModel, *, trains: bool = True) -> TimedTrainer:
-    """Return the trainer of a run, with a clock that waits for the device and has a stage of its own for prompts.
+    """Return the trainer of a run, with a clock that waits for the device and has a separate stage for prompts.
 
     Args:
         trains: False: the learning rate is 0, so that every step starts from the same weights.
@@ -95,7 +89,7 @@ def timed_trainer(config: ResolvedConfig, task: Task, model: PolicyModel, *, tra
     make_prompts = trainer.collector.make_prompts or partial(task.prompts, "train")
 
     def timed_prompts(start: int, count: int) -> Prompts:
-        with clock("prompts"):  # on a GPU, the wait for those that a thread makes
+        with clock("prompts"):  # on a GPU, the wait for the prefetching thread
             return make_prompts(start, count)
 
     trainer.collector = replace(trainer.collector, make_prompts=timed_prompts)
@@ -107,8 +101,8 @@ def timed_trainer(config: ResolvedConfig, task: Task, model: PolicyModel, *, tra
 def floor_milliseconds(trainer: Trainer) -> float:
     """Return the least time of a step's matrix multiplications at the GEMM throughput measured now.
 
-    The rollout does the forward third of an update on all rollouts, and each prompt counts once in both. Memory traffic of the
-    rollout, such as the reading of keys, comes on top.
+    The rollout costs the forward third of an update on all rollouts, and each prompt counts once in both. The rollout's memory
+    traffic, such as reading keys, is not included.
     """
     collected, model = trainer.collector.collect(1, FIRST_PROMPT), trainer.learner.model
     rollouts = collected.rollouts
@@ -119,7 +113,7 @@ def floor_milliseconds(trainer: Trainer) -> float:
 
 
 def time_steps(config: ResolvedConfig, task: Task, model: PolicyModel, rounds: int) -> dict[str, Any]:
-    """Return the milliseconds of a step by GRPO, whole and by stage, in which every rollout has a gradient."""
+    """Return the milliseconds of a GRPO step, whole and by stage; every rollout has a gradient."""
     timed = timed_trainer(config, task, model, trains=False)
     timed.trainer.objective = RandomAdvantages("grpo", {})
     for _ in range(3):  # on a GPU the first steps capture graphs
@@ -139,7 +133,7 @@ def time_steps(config: ResolvedConfig, task: Task, model: PolicyModel, rounds: i
 
 
 def whole_step(config: Config, rounds: int, *, compiles: bool) -> Iterator[dict[str, Any]]:
-    """Give the figures of a step after the warm start; then again, with torch.compile too, if it `compiles`."""
+    """Yield the figures of a step after the warm start; if it `compiles`, then again with torch.compile's."""
     resolved, task, model = warm_started(config)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -32,7 +32,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT
 
 Reward = str | Callable[..., Any]
-NOTEBOOK_LINES = 20  # of a stage's progress; a terminal has one that moves
+NOTEBOOK_LINES = 20  # progress lines per stage; a terminal shows one moving line
 
 
 @dataclass(repr=False)
@@ -41,19 +41,19 @@ class Run:
 
     Attributes:
         out: the folder, with config.json, the logs, curves.png and the checkpoints.
-        exit: 0; or, where a signal ended the run early, 128 + its number: 130 by Ctrl-C or by interrupting a notebook's kernel.
-        task: what made the prompts; `run.task.decode(tokens)` is their text.
+        exit: 0; or, if a signal ended the run early, 128 + its number: 130 for Ctrl-C or an interrupted notebook kernel.
+        task: the task; `run.task.decode(tokens)` returns text.
     """
 
     out: Path
     exit: int
     task: Task
     _trained: Trained
-    _objects: dict[str, Any] = field(default_factory=dict)  # arguments of `run` that no folder can keep
+    _objects: dict[str, Any] = field(default_factory=dict)  # arguments of `run` that cannot be stored in the folder
 
     @property
     def policy(self) -> PolicyModel:
-        """The model as it was after the last step, a torch.nn.Module in evaluation mode with float32 weights.
+        """The model after the last step, a torch.nn.Module in evaluation mode with float32 weights.
 
         `out / "latest"` is its Hugging Face checkpoint.
         """
@@ -61,12 +61,12 @@ class Run:
 
     @cached_property
     def metrics(self) -> Log:
-        """A row for each step: metrics.jsonl."""
+        """A row per step: metrics.jsonl."""
         return Log.of_numbers(self.out / "metrics.jsonl")
 
     @cached_property
     def evaluations(self) -> Log:
-        """A row for each evaluation on held-out prompts, with pass_at_1, pass_at_2, ...: eval.jsonl."""
+        """A row per evaluation on held-out prompts, with pass_at_1, pass_at_2, ...: eval.jsonl."""
         return Log.of_numbers(self.out / "eval.jsonl")
 
     @cached_property
@@ -76,20 +76,20 @@ class Run:
 
     @cached_property
     def rollouts(self) -> Log:
-        """The training rollouts that --keep-rollouts keeps, with rewards and advantages: rollouts.jsonl."""
+        """The training rollouts of --keep-rollouts, with rewards and advantages: rollouts.jsonl."""
         return Log.read(self.out / "rollouts.jsonl")
 
     def sample(
         self, prompts: int = 4, samples: int = 4, *, start: int = 0, temperature: float | None = None, seed: int = 0
     ) -> Log:
-        """Sample new responses of the policy to held-out prompts. They are not scored.
+        """Sample new responses to held-out prompts, without scoring them.
 
         Args:
-            prompts, samples: numbers of prompts, from index `start` on, and of responses to each.
-            temperature: 0 is greedy decoding; None: that of the run.
+            prompts, samples: number of prompts, from index `start` on, and of responses to each.
+            temperature: 0 is greedy decoding; None: the run's temperature.
 
         Returns:
-            A row for each response: id of its prompt, prompt, response, truncated, tokens.
+            A row per response: id of its prompt, prompt, response, truncated, tokens.
         """
         config, engine = self._trained.config, self._trained.engine
         sampling = build_sampling(config, self.task)
@@ -103,7 +103,7 @@ class Run:
         return Log([{name: value for name, value in row.items() if name != "reward"} for row in rows])
 
     def resume(self, **options: Any) -> "Run":
-        """Resume the run from its newest checkpoint, as `--resume` does: with its own options unless others are given."""
+        """Resume the run from its newest checkpoint, as `--resume` does. Options not given keep their values."""
         return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
@@ -129,21 +129,21 @@ def run(
     reward: Reward | Sequence[Reward] | None = None,
     **options: Any,
 ) -> Run:
-    """Train as `python -m maxrl_fast.train` does, bitwise the same, and return the results.
+    """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
 
-    Ctrl-C, or interrupting the kernel of a notebook, stops the run after its step with a checkpoint and returns; a second time
-    raises KeyboardInterrupt at once. The process is left as it was: signal handlers, random states, number of CPU threads.
+    Ctrl-C, or interrupting a notebook's kernel, stops the run after its step with a checkpoint and returns; a second one raises
+    KeyboardInterrupt at once. Signal handlers, random states and the number of CPU threads are restored.
 
     Args:
         config: options by name, or the path of a TOML file of them; keyword options override them.
         task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`.
         reward: what --reward takes, or a Python function (prompt, response, **columns) -> float, such as a lambda. It runs in a
-            thread of this process: nothing contains it.
+            thread of this process, without a sandbox.
         options: as on the command line, with underscores: `maze_size=11`. None: not given.
 
     Raises:
-        InputError: where an option is unknown or wrong; the sentence is that of the command line.
-        NonFiniteError, RewardError, StorageError, ServerError: the run failed. The sentence names the last checkpoint.
+        InputError: if an option is unknown or wrong, with the command line's message.
+        NonFiniteError, RewardError, StorageError, ServerError: if the run failed. The message names the last checkpoint.
     """
     given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else {} if config is None else {"config": Path(config)}
     given |= {name: value for name, value in options.items() if value is not None}
@@ -165,9 +165,9 @@ def run(
         ending, trained = job.run()
     if ending.error is not None:
         raise ending.error
-    if ending.code not in (0, 128 + signal.SIGINT):  # SIGTERM and SIGHUP, now that it is saved: as this process handles them
+    if ending.code not in (0, 128 + signal.SIGINT):  # SIGTERM or SIGHUP: everything is saved, so let this process handle it
         signal.raise_signal(ending.code - 128)
-    assert trained is not None  # only a dry run and an error leave nothing
+    assert trained is not None  # None only after a dry run or an error
     trained.model.eval()
     return Run(trained.config.run.out, ending.code, found, trained, objects)
 
@@ -175,10 +175,9 @@ def run(
 def _named(
     task: str | Task | None, reward: Reward | Sequence[Reward] | None
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
-    """Return the options that name a task and rewards, the functions behind their names, and the task if it is an object.
+    """Return the options that name task and rewards, the reward functions by name, and the task if it is an object.
 
-    Raises:
-        InputError: where one is neither a name nor such an object.
+    Raises InputError if a reward is neither a name nor callable, or the task lacks a member of `Task`.
     """
     names: dict[str, Any] = {}
     own_task = None if task is None or isinstance(task, str) else task
@@ -202,7 +201,7 @@ def _named(
 
 
 def _screen(ranks: Ranks) -> Screen:
-    """Return what prints: plain lines in a notebook, where rich would need widgets for a bar that moves."""
+    """A notebook gets plain lines: rich would need widgets for a moving bar."""
     if not Console().is_jupyter:
         return Screen(is_quiet=not ranks.is_first)
     plain = Console(force_jupyter=False, force_terminal=False, quiet=not ranks.is_first)

@@ -1,7 +1,7 @@
 """The records that the stages of a step exchange.
 
-Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response tokens,
-V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`.
+Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response tokens, V vocabulary, H
+hidden. A packed tensor holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Concatenate token lists; return tokens [T] int64 and cu_seqlens [S+1] int64."""
+    """Concatenate token lists; return tokens [T] and cu_seqlens [S+1], both int64."""
     tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
     return tokens, cumulative(torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64))
 
@@ -29,25 +29,25 @@ def cumulative(lengths: Tensor) -> Tensor:
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the ranges start, ..., start + length - 1: int64 [sum of lengths]."""
+    """Concatenate the ranges [start, start + length): int64 [sum of lengths]."""
     shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift
 
 
 def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums [S] of packed values [T] over sequences of these lengths [S]."""
-    # Not index_add, whose order of additions on a GPU differs between calls.
+    """Sum packed values [T] over sequences of these lengths [S]; returns [S]."""
+    # Not index_add, which adds in a varying order on a GPU.
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the packed positions [T'] of the chosen sequences, concatenated, and their own cu_seqlens."""
+    """Return the packed positions [T'] of the chosen sequences, concatenated, and their cu_seqlens."""
     lengths = cu_seqlens.diff()[sequences]
     return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 
 
 def padded_slots(lengths: Tensor, width: int) -> Tensor:
-    """Return the position of each packed token in a flattened [S, width] that is padded on the right: int64 [T]."""
+    """Return each packed token's index in a flattened, right-padded [S, width]: int64 [T]."""
     sequence = torch.repeat_interleave(lengths)
     starts = torch.repeat_interleave(cumulative(lengths)[:-1], lengths)
     return sequence * width + torch.arange(sequence.numel(), device=lengths.device) - starts
@@ -60,7 +60,7 @@ class Prompts:
     tokens: Tensor  # [sum of prompt lengths] int64, packed
     cu_seqlens: Tensor  # [G+1] int64
     ids: Tensor  # [G] int64, each prompt's index in its task
-    columns: tuple[dict[str, Any], ...] | None = None  # [G], the dataset columns that reward functions get
+    columns: tuple[dict[str, Any], ...] | None = None  # [G], dataset columns for reward functions
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -71,25 +71,23 @@ class Prompts:
 
     @classmethod
     def none(cls, device: torch.device) -> "Prompts":
-        """Return no prompts."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(nothing, cumulative(nothing), nothing)
 
     def take(self, start: int, count: int) -> "Prompts":
-        """Return prompts `start` to `start + count - 1`, fewer at the end."""
+        """Return prompts `start` to `start + count - 1`, or fewer at the end."""
         cu_seqlens = self.cu_seqlens[start : start + count + 1]
         tokens, ids = self.tokens[cu_seqlens[0] : cu_seqlens[-1]], self.ids[start : start + count]
         return Prompts(tokens, cu_seqlens - cu_seqlens[0], ids, self.columns and self.columns[start : start + count])
 
     def select(self, indices: Tensor) -> "Prompts":
-        """Return the prompts at these indices, int64 [any number]."""
+        """Return the prompts at int64 indices."""
         slots, cu_seqlens = gather_sequences(self.cu_seqlens, indices)
         columns = self.columns and tuple(self.columns[i] for i in indices.tolist())
         return Prompts(self.tokens[slots], cu_seqlens, self.ids[indices], columns)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Prompts"]) -> "Prompts":
-        """Return the prompts of all parts, in order."""
         columns = [part.columns for part in parts if part.columns is not None]
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
@@ -103,7 +101,6 @@ class Prompts:
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate tensors, or return None if one of them is None."""
     known = [part for part in parts if part is not None]
     return torch.cat(known) if len(known) == len(parts) else None
 
@@ -114,29 +111,28 @@ class Rollouts:
 
     tokens: Tensor  # [T] int64, packed, the stop token included
     cu_seqlens: Tensor  # [S+1] int64
-    logprobs: Tensor  # [T] float32, under the whole distribution at the sampling temperature: before top-k, top-p and min-p
-    truncated: Tensor  # [S] bool: ended by the length limit instead of a stop token
-    importance_weights: Tensor | None = None  # [T] float32, factors of the advantage of each token
+    logprobs: Tensor  # [T] float32, under the full distribution at the sampling temperature, before top-k, top-p and min-p
+    truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
+    importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
 
     def __len__(self) -> int:
-        """S, without reading or launching anything on the device."""
+        """S, without reading from the device."""
         return self.cu_seqlens.numel() - 1
 
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
-        """Return responses that no policy sampled, such as demonstrations: log-probs are 0, and none is truncated."""
+        """Return responses that no policy sampled, such as demonstrations, with log-probs 0 and none truncated."""
         tokens, cu_seqlens = pack(responses)
         return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(responses), dtype=torch.bool))
 
     @classmethod
     def from_padded(cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor) -> "Rollouts":
-        """Pack tokens and log-probs [S, width], padded on the right; lengths and truncated are [S]."""
+        """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S]."""
         slots = padded_slots(lengths, tokens.shape[1])
         return cls(tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        """Return the sequences of all parts, in order."""
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
             cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
@@ -146,7 +142,7 @@ class Rollouts:
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
-        """Return the sequences with these indices, int64 [any number]."""
+        """Return the sequences at int64 indices."""
         slots, cu_seqlens = gather_sequences(self.cu_seqlens, sequences)
         return Rollouts(
             tokens=self.tokens[slots],
@@ -168,7 +164,7 @@ class Rollouts:
         return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
 
     def padded_tokens(self, fill: int) -> Tensor:
-        """Return tokens as [S, longest], padded on the right with `fill`."""
+        """Return tokens [S, longest], right-padded with `fill`."""
         lengths = self.lengths
         width = int(lengths.max()) if lengths.numel() else 0
         padded = self.tokens.new_full((lengths.numel() * width,), fill)
@@ -178,17 +174,14 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts and their responses, the input of a learner."""
-
     prompts: Prompts  # G
     rollouts: Rollouts  # S = G N
 
     @property
     def num_rollouts(self) -> int:
-        """N."""
         return len(self.rollouts) // len(self.prompts)
 
     @property
     def sequences(self) -> Tensor:
-        """0 to S - 1, int64 [S] on the host, where micro-batches are cut."""
+        """0 to S - 1, int64 [S], on the host, where micro-batches are built."""
         return torch.arange(len(self.rollouts))

@@ -1,1 +1,1 @@
-"""The estimators and losses inside other trainers: one module for each, which imports its trainer (docs/integrations.md)."""
+"""Estimators and losses for other trainers: one module each, which imports its trainer (docs/integrations.md)."""

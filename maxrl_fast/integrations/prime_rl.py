@@ -22,17 +22,17 @@ def policy_loss(
     kl_coef: float = 0.0,
     loss_options: Mapping[str, float] | None = None,
 ) -> Any:
-    """Return prime-rl's LossOutputs: the loss of one sequence, summed over its tokens, and means over them.
+    """Return prime-rl's LossOutputs: one sequence's loss, summed over its tokens, and token means.
 
-    The formulas and options are those of `ops.policy_gradient_loss`; the keywords come from `[trainer.loss.kwargs]`.
+    Formulas and options are those in `ops.policy_gradient_loss`; the keywords come from `[trainer.loss.kwargs]`.
 
     Args:
-        inputs: prime-rl's LossInputs of a sequence, [T] each. The ratio is to inference_logprobs, the divergence to
-            ref_logprobs; loss_weights scale the loss of each token.
+        inputs: prime-rl's LossInputs of a sequence, [T] each. Ratios use inference_logprobs, the KL term ref_logprobs;
+            loss_weights scale each token's loss.
 
     Raises:
-        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if the loss compares the
-            tokens of several sequences.
+        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if the loss compares tokens of
+            several sequences.
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
@@ -73,5 +73,4 @@ def policy_loss(
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Return the mean, and 0 of no values."""
     return values.sum() / max(len(values), 1)

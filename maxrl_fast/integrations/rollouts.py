@@ -1,4 +1,4 @@
-"""Advantages of rollouts as other trainers hold them: rewards in any order, and for each rollout a key of its prompt."""
+"""Advantages of rollouts in other trainers' format: rewards in any order, with a prompt key per rollout."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
@@ -11,7 +11,7 @@ from maxrl_fast import ops
 
 
 def names() -> list[str]:
-    """Return the estimators that need only rewards, prompts and the lengths of responses."""
+    """Return the estimators that need only rewards, prompts and response lengths."""
     return [name for name, row in ops.ESTIMATORS.items() if set(row.inputs) <= {"lengths"}]
 
 
@@ -19,7 +19,7 @@ def names() -> list[str]:
 def rollout_advantages(
     name: str, options: Mapping[str, Any], rewards: Tensor, prompts: Iterable[Hashable] | None, lengths: Tensor
 ) -> Tensor:
-    """Return the advantage of each rollout [B], 0 for a reward of NaN, whose rollout is left out of its group with a warning.
+    """Return each rollout's advantage [B]. A NaN reward is left out of its group with a warning, and gets 0.
 
     Args:
         name: an estimator of `names()`.
@@ -60,10 +60,10 @@ def advantages_and_returns(
     index: Iterable[Hashable] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL want of an estimator for outcome rewards.
+    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect from an outcome-reward estimator.
 
-    The reward of a rollout is the sum of its token_level_rewards [B, T], its length the sum of its response_mask [B, T]. Its
-    advantage stands at every token of the mask, and 0 elsewhere. index [B]: the prompt of each rollout.
+    A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its response_mask [B, T]. Its
+    advantage is repeated at every token of the mask; other tokens get 0. index [B]: the prompt of each rollout.
 
     Raises:
         ValueError: as `rollout_advantages`.

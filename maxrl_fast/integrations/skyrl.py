@@ -1,7 +1,7 @@
 """SkyRL: `trainer.algorithm.advantage_estimator=maxrl_fast/NAME`. Importing this module registers the estimators.
 
-Import it where the trainer is started, before `ray.init`. SkyRL pickles the registered functions by reference to its workers,
-where maxrl_fast must be installed too.
+Import it before `ray.init`, where the trainer starts. SkyRL pickles registered functions by reference for its workers, so
+maxrl_fast must be installed there too.
 """
 
 import functools
@@ -11,7 +11,7 @@ from maxrl_fast.integrations.rollouts import advantages_and_returns, names
 
 
 def register(name: str, **options: Any) -> None:
-    """Register an estimator as maxrl_fast/NAME with its options, in the place of an earlier registration.
+    """Register an estimator with options as maxrl_fast/NAME, replacing an earlier registration.
 
     Raises:
         ValueError: if there is no such estimator, or it needs inputs that SkyRL does not have.
@@ -29,7 +29,7 @@ def register(name: str, **options: Any) -> None:
 def _register_all() -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
-    known = AdvantageEstimatorRegistry.list_available()  # from the driver too, with its options, once Ray runs
+    known = AdvantageEstimatorRegistry.list_available()  # includes the driver's, with its options, once Ray runs
     for name in names():
         if f"maxrl_fast/{name}" not in known:
             register(name)

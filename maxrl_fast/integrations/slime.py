@@ -1,6 +1,6 @@
 """slime: advantages of every estimator NAME by `--custom-reward-post-process-path maxrl_fast.integrations.slime.NAME`.
 
-Options of an estimator are the mapping `maxrl_fast` in the YAML file of `--custom-config-path`.
+Options of an estimator come from the mapping `maxrl_fast` in the YAML file of `--custom-config-path`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from maxrl_fast.integrations.rollouts import names, rollout_advantages
 
 
 def __getattr__(name: str) -> Any:
-    """Return the function that slime calls with (args, samples) for an estimator."""
+    """Return the function (args, samples) that slime calls for an estimator."""
     if name not in names():
         raise AttributeError(f"{__name__} has the estimators {', '.join(names())}, not {name}")
     return functools.partial(group_advantage, name)
@@ -22,9 +22,9 @@ def __getattr__(name: str) -> Any:
 def group_advantage(name: str, args: Any, samples: list[Any]) -> tuple[list[Any], list[float]]:
     """Return (raw rewards, advantages) of slime's samples, before they are divided among the ranks.
 
-    Samples of one prompt have one group_index. Those of one rollout (rollout_id) are its parts: the last part's reward counts,
-    and all have the rollout's advantage. A sample without a reward is left out of its group, and its raw reward is NaN: slime
-    sums the raw rewards for its log.
+    Samples of one prompt share a group_index. Samples of one rollout (rollout_id) are its parts: the last part's reward counts,
+    and all get the rollout's advantage. A sample without a reward is left out of its group; its raw reward is NaN, because
+    slime sums the raw rewards for its log.
 
     Raises:
         ValueError: if a sample has no group_index, or as `rollout_advantages`.

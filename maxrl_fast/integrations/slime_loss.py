@@ -1,6 +1,5 @@
-"""slime: its policy loss in one pass over the logits, which are not copied, by `--loss-type custom_loss
---custom-loss-function-path maxrl_fast.integrations.slime_loss.policy_loss`.
-"""
+"""slime: its policy loss in one pass over the logits, without a copy of them, by `--loss-type custom_loss
+--custom-loss-function-path maxrl_fast.integrations.slime_loss.policy_loss`."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast import ops
 
-# What the loss does not have, and the values that leave it out.
+# Options that this loss does not support, with the values that turn them off.
 _NEEDED = {
     **{"tensor_model_parallel_size": 1, "context_parallel_size": 1, "entropy_coef": 0, "rollout_top_p": 1},
     **{"use_tis": False, "use_opsm": False, "get_mismatch_metrics": False, "custom_pg_loss_reducer_function_path": None},
@@ -20,18 +19,18 @@ def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor, _: Any) -> tup
     """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), a sum over samples, and metrics.
 
     Args:
-        batch: of slime: a list for each name, with a tensor for each sample, of its response's tokens or of all its tokens.
-        logits: [1, T, V] float32, samples one after the other, and padding.
+        batch: slime's batch: lists with a tensor per sample, over the response's tokens or all its tokens.
+        logits: [1, T, V] float32, samples end to end, then padding.
 
     Raises:
-        ValueError: if the options of slime have parallel logits, or a term that this loss does not have.
+        ValueError: if slime's options ask for parallel logits, or for a term that this loss does not have.
     """
     _check(args)
     (logits,) = logits  # [T, V]
     lengths, ends = batch["response_lengths"], torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
     rows = torch.cat([torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]).to(logits.device)
-    weights = torch.cat(batch["loss_masks"]).float()
-    if not args.calculate_per_token_loss:  # each sample by the tokens of its rollout, as slime's sum_of_sample_mean
+    weights = torch.cat(batch["loss_masks"]).float()  # [response tokens]
+    if not args.calculate_per_token_loss:  # divide by the tokens of the sample's rollout, as slime's sum_of_sample_mean
         counts = [count.clamp_min(1).expand(n) for count, n in zip(batch["rollout_mask_sums"], lengths, strict=True)]
         weights = weights / torch.cat(counts)
     targets = torch.cat([tokens[len(tokens) - n :] for tokens, n in zip(batch["unconcat_tokens"], lengths, strict=True)])

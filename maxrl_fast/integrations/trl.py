@@ -1,4 +1,4 @@
-"""TRL: a GRPOTrainer with the advantages of any estimator of `ops.ESTIMATORS`, and with log-probs by our operator.
+"""TRL: a GRPOTrainer with the advantages of any estimator of `ops.ESTIMATORS`, and log-probs by our operator.
 
     from maxrl_fast.integrations.trl import MaxPOTrainer
 
@@ -19,16 +19,16 @@ from trl.trainer import utils
 from maxrl_fast import ops
 
 if TYPE_CHECKING:
-    _Base: TypeAlias = Any  # what the mixin is mixed into
+    _Base: TypeAlias = Any  # the mixin is combined with a GRPOTrainer
 else:
     _Base = object
 
 
 class GroupAdvantages(_Base):  # type: ignore[misc]
-    """Replaces the advantages of a GRPOTrainer by those of `group_advantages`, in its batches and in its logs.
+    """Replaces a GRPOTrainer's advantages by `group_advantages`, in its batches and its logs.
 
-    A rollout for which every reward function returned None or NaN is left out of its group and has the advantage 0.
-    TRL's `scale_rewards` has no effect.
+    A rollout for which every reward function returned None or NaN is left out of its group and gets advantage 0. TRL's
+    `scale_rewards` has no effect.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -38,7 +38,7 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name in ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss"):
-            if not hasattr(GRPOTrainer, name):  # ours would never be called
+            if not hasattr(GRPOTrainer, name):  # the override would never be called
                 raise RuntimeError(
                     f"maxrl_fast needs the GRPOTrainer of TRL 1.16, got TRL {trl.__version__}, which has no {name}"
                 )
@@ -46,23 +46,22 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
         if self.multi_objective_aggregation != "sum_then_normalize":
             wanted = "must be sum_then_normalize, as estimators take the weighted sum of the rewards"
             raise ValueError(f"multi_objective_aggregation {wanted}, got {self.multi_objective_aggregation}")
-        for size in {self.num_generations, self.num_generations_eval}:  # what does not fit is refused before training
+        for size in {self.num_generations, self.num_generations_eval}:  # fail before training
             self.group_advantages(torch.zeros(1, size), torch.ones(1, size).bool(), torch.ones(1, size).long())
 
     def group_advantages(self, rewards: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-        """Return advantages [G, N] of rewards [G, N], of which those that are not `valid` are 0; all on the CPU.
+        """Return advantages [G, N] from rewards [G, N], which are 0 where not `valid`; all on the CPU.
 
-        `lengths` are the tokens of each response. The groups are those of all processes.
+        `lengths` [G, N] are response lengths in tokens. The groups are the groups of all processes.
         """
         raise NotImplementedError
 
     def global_rewards(self) -> tuple[Tensor, Tensor]:
-        """Return the weighted sums [S] of the rewards of all processes, and which of them are known, on the CPU."""
+        """Return the weighted reward sums [S] of all processes, and which of them are known [S], on the CPU."""
         rewards = self._rewards_per_func.cpu()  # [S, functions]
         return (rewards * self.reward_weights.cpu()).nansum(1), ~rewards.isnan().all(1)
 
     def own(self, values: Tensor, size: int) -> Tensor:
-        """Return this process's `size` of the values of all processes."""
         return values[self.accelerator.process_index * size :][:size].to(self.accelerator.device)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -76,7 +75,7 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
         rewards, valid = (values.view(-1, n) for values in self.global_rewards())
         advantages = self.group_advantages(rewards, valid, lengths.view(-1, n)).flatten()
         output["advantages"] = self.own(advantages, len(output["advantages"]))
-        logged = self._logs["advantages"]  # a deque, which ends with TRL's advantages of these rollouts
+        logged = self._logs["advantages"]  # a deque that ends with TRL's advantages of these rollouts
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(advantages.tolist())
@@ -87,9 +86,9 @@ class AdvantageMixin(GroupAdvantages):
     """For a subclass of GRPOTrainer: `class MyTrainer(AdvantageMixin, GRPOTrainer)`.
 
     Args:
-        estimator: a name in `ops.ESTIMATORS` that needs nothing but rewards and lengths.
+        estimator: a name in `ops.ESTIMATORS` that needs only rewards and lengths.
         estimator_options: arguments of `ops.group_advantage`, such as k.
-        others: those of GRPOTrainer.
+        others: as for GRPOTrainer.
 
     Raises:
         ValueError: if estimator, options and num_generations do not fit each other, or the rewards are not summed.
@@ -113,11 +112,11 @@ class AdvantageMixin(GroupAdvantages):
 
 
 class MaxRLTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
-    """A GRPOTrainer with the advantages of MaxRL; `estimator_options={"order": T}` truncates it."""
+    """A GRPOTrainer with MaxRL advantages; `estimator_options={"order": T}` truncates them."""
 
 
 class MaxPOTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
-    """A GRPOTrainer with the advantages of MaxPO; `estimator_options={"k": K}` sets the K of max@K, 4 by default."""
+    """A GRPOTrainer with MaxPO advantages; `estimator_options={"k": K}` sets the K of max@K, default 4."""
 
     estimator = "maxpo"
     estimator_options: Mapping[str, Any] = {"k": 4}
@@ -127,7 +126,7 @@ _ChunkedLogProbFunction = utils._ChunkedLogProbFunction
 
 
 class _LinearLogprobs:
-    """In place of TRL's autograd function, for the two outputs that GRPO asks for; others are TRL's."""
+    """Replaces TRL's autograd function for the two outputs that GRPO asks for; other calls go to TRL's."""
 
     @staticmethod
     def apply(
@@ -149,7 +148,7 @@ class _LinearLogprobs:
             raise ValueError("use_linear_logprobs takes an output layer without a bias, got one with a bias")
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        # softcap tanh(scale z / softcap) / temperature, with the scale in the other two numbers
+        # softcap tanh(scale z / softcap) / temperature; the scale is folded into the other two numbers
         logprobs, entropy = ops.linear_token_logprobs(
             hidden, weight, targets, temperature=temperature / scale, softcap=(softcap or 0.0) / scale
         )
@@ -159,6 +158,6 @@ class _LinearLogprobs:
 def use_linear_logprobs() -> None:
     """Let `ops.linear_token_logprobs` compute the log-probs and entropies of all GRPOTrainers of this process.
 
-    It takes the place of the private `_ChunkedLogProbFunction` of TRL's `add_fused_lm_head`.
+    It replaces the private `_ChunkedLogProbFunction` of TRL's `add_fused_lm_head`.
     """
     utils._ChunkedLogProbFunction = _LinearLogprobs

@@ -4,10 +4,10 @@
 
     trainer = PACSTrainer(...)  # everything as for a GRPOTrainer; rewards are 0 or 1
 
-The loss of PACS is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of whole groups, where the reference is
-the policy that sampled. Its gradient is that of -(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. At the first update
-all proxies are 0, and the advantages follow from the rewards. Where a batch has more updates, they are computed anew before
-each, from the whole groups of the micro-batch.
+The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of whole groups; the reference is the
+sampling policy. It has the gradient of -(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. At the first update all
+proxies are 0, so the advantages follow from the rewards. Later updates on a batch recompute them from the whole groups of the
+micro-batch.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
     Args:
         pacs_beta: scale of the reward proxies, in reward per nat. TRL's `beta` is the coefficient of its KL term.
         pacs_score, pacs_weight: score and weight of `ops.pacs_loss`.
-        others: those of GRPOTrainer. With several updates per batch, per_device_train_batch_size must be a multiple of
-            num_generations, and prompts are text.
+        others: as for GRPOTrainer. With several updates per batch, per_device_train_batch_size must be a multiple of
+            num_generations, and prompts must be text.
 
     Raises:
         ValueError: if groups would be split, or a reward is neither 0 nor 1.
@@ -40,7 +40,7 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
         self.pacs_beta, self.pacs_options = pacs_beta, {"score": pacs_score, "weight": pacs_weight}
         super().__init__(*args, **kwargs)
         self.loss_type = "luspo"  # the sum over tokens, the mean over responses
-        every = self.args.steps_per_generation * self.num_iterations  # micro-batches; TRL keeps old log-probs by this rule
+        every = self.args.steps_per_generation * self.num_iterations  # micro-batches; TRL stores old log-probs by the same rule
         self.is_off_policy = self.args.gradient_accumulation_steps % every != 0
         size = self.args.per_device_train_batch_size
         if self.is_off_policy and size % self.num_generations:
@@ -71,7 +71,7 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         inputs = dict(inputs)
-        sampled = inputs.pop("old_per_token_logps", None)  # without it TRL's ratio is 1, and its gradient that of log-probs
+        sampled = inputs.pop("old_per_token_logps", None)  # without it TRL's ratio is 1, with the gradient of the log-probs
         if self.is_off_policy and self.model.training:
             shape = inputs["outcomes"].shape  # [groups, N]
             inputs = {name: x.flatten(0, 1) if _has_rows(x) else x for name, x in inputs.items()}
@@ -85,7 +85,7 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
 
     @torch.no_grad()
     def _log_ratios(self, model: Any, inputs: dict[str, Any], sampled: Tensor) -> Tensor:
-        """Return log pi(y) - log pi_sampled(y) of each response [S], float32, without the tokens of tools."""
+        """Return log pi(y) - log pi_sampled(y) of each response [S], float32, without tool tokens."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         logprobs, *_ = self._get_per_token_logps_and_entropies(model, ids, attention, sampled.size(1))

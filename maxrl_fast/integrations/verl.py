@@ -1,7 +1,8 @@
 """verl: `algorithm.adv_estimator=maxrl_fast/NAME`, in every process that imports verl, through the entry point `verl.plugins`.
 
-Options of an estimator are `+algorithm.maxrl_fast.k=4`. MAXRL_FAST_VERL_LINEAR=1 in the environment also replaces verl's fused
-output layer by `ops.linear_token_logprobs`. verl logs an exception of a plug-in at DEBUG only, hence the messages here.
+Options of an estimator are set by `+algorithm.maxrl_fast.k=4`. The environment variable MAXRL_FAST_VERL_LINEAR=1 also replaces
+verl's fused output layer by `ops.linear_token_logprobs`. verl logs a plug-in's exception only at DEBUG, so this module logs
+messages.
 """
 
 import functools
@@ -19,7 +20,8 @@ _LOGGER = logging.getLogger(__name__)
 def group_advantage(
     name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, config: Any = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return what `advantages_and_returns` returns; `maxrl_fast` in config, verl's `algorithm`, has the estimator's options."""
+    """Return the result of `advantages_and_returns`; config, verl's `algorithm`, holds the estimator's options in
+    `maxrl_fast`."""
     from maxrl_fast.integrations.rollouts import advantages_and_returns
 
     options = None if config is None else config.get("maxrl_fast", None)
@@ -39,7 +41,7 @@ def register() -> list[str]:
 
 
 class FusedLinear:
-    """In the place of verl's FusedLinearForPPOFunction, which keeps no logits either but computes them twice in PyTorch."""
+    """Replaces verl's FusedLinearForPPOFunction, which also stores no logits but computes them twice in PyTorch."""
 
     @staticmethod
     def apply(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, _: int) -> tuple[Tensor, Tensor]:
@@ -55,7 +57,7 @@ class FusedLinear:
 
 
 def use_fused_linear() -> None:
-    """Compute verl's log-probs by `ops.linear_token_logprobs` where its fused kernels have the backend "torch"."""
+    """Compute verl's log-probs by `ops.linear_token_logprobs` where its fused kernels use the backend "torch"."""
     from verl.utils.experimental import torch_functional
 
     torch_functional.FusedLinearForPPOFunction = FusedLinear

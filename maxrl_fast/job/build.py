@@ -1,4 +1,4 @@
-"""From a resolved configuration to what trains, evaluates and identifies a run."""
+"""Builds the trainer, the evaluator and the fingerprints of a resolved configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from maxrl_fast.training.warm_start import WarmStart
 
 
 def build_loss_settings(config: ResolvedConfig) -> LossSettings:
-    """Return the settings of the token loss in reinforcement learning."""
     options = config.rollout
     values: dict[str, Any] = {
         **vars(config.loss),
@@ -59,7 +58,6 @@ def build_learner(
     module: Any = None,
     reference: PolicyModel | None = None,
 ) -> Learner:
-    """Return the learner of reinforcement learning, with a new optimizer."""
     options = config.optimizer
     return Learner(
         model,
@@ -75,7 +73,7 @@ def build_learner(
 
 
 def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Critic:
-    """Return the critic of a policy whose weights are not sharded yet, with a new optimizer."""
+    """Build the critic; the policy's weights must not be sharded yet."""
     options, trained = config.objective.options, critic_model(model)
     module = distribute(trained, None, ranks, dtype_of(config), config.run.sharding == "full")
     optimizer = make_optimizer(trained, config.optimizer.beta2, config.optimizer.weight_decay)
@@ -85,7 +83,6 @@ def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Cr
 def build_warm_start(
     config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks | None = None, module: Any = None
 ) -> WarmStart:
-    """Return the warm start, with a learner and an optimizer of its own."""
     options, optimizer = config.warm_start, config.optimizer
     learner = Learner(
         model,
@@ -112,17 +109,17 @@ def build_collector(
     ranks: Ranks | None = None,
     learner: Learner | None = None,
 ) -> RolloutCollector:
-    """Return what samples and scores a step's rollouts.
+    """Build the collector of training rollouts.
 
     Args:
-        learner: has the policy, for rewards from it; None: `scorer` scores in their place, as in the rehearsal.
+        learner: holds the policy, for rewards from it; None: `scorer` scores instead, as in the check of the rewards.
 
     Raises:
-        InputError: where rewards from the policy are asked for, and the task does not know reference answers.
+        InputError: if rewards from the policy are requested and the task has no reference answers.
     """
     options, needs = config.rollout, objective.needs
     policy_reward = build_policy_reward(config, task, objective, learner)
-    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))  # others take no time
+    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))  # other tasks make prompts at once
     return RolloutCollector(
         task,
         engine,
@@ -153,7 +150,7 @@ def build_trainer(
     clock: Stopwatch | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Trainer, WarmStart]:
-    """Return the trainer and the warm start before it, which train one model.
+    """Build the trainer and its warm start, which train one model.
 
     Args:
         model: on its device; with --sharding full its weights are sharded in place.
@@ -183,7 +180,6 @@ def build_trainer(
 def build_evaluator(
     config: ResolvedConfig, task: Task, engine: Engine, scorer: Scorer, ranks: Ranks | None = None
 ) -> Evaluator:
-    """Return the evaluation on held-out prompts during training."""
     return Evaluator(
         engine,
         task,
@@ -199,7 +195,6 @@ def build_evaluator(
 
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
-    """Return the fingerprints of the files that decide the run's result."""
     task_name, objective, engine = config.task.task, config.objective.objective, config.rollout.rollout
     loss = config.loss.loss
     files = {
@@ -212,7 +207,7 @@ def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     for i, name in enumerate(reward_names(config.reward, task)):
         is_model = name.startswith(CLASSIFIER)
         path = Path(name.removeprefix(CLASSIFIER), "config.json") if is_model else source_file(name)
-        if name.startswith(OBJECT):  # has no file
+        if name.startswith(OBJECT):  # a Python object has no file
             path = None
         files[f"reward {i + 1}" if i else "reward"] = path
     return fingerprints(task, files)

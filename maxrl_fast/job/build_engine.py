@@ -1,5 +1,3 @@
-"""From the options of the rollout to the engine that samples."""
-
 import torch
 
 from maxrl_fast.config.options import ResolvedConfig
@@ -32,17 +30,17 @@ def build_engine(
     vllm_url: str | None = None,
     filters_tokens: bool = False,
 ) -> Engine:
-    """Return the rollout engine of this name with the model's weights: "native", "vllm", or a class of the user's.
+    """Build a rollout engine with the model's weights: "native", "vllm", or a custom class.
 
     Args:
-        max_batch: responses that vLLM samples side by side.
+        max_batch: number of responses that vLLM samples at once.
         kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
         vllm_tensor_parallel: number of neighbouring ranks that share a vLLM engine.
-        vllm_url: address of the vLLM server that samples; None: vLLM runs in this process.
-        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p, which vLLM must know at its start.
+        vllm_url: address of a vLLM server; None: vLLM runs in this process.
+        filters_tokens: whether sampling uses top-k, top-p or min-p; vLLM needs to know at its start, for the log-probs.
 
     Raises:
-        InputError: where it is not installed, its class is no engine, or it cannot run this model within the KV-cache limit.
+        InputError: if the engine is not installed, its class is no engine, or the model does not fit the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
@@ -51,7 +49,7 @@ def build_engine(
 
         return VllmServerEngine(model, dtype, vllm_url, ranks=ranks, filters_tokens=filters_tokens)
     if name == "vllm":
-        from maxrl_fast.rollout.vllm import VllmEngine  # which not every environment has
+        from maxrl_fast.rollout.vllm import VllmEngine  # not installed everywhere
 
         return VllmEngine(
             model,
@@ -64,7 +62,7 @@ def build_engine(
         )
     if name not in ENGINES:
         offered = {"model": model, "dtype": dtype, "max_batch": max_batch, "ranks": ranks or Ranks()}
-        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}  # refused by an engine that has none
+        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}  # an engine without this parameter refuses it
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
         return own
@@ -79,13 +77,10 @@ def build_engine(
 
 
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
-    """Return a sentence on how close an engine that is not ours samples to the policy; "" for engines that tests compare.
+    """Return a sentence on how far a third-party engine's log-probs are from the policy's; "" for engines that tests cover.
 
-    Args:
-        name: of the engine. vLLM is compared for policies of transformers, an engine of the user's for all.
-
-    Raises:
-        InputError: where it samples from another model.
+    vLLM is compared only for transformers policies, a custom engine always. Raises InputError if the engine samples from
+    another model.
     """
     if name not in ENGINES:
         engine.load_weights(model)
@@ -95,7 +90,6 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
 
 
 def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None) -> Engine:
-    """Return the rollout engine of a run; raises as `build_engine` does."""
     options = config.rollout
     return build_engine(
         options.rollout,
@@ -114,6 +108,5 @@ def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ran
 
 
 def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:
-    """Return how a run samples responses."""
     options = config.rollout
     return Sampling(options.temperature, options.max_new_tokens, task.stop_ids, top_p=options.top_p)

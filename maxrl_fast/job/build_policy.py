@@ -1,5 +1,3 @@
-"""From the options of a model to the policy and the files of its checkpoints."""
-
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,14 @@ CPU = torch.device("cpu")
 
 
 def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None, is_empty: bool = False) -> PolicyModel:
-    """Return the policy on the CPU, in float32, with adapters where asked.
+    """Build the policy on the CPU, in float32, with adapters if requested.
 
     Args:
         saved: the checkpoint of a resumed run, whose float32 weights are loaded later.
-        is_empty: only its sizes are wanted: its weights are on the meta device.
+        is_empty: weights stay on the meta device, for a model whose sizes alone are needed.
 
     Raises:
-        InputError: where a checkpoint cannot be read or does not fit the task.
+        InputError: if a checkpoint cannot be read or does not fit the task.
     """
     options, limit = config.model, config.rollout.max_new_tokens
     start = saved.directory if saved is not None else options.directory
@@ -71,28 +69,22 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None,
 
 
 def compare_policy(model: PolicyModel) -> str:
-    """Return a sentence on how close a policy of transformers is to the model's own forward pass; "" for the native decoder.
+    """Return a sentence on how close a transformers policy is to the model's own forward pass; "" for the native decoder.
 
-    Raises:
-        InputError: where it is not close enough to train.
+    Raises InputError if it is too far off to train.
     """
     return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
-    """Return the files of the policy's checkpoints beside its weights, by name: JSON contents or bytes.
+    """Return the checkpoint files besides the weights, by name: JSON contents or bytes.
 
-    Args:
-        start: the checkpoint that the policy starts from, whose configuration is kept; None: it is a new one.
-
-    Raises:
-        InputError: where a file cannot be read.
+    `start` is the checkpoint whose configuration is kept; None for a new policy. Raises InputError if a file cannot be read.
     """
     own = new_files(model.config, task.stop_ids) if start is None else kept_files(start, task.stop_ids)
     return {**task.tokenizer_files(), **own}
 
 
 def dtype_of(config: ResolvedConfig) -> torch.dtype:
-    """Return the dtype of the computation."""
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     return dtype

@@ -1,5 +1,3 @@
-"""From the options of rewards to what scores responses."""
-
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,15 +30,14 @@ def build_scorer(
     functions: Mapping[str, Callable[..., Any]] | None = None,
     num_ranks: int = 1,
 ) -> Scorer:
-    """Return what gives every response its reward: the task, functions in worker processes, a reward model, or a judge.
+    """Build the scorer: the task, functions in worker processes, a reward model, or a judge.
 
     Args:
-        device, dtype: of a reward model.
         functions: Python functions of this process, by their names among the rewards.
-        num_ranks: processes that score a part of the responses each.
+        num_ranks: number of processes that each score a part of the responses.
 
     Raises:
-        InputError: where one of them cannot be loaded.
+        InputError: if a reward cannot be loaded.
     """
     names = reward_names(options, task)
     if not names:
@@ -57,12 +54,12 @@ def build_scorer(
         weights = options.reward_weights or [1.0] * len(names)
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
         on_error.pop_all()
-    limit = None if options.reward else task.answer_limit  # a user's function sees everything
+    limit = None if options.reward else task.answer_limit  # a custom function sees the whole response
     return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit, num_ranks)
 
 
 def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
-    """Return the rewards that score responses: those of --reward, or the task's function; none where the task scores."""
+    """Return the rewards of --reward, or the task's function; empty if the task scores."""
     return options.reward or ((task.reward,) if task.reward else ())
 
 
@@ -108,7 +105,7 @@ def _template(options: RewardOptions) -> str:
 
 
 def _key(environment: Sequence[str]) -> str | None:
-    """Return the value of the first variable that is a key by its name; None if there is none."""
+    """Return the value of the first variable whose name ends in KEY or TOKEN; None if there is none."""
     names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
     if names and names[0] not in os.environ:
         raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
@@ -116,20 +113,18 @@ def _key(environment: Sequence[str]) -> str | None:
 
 
 def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
-    """Return what scores the rollouts of training, which is not what scores the evaluation where labels are voted for."""
+    """Return the scorer of training rollouts, which differs from the evaluation's for majority votes."""
     return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
 
 
 def build_policy_reward(
     config: ResolvedConfig, task: Task, objective: Objective, learner: Learner | None
 ) -> PolicyReward | None:
-    """Return what scores the rollouts of training by the probability of the reference answer; None where nothing does.
-
-    Args:
-        learner: has the policy; None: the task is checked alone.
+    """Build the reward from the policy for training rollouts; None if there is none. Without a learner only the task is
+    checked.
 
     Raises:
-        InputError: where the task does not know reference answers.
+        InputError: if the task has no reference answers.
     """
     labels = config.shaping.labels
     if not objective.needs.answers and labels not in LABELS:
@@ -141,7 +136,6 @@ def build_policy_reward(
 
 
 def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:
-    """Return the length penalty of a run, or None where it has none."""
     options = config.shaping
     if not options.overlong_buffer:
         return None

@@ -1,5 +1,3 @@
-"""From the options of a task to the task."""
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_rewa
 
 
 def build_run_task(config: Config) -> Task:
-    """Return the task of a run; raises as `build_task` does."""
     return build_task(
         config.task,
         config.run.seed,
@@ -36,16 +33,16 @@ def build_task(
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Task:
-    """Return the task.
+    """Build the task.
 
     Args:
-        model: the checkpoint directory whose tokenizer reads text.
-        reward: --reward, which tasks without a reward of their own need.
+        model: checkpoint directory with the tokenizer of text tasks.
+        reward: --reward, required by tasks without a reward.
         sft_data: a file of demonstrations for the warm start, for tasks that read a data set.
         max_new_tokens: the longest demonstration; default: the task's.
 
     Raises:
-        InputError: where there is none of this name, its options do not fit it, or its files cannot be read.
+        InputError: if the name is unknown, the options do not fit the task, or its files cannot be read.
     """
     name, spec = options.task, dataset_spec(options.task)
     if name.startswith(OBJECT):

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what they contain, when they are written, and which are kept. resume.py finds them again.
+"""The checkpoints of a run: what they contain, when they are written, and which are kept. resume.py finds them.
 
 OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in its dtype
-    adapter/                    with --lora-rank: the adapters, as peft reads them
+    adapter/                    with --lora-rank: the adapters in peft's format
     state/*.safetensors         float32 weights, Adam's moments, the critic, the reference policy
     progress.json               step, next prompt, random states, lengths of the logs, configuration, sizes of the decoder
     checksums.json              size and SHA-256 of every file
@@ -40,15 +40,12 @@ START = "step-000000"  # written after the warm start; later policies are compar
 
 
 class Checkpoints:
-    """Saves the state of a run between steps, and restores it.
+    """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
     Args:
-        files: the files of the run; a checkpoint stores its options and the length of its logs.
-        policy_files: the files of a checkpoint beside its weights, by name: JSON contents or bytes.
-        fingerprints: of the files that decide the run's result.
+        policy_files: the files of a checkpoint besides its weights, by name: JSON contents or bytes.
         save_every: number of steps between checkpoints; 0: only at the end and when stopped.
         keep: number of newest checkpoints to keep, besides the best one and the one after the warm start; 0: all.
-        ranks: every rank must call every method.
         saved: the checkpoint from which the run resumes.
     """
 
@@ -68,13 +65,10 @@ class Checkpoints:
         self._policy_files, self._fingerprints = policy_files, fingerprints
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
         self._saved, self._background = saved, Background()
-        self.newest = self._begun = saved.directory if saved else None  # complete; the newest that was begun
+        self.newest = self._begun = saved.directory if saved else None  # newest complete one; newest started
 
     def restore(self, learner: Learner) -> None:
-        """Load the saved state into the first learner of the run; later calls do nothing.
-
-        The first learner belongs to the phase (warm start or training) in which the checkpoint was written.
-        """
+        """Load the saved state into the run's first learner, of the phase in which it was saved; later calls do nothing."""
         saved, self._saved = self._saved, None
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
@@ -84,20 +78,15 @@ class Checkpoints:
                     rename_damaged_after(saved.directory)
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
-        """Save after a step if a checkpoint is due, if it was the last step, or if a signal asked for a stop.
-
-        Raises:
-            Interrupted: after saving, if a signal asked for a stop.
-        """
+        """Save after a step if a checkpoint is due or it was the last step; then `stop_point`."""
         if is_last or (self._save_every and progress.step % self._save_every == 0):
             self.save(progress, learner)
         self.stop_point(progress, learner)
 
     def stop_point(self, progress: Progress, learner: Learner) -> None:
-        """Save and raise Interrupted if a signal asked for a stop. The weights must be those after `progress.step`.
+        """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones after `progress.step`.
 
-        Raises:
-            StorageError: if the save before has failed.
+        Raises StorageError if the previous save failed.
         """
         self._clock.beat()
         self._background.check()
@@ -107,11 +96,7 @@ class Checkpoints:
             raise Interrupted(number)
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk.
-
-        Raises:
-            StorageError: if it failed.
-        """
+        """Wait until the last save is on the disk; raise StorageError if it failed."""
         with self._clock("checkpoint"):
             self._background.wait()
 
@@ -125,15 +110,14 @@ class Checkpoints:
             raise
 
     def save(self, progress: Progress, learner: Learner) -> None:
-        """Begin to write a checkpoint, unless this step already has one.
+        """Start to write a checkpoint, unless this step already has one.
 
-        The state is copied to the host, and a thread writes the copy while training goes on. One save is pending at most: the
-        next one waits for it, as do a stop and the end of the run. Where ranks share the weights (FSDP2), they write the
-        checkpoint together, with collectives that must not overlap those of the next step; then this waits until it is written.
+        The state is copied to the host, and a thread writes the copy while training continues. At most one save is pending: the
+        next save, a stop and the end of the run wait for it. With sharded weights (FSDP2) the ranks write together, with
+        collectives that must not overlap the next step's, so this returns only when the checkpoint is written.
 
         Raises:
-            StorageError: if this save or the one before fails, for example because the disk is full; earlier checkpoints are
-                not changed.
+            StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.
         """
         directory = self.out / "checkpoints" / progress.name
         if directory == self._begun:
@@ -153,7 +137,7 @@ class Checkpoints:
                 self.newest = directory
 
     def _record(self, directory: Path, progress: Progress, sizes: PolicySizes) -> str:
-        """Return the content of progress.json as the run is now; only the first rank needs one."""
+        """Return the content of progress.json; "" on all ranks but the first."""
         if not self._ranks.is_first:
             return ""
         with self._stored(f"the checkpoint {directory}"):
@@ -169,7 +153,7 @@ class Checkpoints:
             return json.dumps(fields)
 
     def _write(self, directory: Path, record: str, snapshot: Snapshot) -> None:
-        """Write a checkpoint, in the thread."""
+        """Write a checkpoint, in the background thread."""
         with self._stored(f"the checkpoint {directory}"), atomic_directory(directory) as temporary:
             save_tensors(temporary / "state", snapshot.tensors)
             save_adapters(temporary / "adapter", snapshot.adapter_config, snapshot.adapters)
@@ -182,8 +166,7 @@ class Checkpoints:
         write_checksums(temporary)
 
     def _write_together(self, directory: Path, record: str, learner: Learner) -> None:
-        """Write a checkpoint whose weights all ranks share."""
-        weights = learner.model.weights()  # gathered by all ranks together
+        weights = learner.model.weights()  # all ranks must iterate: each weight is gathered collectively
         low_rank = dict(adapters(learner.model))
         with self._temporary(directory) as temporary:
             save_shards(temporary / "state", learner)
@@ -195,7 +178,6 @@ class Checkpoints:
                     pass
 
     def _finish(self, directory: Path) -> None:
-        """Point `latest` to a checkpoint that is written, and remove old ones."""
         self.newest = directory
         if self._ranks.is_first:
             with self._stored(f"{self.out / 'latest'} or config.json"):
@@ -205,7 +187,6 @@ class Checkpoints:
 
     @contextmanager
     def _stored(self, what: str) -> Iterator[None]:
-        """Turn an error of the file system into a StorageError."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -213,7 +194,7 @@ class Checkpoints:
 
     @contextmanager
     def _temporary(self, directory: Path) -> Iterator[Path]:
-        """Give the temporary folder that the first rank creates and renames, and into which all ranks write."""
+        """Yield the temporary folder that the first rank creates and renames, and into which all ranks write."""
         with atomic_directory(directory) if self._ranks.is_first else nullcontext(temporary_path(directory)) as folder:
             self._ranks.wait_for_all()
             if not folder.is_dir():
@@ -224,12 +205,12 @@ class Checkpoints:
             self._ranks.wait_for_all()
 
     def mark_best(self, progress: Progress, learner: Learner) -> None:
-        """Save this step's policy as the best, if its evaluation has the highest pass@1 so far."""
+        """Save this step's policy as the best if its evaluation has the highest pass@1 so far."""
         if progress.is_best(progress.step):
             self.save(progress, learner)
             if self._ranks.is_first:
                 directory = self.out / "checkpoints" / progress.name
-                self._background.submit(lambda: self._point_best(directory))  # once it is written
+                self._background.submit(lambda: self._point_best(directory))  # after the save
 
     def _point_best(self, directory: Path) -> None:
         with self._stored(str(self.out / "best")):

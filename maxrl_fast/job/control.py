@@ -1,4 +1,4 @@
-"""Stop a run on a signal, and end it when it is stuck."""
+"""Stops a run on a signal, and ends it when it is stuck."""
 
 import os
 import signal
@@ -15,13 +15,13 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.watch import STUCK, dump_stacks
 from maxrl_fast.training.stopwatch import Stopwatch
 
-ECHO = 1.0  # seconds in which a repeated signal counts as the same one: the terminal sends it, and torchrun forwards it
-TELL_LIMIT = 30.0  # seconds that the other ranks have to notice that this one is stuck, and to write their stacks
+ECHO = 1.0  # seconds in which a repeated signal counts as one: the terminal sends it, and torchrun forwards it
+TELL_LIMIT = 30.0  # seconds for the other ranks to notice that this one is stuck, and to write their stacks
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 class Interrupted(Exception):
-    """Raised at a safe point after a signal asked the run to stop. `signal` is the signal's number."""
+    """Raised at a safe point after a signal; `signal` is its number."""
 
     def __init__(self, number: int):
         super().__init__(SIGNALS.get(signal.Signals(number), signal.Signals(number).name))
@@ -29,9 +29,11 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on all ranks; a second one
-    stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays ignored. Outside of the main thread, where
-    Python takes no handlers, signals keep theirs."""
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on all ranks.
+
+    A second signal stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays ignored. Outside the main
+    thread, where Python allows no handlers, signals keep their handlers.
+    """
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked, self._since = 0, 0.0
@@ -62,19 +64,18 @@ class StopSignal:
 
     @property
     def number(self) -> int:
-        """The signal that asked this or another rank to stop; 0 if none did. All ranks must read it at the same point."""
+        """The signal that asked any rank to stop; 0 if none did. All ranks must read it at the same point."""
         return (self._asked or signal.SIGTERM) if self._ranks.any(bool(self._asked), self._device) else 0
 
 
 class StallWatchdog(threading.Thread):
-    """Tells that the current stage makes no progress, once all processes have written their stacks, and ends this process.
+    """Ends this process when the current stage makes no progress, after all processes have written their stacks.
 
     Args:
-        clock: the stopwatch of the run, which knows the current stage.
         limit: seconds that a stage may take without progress.
         tell: sends the message to the other ranks, and waits until they have written their stacks.
         dump_workers: makes worker processes write their stacks.
-        ends_process: false where the process is not the run's own, such as the kernel of a notebook: it goes on.
+        ends_process: False if the process outlives the run, such as a notebook kernel.
     """
 
     def __init__(
@@ -113,4 +114,4 @@ class StallWatchdog(threading.Thread):
                 telling.join(TELL_LIMIT)
                 if not self._ends_process:
                     return
-                os._exit(1)  # no exception may reach the main thread
+                os._exit(1)  # the main thread is blocked: an exception would not reach it

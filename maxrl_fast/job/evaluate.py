@@ -1,4 +1,4 @@
-"""Sample a policy and report, or compare finished evaluations."""
+"""Samples a policy and reports, or compares finished evaluations."""
 
 import contextlib
 import dataclasses
@@ -52,8 +52,6 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy to sample."""
-
     source: Source
     task: Task  # with the policy's tokenizer
     model: PolicyModel
@@ -62,10 +60,9 @@ class Policy:
 
 @contextlib.contextmanager
 def stored(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write a result to, which becomes `path` at the end.
+    """Yield a temporary file for a result, which becomes `path` at the end.
 
-    Raises:
-        StorageError: where the disk refuses it.
+    Raises StorageError if the disk refuses it.
     """
     try:
         with atomic_file(path) as temporary:
@@ -75,10 +72,9 @@ def stored(path: Path) -> Iterator[Path]:
 
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
-    """Sample the checkpoint, and the baseline where it is one, and report.
+    """Sample the checkpoint, and the baseline if it is a checkpoint, and report.
 
-    Raises:
-        InputError: where the configuration proves to be wrong, before any sampling.
+    Raises InputError if the configuration proves wrong, before any sampling.
     """
     task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward)
     config = resolve(parsed, source, task, screen.warn)
@@ -128,7 +124,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 def _provenance(
     config: ResolvedEvaluationConfig, source: Source, task: Task, settings: dict[str, Any], clock: Stopwatch
 ) -> dict[str, Any]:
-    """Return what was evaluated, how and on what, for eval.json."""
+    """Return for eval.json what was evaluated, how, and with which versions."""
     return {
         "checkpoint": str(source.checkpoint),
         "name": source.name,
@@ -143,7 +139,7 @@ def _provenance(
 
 
 def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
-    """Return the policy of a checkpoint with an engine for it: the engine of `like`, where the two have the same sizes."""
+    """Return a checkpoint's policy with an engine: the engine of `like` if both have the same sizes."""
     sampling, measure = config.sampling, config.measure
     model = load_policy(
         source.checkpoint,
@@ -168,10 +164,9 @@ def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: 
 
 
 def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy: Policy) -> Policy | Outcome | None:
-    """Return what --baseline names: a policy still to be sampled, or the outcome of a finished evaluation.
+    """Return the policy of --baseline, still to be sampled, or the outcome of a finished evaluation.
 
-    Raises:
-        InputError: where it is neither, or not of the same prompts, samples and sampling.
+    Raises InputError if it is neither, or has other prompts, samples or sampling.
     """
     path, measure = config.measure.baseline, config.measure
     if path is None:
@@ -195,7 +190,7 @@ def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy
 def _introduction(
     config: ResolvedEvaluationConfig, policy: Policy, baseline: Policy | Outcome | None, num_distinct: int
 ) -> Iterator[str]:
-    """Give the lines that say at the start what is evaluated and how."""
+    """Yield the first lines, which say what is evaluated and how."""
     source, sampling, measure = policy.source, config.sampling, config.measure
     yield f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed {sampling.seed}"
     if source.run is not None:
@@ -218,11 +213,7 @@ def _chunk(config: ResolvedEvaluationConfig) -> int:
 def _sample(
     config: ResolvedEvaluationConfig, policy: Policy, scorer: Scorer, tally: SampleTally, screen: Screen, name: str
 ) -> Evaluation:
-    """Sample a policy, with all samples handed to the tally.
-
-    Raises:
-        RewardError, NonFiniteError, StorageError.
-    """
+    """Sample a policy, and hand all samples to the tally. Raises RewardError, NonFiniteError, StorageError."""
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
     limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))
@@ -265,10 +256,9 @@ def _resampling(config: EvaluationConfig) -> Resampling:
 
 
 def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
-    """Compare finished evaluations in a table and a picture.
+    """Compare finished evaluations in a table and a plot.
 
-    Raises:
-        InputError: where one is none, or they have no k in common.
+    Raises InputError if one is not an evaluation, or they have no k in common.
     """
     folders = config.measure.compare
     if len(folders) < 2:

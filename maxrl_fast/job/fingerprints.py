@@ -1,4 +1,4 @@
-"""Fingerprints of the files that decide the result of a run besides its options: code, prompts and the tokenizer."""
+"""Fingerprints of the files that determine a run's result besides its options: code, prompts and the tokenizer."""
 
 import hashlib
 import json
@@ -12,18 +12,14 @@ from maxrl_fast.tasks import Task
 
 
 def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]:
-    """Return SHA-256 hashes by what they are of.
+    """Return SHA-256 hashes by name.
 
-    Args:
-        files: by the option that names them; None: the option names none. Only the file of a function is read, not what it
-            imports.
-
-    Raises:
-        InputError: if a file cannot be read.
+    `files` are by the option that names them. Only a function's own file is read, not its imports. Raises InputError if a file
+    cannot be read.
     """
     contents = {"the prompts": task.fingerprint.encode(), "the stop tokens": json.dumps(task.stop_ids).encode()}
     for name, content in task.tokenizer_files().items():
-        if isinstance(content, bytes):  # a file that was read; the others are made by the task's own code
+        if isinstance(content, bytes):  # a file that was read; the task's code makes the others
             contents[f"{name} of the tokenizer"] = content
     for option, file in files.items():
         if file is not None:
@@ -35,12 +31,12 @@ def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]
 
 
 def source_file(function: str) -> Path | None:
-    """Return the file of FILE.py:FUNCTION or package.module:function, without importing anything; None if there is none."""
+    """Return the file of FILE.py:FUNCTION or package.module:function without importing it; None if there is none."""
     place, spec, path = function.rpartition(":")[0], None, None
     if is_file(function):
         return Path(place) if Path(place).is_file() else None
     parts = place.split(".")
-    if not all(part.isidentifier() for part in parts):  # which is reported when the function is loaded
+    if not all(part.isidentifier() for part in parts):  # reported when the function is loaded
         return None
     for i in range(1, len(parts) + 1):  # importlib.util.find_spec would import the packages around the module
         finders = (finder.find_spec(".".join(parts[:i]), path) for finder in sys.meta_path)
@@ -52,6 +48,5 @@ def source_file(function: str) -> Path | None:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a few words about each fingerprint that is not the same."""
     found = [f"{name}: missing" for name in before if name not in now] + [f"{name}: new" for name in now if name not in before]
     return sorted([*found, *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name])])

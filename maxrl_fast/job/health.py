@@ -1,10 +1,10 @@
-"""Warnings about training that goes wrong while every number is finite: each has a value and says what to do."""
+"""Warnings about training that goes wrong although all numbers are finite; each has a value and advice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-STEPS = 10  # number of steps over which a condition must hold
+STEPS = 10  # a condition must hold over this many steps
 Record = dict[str, float]
 
 
@@ -12,24 +12,21 @@ Record = dict[str, float]
 class HealthWarning:
     """One line of warnings.jsonl."""
 
-    kind: str  # the name of its rule
+    kind: str  # the rule's name
     value: float
     message: str
 
 
 @dataclass
 class Health:
-    """Checks the records of metrics.jsonl one by one: the last ten steps, some rules against the first ten of the run."""
+    """Checks the records of metrics.jsonl: the last ten steps, in some rules against the first ten of the run."""
 
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
-    _absent: dict[str, int] = field(default_factory=dict)  # by rule, steps since its condition last held
+    _absent: dict[str, int] = field(default_factory=dict)  # steps since the rule's condition last held
 
     def observe(self, record: Record) -> list[HealthWarning]:
-        """Return the warnings that begin with this step.
-
-        A condition that lasts, or returns within ten steps, is reported once.
-        """
+        """Return the warnings that start at this step. A condition that lasts, or returns within ten steps, counts once."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:
@@ -41,24 +38,23 @@ class Health:
         return begun
 
 
-SLOW_STEPS, SLOW_SECONDS = 2, 1.0  # steps after which slow rewards are reported, and the least seconds of a step in them
+SLOW_STEPS, SLOW_SECONDS = 2, 1.0  # steps until slow rewards are reported, and their least seconds per step
 MOST_TIMES = 16.0  # the largest speed-up that is proposed
 
 
 @dataclass
 class SlowRewards:
-    """Notices once that rewards take most of the time of the steps.
+    """Reports once that rewards take most of the time of the steps.
 
-    Args:
-        faster: returns the option that makes them a number of times as fast; "" if there is none.
+    `faster` returns the option that speeds rewards up by a factor; "" if there is none.
     """
 
     faster: Callable[[float], str]
-    _seconds: Record = field(default_factory=dict)  # by stage, of the steps so far
+    _seconds: Record = field(default_factory=dict)  # total by stage
     _num_steps: int = 0
 
     def observe(self, before: Record, after: Record) -> HealthWarning | None:
-        """Return a warning, once, from the seconds of the stages before and after a step."""
+        """Return a warning, at most once, from the seconds of the stages before and after a step."""
         if self._num_steps < 0:
             return None
         self._num_steps += 1

@@ -1,4 +1,4 @@
-"""Build what a resolved configuration asks for, and train: for the command (train.py) and for Python (api.py)."""
+"""Builds a run from a resolved configuration and trains it: for the command (train.py) and for Python (api.py)."""
 
 import contextlib
 import os
@@ -41,21 +41,17 @@ from maxrl_fast.training.stopwatch import Stopwatch
 
 NUM_PROMPTS, NUM_ROLLOUTS, MOST_TOKENS = 2, 2, 256  # of check_rewards
 WHEN = "before the first step"
-LOCK_LIMIT = 60.0  # seconds to wait for the process that has used the folder before, which may still be ending
+LOCK_LIMIT = 60.0  # seconds to wait for the previous process of this folder, which may still be exiting
 
 
 @dataclass
 class ExitStatus:
-    """How a run ended."""
-
-    code: int = 0  # 1: by `error`; 128 + the number of the signal that stopped it
-    error: RuntimeError | None = None  # non-finite values, failing rewards, a full disk or a failing server; nobody has said it
+    code: int = 0  # 1: `error`; 128 + the number of the signal that stopped it
+    error: RuntimeError | None = None  # non-finite values, failing rewards, full disk or failing server; not printed yet
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run leaves in memory."""
-
     config: ResolvedConfig
     model: PolicyModel
     engine: Engine
@@ -66,9 +62,9 @@ class Job:
     """A resolved configuration, its task, and where it runs.
 
     Args:
-        watch: tells the other ranks of a failure; None with one process.
-        functions: the Python functions that --reward names as objects, by these names.
-        ends_process: whether a run that makes no progress for --stall-limit seconds ends its process.
+        watch: reports a failure to the other ranks; None with one process.
+        functions: Python functions by the names under which --reward lists them.
+        ends_process: whether a run without progress for --stall-limit seconds ends its process.
     """
 
     config: ResolvedConfig
@@ -81,15 +77,12 @@ class Job:
     ends_process: bool = True
 
     def run(self) -> tuple[ExitStatus, Trained | None]:
-        """Build and train. Return how the run ended, and what it leaves; None if it ended before its first step.
+        """Build and train. Return the exit status and the trained policy; None if the run ended before its first step.
 
-        The number of CPU threads is set for the run, and restored.
-
-        Raises:
-            InputError: where building shows the configuration to be wrong.
+        The number of CPU threads is restored. Raises InputError if building shows that the configuration is wrong.
         """
         config, task, ranks, screen, device = self.config, self.task, self.ranks, self.screen, self.device
-        out = Path(ranks.text_from_first(str(config.run.out)))  # its name may hold the time
+        out = Path(ranks.text_from_first(str(config.run.out)))  # the same on all ranks: its name may contain the time
         config, is_resumed = config.replace(out=out), config.run.resume is not None
         if ranks.text_from_first(str(is_resumed)) != str(is_resumed):
             raise InputError(f"--resume auto needs a folder that all processes share, but only some of them see a run in {out}")
@@ -111,11 +104,11 @@ class Job:
                 screen.say(estimate(config, task, model, Machine.here(device, ranks.size)))
                 return ExitStatus(), None
             model = model.to(device)
-            # Before the policy is compared, so that the attention that will run is compared.
+            # Before the comparison, so that it uses the attention that will run.
             tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
             compared = compare_policy(model)
             engine = build_run_engine(config, model, task, ranks)
-            has_weights = saved is None or saved.decoder is None  # else the checkpoint's are loaded later
+            has_weights = saved is None or saved.decoder is None  # otherwise the checkpoint's weights are loaded later
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
             scorer = build_scorer(config.reward, task, device, dtype_of(config), self.functions, ranks.size)
             held.enter_context(contextlib.closing(scorer))
@@ -135,13 +128,10 @@ class Job:
             return self._train(trained, scorer, files, saved, fingerprints), trained
 
     def _check_rewards(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
-        """Try the rewards before anything is written. Return an error if all fail.
-
-        Raises:
-            InputError: if they are not what the objective needs, or their parameters do not fit.
-        """
+        """Try the rewards before anything is written. Return an error if all fail; raise InputError if they do not suit the
+        objective."""
         collector = build_collector(config, self.task, engine, scorer, objective_of(config), ranks=self.ranks)
-        if config.shaping.labels == "vote":  # these rewards are of the evaluation alone, and may be any number
+        if config.shaping.labels == "vote":  # these rewards serve only the evaluation, and may be any number
             collector = replace(collector, needs_binary=False)
         try:
             if warning := check_rewards(collector):
@@ -153,7 +143,6 @@ class Job:
     def _train(
         self, trained: Trained, scorer: Scorer, files: RunFiles, saved: Saved | None, fingerprints: dict[str, str]
     ) -> ExitStatus:
-        """Train under the watchdog and the handlers of signals; return how the run ended."""
         config, model, engine = trained.config, trained.model, trained.engine
         task, ranks, screen, watch, options = self.task, self.ranks, self.screen, self.watch, config.run
         progress = saved.progress if saved else Progress()
@@ -198,14 +187,14 @@ class Job:
 
 
 def check_rewards(collector: RolloutCollector) -> str:
-    """Score two short rollouts of each of the first two prompts, so that a reward that cannot work does not first cost a warm
-    start. The same on all ranks.
+    """Score two short rollouts of each of the first two prompts, so that a broken reward fails before the warm start.
 
-    Return a warning if some of the rewards failed; it is empty if none did. Nothing that is learned depends on this.
+    Returns a warning if some rewards failed, else "". Results are the same on all ranks, which must all call this. Training
+    does not depend on them.
 
     Raises:
         RewardError: if all rewards fail.
-        InputError: if the parameters of a reward function do not fit, or rewards must be 0 or 1 and one is not.
+        InputError: if a reward function's parameters do not fit, or rewards must be 0 or 1 and one is not.
     """
     scorer = collector.scorer.rehearsal()
     if not scorer.has_source and not collector.needs_binary:
@@ -222,15 +211,14 @@ def check_rewards(collector: RolloutCollector) -> str:
 
 
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
-    """Return the configuration with --model as the run records it, on all ranks the same: a folder, or a commit of the hub.
+    """Return the configuration with --model resolved to a folder or a hub commit, the same on all ranks.
 
-    Raises:
-        InputError: where there is no such model.
+    Raises InputError if there is no such model.
     """
     model = config.model.model
-    if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # which has checkpoints of its own
+    if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # a resumed run has its own checkpoints
         return config
-    if not ranks.is_first:  # which shows the progress of a download
+    if not ranks.is_first:  # only the first rank shows a download's progress
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     return config.replace(model=ranks.text_from_first(find_model(model, warn) if ranks.is_first else ""))
 
@@ -239,11 +227,9 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 def supervise(
     checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
 ) -> Iterator[ExitStatus]:
-    """Run the body to its end, and set how it ended.
+    """Run the body, and record how it ended.
 
-    Args:
-        is_alone: whether this is the only rank. Otherwise an error of this rank's disk or server is raised, for the others to
-            hear of it.
+    With several ranks a StorageError or ServerError is raised, so that the others end too.
     """
     ending = ExitStatus()
     try:
@@ -267,7 +253,7 @@ def supervise(
 
 
 def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
-    """Wait for a save that was begun before an error; its own error is printed."""
+    """Wait for a save that started before an error, and print the save's own error."""
     try:
         checkpoints.wait()
     except StorageError as error:
@@ -275,11 +261,11 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
 
 
 def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: ExitStatus) -> ExitStatus:
-    """Finish the files of a run that has ended, and show its closing tables; return how it ended, their errors included."""
+    """Finish the files of an ended run and show its closing tables; return the exit status, including errors of the files."""
     try:
         files.close(clock.seconds, is_done=ending.code == 0)
     except StorageError as error:
-        if ending.error:  # which comes first; the caller says it
+        if ending.error:  # it comes first; the caller prints it
             screen.complain(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))

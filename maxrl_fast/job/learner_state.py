@@ -1,4 +1,4 @@
-"""Random states and the learner's tensors, from which a resumed run is bitwise identical to one that never stopped."""
+"""Random states and the learner's tensors: what a resumed run needs to be bitwise identical to an uninterrupted one."""
 
 import base64
 import json
@@ -19,13 +19,13 @@ from maxrl_fast.model.linear import adapter_config, adapters
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 
-OBJECTIVE = "objective."  # begins the names of the objective's own tensors
+OBJECTIVE = "objective."  # prefix of the objective's tensors
 CRITIC = "critic."
 FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators. The trainer does not use them, but the code of a task or reward may."""
+    """Return the states of the global generators. The trainer does not use them, but a task's or reward's code may."""
     numbers: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
@@ -36,7 +36,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set the global generators to the states that `random_states` returned, after a round trip through JSON."""
+    """Restore what `random_states` returned, after a round trip through JSON."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     numbers = states["numpy"]["state"]
@@ -55,26 +55,25 @@ def _bytes(text: str) -> Tensor:
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return the policy's weights, Adam's moments, the objective's state, the critic and the reference policy by name.
+    """Return weights, Adam's moments, the objective's state, the critic and the reference policy by name.
 
-    These are the learner's own tensors, not copies; where ranks shard the weights, this rank's shards.
+    These are the learner's own tensors, not copies; with sharded weights, this rank's shards.
     """
     tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
     tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
-    if learner.critic is not None:  # it shares frozen weights with the policy
+    if learner.critic is not None:  # its frozen weights belong to the policy
         trained_by_it = ((name, p) for name, p in learner.critic.model.named_parameters() if p.requires_grad)
         own = _with_moments(trained_by_it, learner.critic.optimizer)
         tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     if learner.reference is not None:
         trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
         for name, parameter in learner.reference.named_parameters():
-            if name in trained:  # the reference shares the others with the policy
+            if name in trained:  # the reference shares the other weights with the policy
                 tensors[f"reference.{name}"] = parameter.detach()
     return tensors
 
 
 def _with_moments(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return parameters and Adam's moments of them by name."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         tensors[f"model.{name}"] = parameter.detach()
@@ -85,23 +84,21 @@ def _with_moments(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: tor
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy on the host of everything of a learner that a checkpoint has, as it was at one moment."""
-
-    tensors: dict[str, Tensor]  # of learner_tensors
-    weights: list[tuple[str, Tensor]]  # of PolicyModel.weights; in the memory of `tensors`, but for those merged with adapters
-    dtype: str  # in which the policy's weights are to be written
-    adapters: dict[str, Tensor]  # of linear.adapters
+    tensors: dict[str, Tensor]  # from learner_tensors
+    weights: list[tuple[str, Tensor]]  # from PolicyModel.weights; share memory with `tensors`, unless merged or converted
+    dtype: str  # of the policy's weights in the checkpoint
+    adapters: dict[str, Tensor]  # from linear.adapters
     adapter_config: dict[str, Any]
 
     @classmethod
     def of(cls, learner: Learner) -> "Snapshot":
-        """Copy the tensors of a learner whose weights are not sharded, which may change them as soon as this returns."""
+        """Copy the tensors of a learner without sharded weights. The learner may change them as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         weights = []
         for name, weight in learner.model.weights():
-            # A model of transformers is the module `hf` of its policy. A weight that is merged with an adapter, or converted,
-            # has memory of its own.
+            # A transformers model is the module `hf` of its policy. A weight that is merged with an adapter, or converted,
+            # has separate memory.
             copied = [x for x in (f"model.{name}", f"model.hf.{name}") if x in own and weight.is_set_to(own[x])]
             weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
         low_rank = {name: host_copy(weight) for name, weight in adapters(learner.model)}
@@ -111,7 +108,7 @@ class Snapshot:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy on the host; from a GPU, through pinned memory, which is complete after the next synchronization."""
+    """Copy to the host. From a GPU the copy goes to pinned memory and is complete after the next synchronization."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -119,7 +116,6 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors on the host as safetensors into a new folder."""
     folder.mkdir()
     parts = _parts(tensors)
     for i, names in enumerate(parts, start=1):
@@ -127,7 +123,7 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def save_shards(folder: Path, learner: Learner) -> None:
-    """Write the learner's tensors as safetensors where ranks shard the weights; all must call this, each for its shards."""
+    """Write the tensors of a learner with sharded weights as safetensors; all ranks must call this."""
     from torch.distributed.checkpoint.api import CheckpointException  # imported here: it takes two seconds
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -142,7 +138,7 @@ def save_shards(folder: Path, learner: Learner) -> None:
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Divide the names into files of at most FILE_BYTES each; a larger tensor has a file of its own."""
+    """Divide the names into files of at most FILE_BYTES each; a larger tensor gets its own file."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -155,13 +151,11 @@ def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
-    """Read the learner's tensors, whatever number of ranks wrote them. An objective that is not that of the checkpoint, which
-    --allow-changes allows, keeps the state in which it begins.
+    """Read the learner's tensors, whatever number of ranks wrote them.
 
-    Where ranks shard the weights, every rank reads; otherwise the first rank reads and broadcasts.
-
-    Raises:
-        InputError: if names or shapes differ from those of this learner.
+    With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An objective other than the
+    checkpoint's, which --allow-changes permits, keeps its initial state. Raises InputError if names or shapes differ from this
+    learner's.
     """
     names = set(json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else []))))
     optimizers = {"optimizer.": learner.optimizer}
@@ -195,26 +189,26 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
 
 
 def _start_critic(learner: Learner, names: set[str]) -> None:
-    """Let a critic begin as a copy of the policy if a checkpoint with these tensors has none."""
+    """Start the critic as a copy of the policy if the checkpoint has no critic."""
     if learner.critic is not None and not any(name.startswith(CRITIC) for name in names):
         learner.critic.start_from(learner.model)
 
 
 def _add_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW moments of 0, which are read next."""
+    """Give AdamW zero moments, into which the saved ones are read."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def _share_frozen(learner: Learner) -> None:
-    """Copy the frozen weights from the policy to the reference and the critic, which have copies of them after sharding."""
+    """Copy frozen weights from the policy to the reference and the critic, which hold separate copies after sharding."""
     frozen = {name: weight for name, weight in learner.model.named_parameters() if not weight.requires_grad}
     copies = [learner.reference, None if learner.critic is None else learner.critic.model]
     with torch.no_grad():
         for model in (copy for copy in copies if copy is not None):
             for name, own in model.named_parameters():
-                if name in frozen and not own.requires_grad:  # the reference trains nothing, the critic its value head
+                if name in frozen and not own.requires_grad:  # skips the critic's value head, which is trained
                     own.copy_(frozen[name])
 
 
@@ -227,7 +221,6 @@ def _names(folder: Path) -> set[str]:
 
 
 def _load_parts(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None:
-    """Read files that ranks wrote together into whole or sharded tensors."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -235,7 +228,6 @@ def _load_parts(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None
 
 
 def _load_whole(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read files of whole tensors."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys() & tensors.keys():

@@ -1,5 +1,3 @@
-"""A log of a run as a table: metrics.jsonl, eval.jsonl or samples.jsonl."""
-
 import html
 import json
 from collections.abc import Iterable, Iterator
@@ -12,24 +10,23 @@ SHOWN = 10  # rows of a table in a notebook, half of them the last
 
 
 class Log:
-    """The rows of a log, and its columns by name: `log["reward_mean"]` is a NumPy array, `log[-1]` the last row as a dict."""
+    """A log's rows and columns: `log["reward_mean"]` is a column as a NumPy array, `log[-1]` the last row as a dict."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]):
         self._rows = list(rows)
 
     @classmethod
     def read(cls, path: Path) -> "Log":
-        """Return the log in a JSON Lines file; one that does not exist yet has no rows."""
+        """Read a JSON Lines file; a missing file has no rows."""
         return cls(json.loads(line) for line in (path.read_text().splitlines() if path.exists() else ()))
 
     @classmethod
     def of_numbers(cls, path: Path) -> "Log":
-        """Return the same, where a dict such as pass_at_k is a column for each of its entries: pass_at_1, pass_at_2, ..."""
+        """Read a JSON Lines file, and spread a dict such as pass_at_k over columns pass_at_1, pass_at_2, ..."""
         return cls(map(flat, cls.read(path)))
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns, in the order in which they appear."""
         return list(dict.fromkeys(name for row in self._rows for name in row))
 
     def __len__(self) -> int:
@@ -45,7 +42,7 @@ class Log:
     @overload
     def __getitem__(self, key: slice) -> "Log": ...
     def __getitem__(self, key: str | int | slice) -> Any:
-        """Return a column, a row, or some of the rows. In a column of numbers NaN stands for those that a row lacks.
+        """Return a column, a row, or a slice of rows. In a numeric column NaN marks rows without a value.
 
         Raises:
             KeyError: if no row has such a column.
@@ -65,7 +62,6 @@ class Log:
         return column
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame; pandas has to be installed."""
         import pandas
 
         return pandas.DataFrame(self._rows, columns=self.columns)
@@ -74,7 +70,6 @@ class Log:
         return f"Log of {len(self)} rows: {', '.join(self.columns)}"
 
     def _repr_html_(self) -> str:
-        """Return the first and the last rows as a table, for a notebook."""
         skipped = len(self) - SHOWN
         rows = self._rows if skipped <= 0 else [*self._rows[: SHOWN // 2], {}, *self._rows[-(SHOWN // 2) :]]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
@@ -83,7 +78,7 @@ class Log:
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose dicts are spread: pass_at_k becomes pass_at_1, pass_at_2, ..."""
+    """Spread a record's dicts: pass_at_k becomes pass_at_1, pass_at_2, ..."""
     spread: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict):
@@ -94,7 +89,6 @@ def flat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    """Return a cell of the table: numbers in 4 digits, texts cut; dots in the row that stands for those not shown."""
     if name not in row:
         return "" if row else "..."
     value = row[name]

@@ -27,12 +27,12 @@ from maxrl_fast.training.warm_start import WarmStart
 
 @dataclass
 class RunLoop:
-    """Does what of a run `progress` says is still to be done.
+    """Does the part of a run that `progress` says is left.
 
     Args:
         eval_every: steps between evaluations; 0: only before the first step and after the last.
         diagnose_every: steps between lines of diagnostics.jsonl, each of which costs a second backward pass; 0: none.
-        keep_rollouts: rollouts of each step that rollouts.jsonl keeps.
+        keep_rollouts: number of rollouts per step written to rollouts.jsonl.
     """
 
     trainer: Trainer
@@ -97,7 +97,7 @@ class RunLoop:
                 self.checkpoints.safe_point(progress, warm_start.learner)
 
     def _keep(self, n: int, record: StepRecord) -> None:
-        """Log what a step did, and count it as done."""
+        """Log a step's results, and count the step as done."""
         if self.keep_rollouts:
             task, advantages = self.trainer.collector.task, record.advantages
             for rollout in rollout_records(task, record.batch, advantages, self.keep_rollouts, self.ranks):

@@ -1,5 +1,3 @@
-"""Plots of a run's curves and of estimators' weights."""
-
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +5,6 @@ from torch import Tensor
 
 
 def draw_curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Plot the records of metrics.jsonl and eval.jsonl as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,8 +51,7 @@ def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:
     """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1).
 
-    Args:
-        curves: pass rates p and weights W_N(p), by estimator.
+    `curves` has pass rates p and weights W_N(p) by estimator.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The progress of a run between two steps."""
+"""The progress of a run between two steps; checkpoints store it."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,8 +10,6 @@ Phase = Literal["warm start", "training"]
 
 @dataclass
 class Progress:
-    """The progress of a run between two steps; a checkpoint stores it."""
-
     phase: Phase = "warm start"
     step: int = 0  # number of steps done in this phase
     next_prompt: int = 0  # index of the first unused training prompt
@@ -21,14 +19,13 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint at this point."""
+        """The name of a checkpoint at this point."""
         return f"{'warm-start' if self.phase == 'warm start' else 'step'}-{self.step:06d}"
 
     def __str__(self) -> str:
         return f"{'warm start step' if self.phase == 'warm start' else 'step'} {self.step}"
 
     def begin_training(self, next_prompt: int) -> None:
-        """Switch from the warm start to training."""
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:
@@ -38,6 +35,6 @@ class Progress:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Progress":
-        """Return the progress from its fields as dataclasses.asdict and JSON stored them."""
+        """Read the JSON of dataclasses.asdict."""
         evaluations = {int(step): Evaluation.of_json(evaluation) for step, evaluation in fields["evaluations"].items()}
         return cls(**{**fields, "evaluations": evaluations})

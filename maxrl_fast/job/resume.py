@@ -1,4 +1,4 @@
-"""Resuming: find the newest whole checkpoint of a run, and check that the run's options have not changed."""
+"""Finds the newest intact checkpoint of a run, and checks that the run's options have not changed."""
 
 import json
 import shutil
@@ -20,20 +20,20 @@ from maxrl_fast.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint to resume from."""
+    """An intact checkpoint to resume from."""
 
     directory: Path
     progress: Progress
-    decoder: DecoderConfig | None  # None: transformers runs the policy, and reads its sizes from `directory`
+    decoder: DecoderConfig | None  # None: a transformers policy, whose sizes are read from `directory`
     logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
     fingerprints: dict[str, str] | None  # None: saved by a version that recorded none
-    machine: dict[str, Any]  # of machine_of
+    machine: dict[str, Any]  # from machine_of
 
     @classmethod
     def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
-        """Return the checkpoint in `directory` from the content of its progress.json."""
+        """Read the content of progress.json in `directory`."""
         sizes, decoder = dict(fields["decoder"]), None
         if "rope_scaling" in sizes:
             if sizes["rope_scaling"] is not None:
@@ -45,7 +45,7 @@ class Saved:
 
 
 def rename_damaged_after(directory: Path) -> None:
-    """Rename the checkpoints that are newer than `directory`, from which the run resumes, to damaged-step-..."""
+    """Rename checkpoints newer than `directory`, from which the run resumes, to damaged-step-..."""
     for newer in checkpoints_of(directory.parent.parent):
         if checkpoint_order(newer) > checkpoint_order(directory):
             damaged = newer.with_name(f"damaged-{newer.name}")
@@ -54,13 +54,10 @@ def rename_damaged_after(directory: Path) -> None:
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
-    """Return the newest whole checkpoint of a run, the same on all ranks; None if none was written yet.
+    """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet. All ranks must call this.
 
-    Args:
-        warn: is called with a message for each damaged checkpoint.
-
-    Raises:
-        InputError: if every checkpoint is damaged, or the run has metrics but no checkpoints.
+    Warns of each damaged checkpoint. Raises InputError if every checkpoint is damaged, or the run has metrics but no
+    checkpoints.
     """
     found = checkpoints_of(out) if ranks.is_first else []
     whole: list[Any] | None = None
@@ -95,15 +92,10 @@ def check_same(
     warn: Callable[[str], None],
     allow_changes: bool = False,
 ) -> None:
-    """Compare the options and files of a resumed run with those of its checkpoint.
+    """Compare the options and files of a resumed run with the checkpoint's.
 
-    Args:
-        options: the resolved options, by name.
-        fingerprints: of the code, prompts and tokenizer that the run uses now.
-        warn: is called with the differences that keep the numbers from being bitwise identical.
-
-    Raises:
-        InputError: if options or files that change the result differ and `allow_changes` is false; it names them.
+    Warns of differences that make the numbers not bitwise identical. Raises InputError naming options or files that change the
+    result and differ, unless `allow_changes`.
     """
     changed = changes(saved.options, options)
     mathematics, rounding = [*changed.mathematics], [*changed.rounding]
@@ -136,5 +128,5 @@ def check_same(
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """Return what the rounding of numbers depends on besides the options: the versions, and the number of processes."""
+    """Return what rounding depends on besides the options: the versions, and the number of processes."""
     return {**versions(), "processes": ranks.size}

@@ -1,5 +1,5 @@
-"""The files of a run: config.json, the logs (metrics.jsonl, eval.jsonl and others), TensorBoard's events, curves.png and
-timings.json. The same numbers go to wandb or trackio."""
+"""The files of a run: config.json, the JSON Lines logs, TensorBoard events, curves.png and timings.json. wandb or trackio get
+the same numbers."""
 
 import contextlib
 import hashlib
@@ -28,13 +28,13 @@ DRAWN = ("metrics", "eval")
 
 
 class LogFile:
-    """A JSON Lines file to which a run appends; every line is flushed when it is written.
+    """A JSON Lines file to which a run appends; every line is flushed.
 
     Args:
-        mark: of `mark`, to continue from there: what later steps have left is cut off. None: the whole file is kept.
+        mark: from `mark`, to continue there: later lines are cut off. None: the whole file is kept.
 
     Raises:
-        InputError: if the file begins with other bytes than it had at the mark.
+        InputError: if the file's content up to the mark has changed.
     """
 
     def __init__(self, path: Path, mark: tuple[int, str | None] | None):
@@ -59,7 +59,7 @@ class LogFile:
         self._sha256.update(line)
 
     def mark(self) -> tuple[int, str]:
-        """Wait until everything is on the disk, and return the size in bytes and the SHA-256."""
+        """Wait until everything is on the disk; return the size in bytes and the SHA-256."""
         os.fsync(self._file.fileno())
         return self._size, self._sha256.hexdigest()  # not tell(), which is wrong after truncate()
 
@@ -68,16 +68,15 @@ class RunFiles:
     """Writes the files of one run into its folder.
 
     Args:
-        options: the options of the run by name, for config.json.
+        options: by name, for config.json.
         log_to: "wandb" or "trackio", in addition to TensorBoard.
-        is_writer: whether this rank writes; one does, and the methods of the others do nothing.
+        is_writer: whether this rank writes; on the other ranks the methods do nothing.
         is_resumed: whether the folder may already hold a run.
-        saved: the checkpoint from which a resumed run starts, or None to start from the beginning. The logs are cut to their
-            length at that checkpoint.
+        saved: the checkpoint to resume from, whose log lengths the logs are cut to; None: start from the beginning.
 
     Raises:
-        InputError: if the folder cannot be written to, or holds another run or something else in place of a link.
-        StorageError: if the disk is full.
+        InputError: if the folder cannot be written to, holds another run, or has something else in place of a link.
+        StorageError: if the disk is full; in the methods, if writing fails.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class RunFiles:
     ):
         self.out, self.options, self._is_writer = out, options, is_writer
         self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
-        self.missing: list[Path] = []  # logs that had lines at the checkpoint, and are begun anew
+        self.missing: list[Path] = []  # logs that had lines at the checkpoint and no longer exist
         if not is_writer:
             return
         try:
             if not is_resumed and (self.out / "config.json").exists():
-                if not ended_before_first_step(self.out, options):  # its command is another, or it was started at the same time
+                if not ended_before_first_step(self.out, options):  # another command, or one started at the same time
                     wanted = f"--out must be a new or empty folder, got {self.out}, which holds another run"
                     raise InputError(f"{wanted}; --resume {self.out} resumes it")
                 self._remove_beginning()
@@ -119,14 +118,14 @@ class RunFiles:
             is_evaluated = done.step in done.evaluations
             start = done.step + is_evaluated
             self._board = TensorBoard(self.out / "tensorboard", _hyperparameters(options), str(out), start)
-            if not is_evaluated:  # the evaluation at this step is repeated, and the events of the step were dropped with it
+            if not is_evaluated:  # the evaluation is repeated; purging its events also dropped the step's metrics
                 for record in self.history["metrics"][-1:]:
                     self._board.log(_numbers("metrics", record), record["step"])
         except OSError as error:
             raise refused(self.out, error) from error
 
     def _remove_beginning(self) -> None:
-        """Remove what a run that ended before its first step has left and this one would not write over."""
+        """Remove the files of a run that ended before its first step, as far as this run would not overwrite them."""
         for name in ("checkpoints", "tensorboard"):
             if (self.out / name).exists():
                 shutil.rmtree(self.out / name)
@@ -134,16 +133,11 @@ class RunFiles:
             (self.out / name).unlink(missing_ok=True)
 
     def write_config(self) -> None:
-        """Write config.json: options, versions, command."""
         if self._is_writer:
             write_json(self.out / "config.json", {**self.options, "versions": versions(), "command": sys.argv})
 
     def write(self, log: str, record: dict[str, Any]) -> None:
-        """Append a record to a log, and to the TensorBoard events.
-
-        Raises:
-            StorageError: if writing fails.
-        """
+        """Append a record to a log, and to TensorBoard and the tracker."""
         if not self._is_writer:
             return
         try:
@@ -157,11 +151,7 @@ class RunFiles:
             raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
-        """Append the samples of an evaluation to samples.jsonl, and show them in TensorBoard.
-
-        Raises:
-            StorageError: if writing fails.
-        """
+        """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
         for record in records:
             self.write("samples", record)
         if self._is_writer:
@@ -171,12 +161,11 @@ class RunFiles:
                 raise StorageError(f"cannot write TensorBoard's events in {self.out}: {error}") from error
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
-        """Write everything to the disk, and return the size in bytes and the SHA-256 of each log."""
+        """Flush all logs to the disk; return each log's size in bytes and SHA-256."""
         self._board.flush()
         return {log: file.mark() for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
-        """Return the paths of the run's results by name, for the closing listing."""
         newest, best = self.out / "latest", self.out / "best"
         return {
             "checkpoint": str(self.out / os.readlink(newest)) if newest.is_symlink() else "none was written",
@@ -188,15 +177,11 @@ class RunFiles:
         }
 
     def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
-        """Plot the curves, write the seconds of each stage, and close the files.
-
-        Args:
-            is_done: whether the run has done all its steps.
-        """
+        """Plot the curves, write timings.json, and close the files."""
         if not self._is_writer:
             return
         try:
-            with contextlib.ExitStack() as last:  # which closes all files, whatever fails before
+            with contextlib.ExitStack() as last:  # closes all files, whatever fails before
                 for file in self._logs.values():
                     last.callback(file.close)
                 if self._tracker:
@@ -210,12 +195,11 @@ class RunFiles:
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a record by the names that TensorBoard and the trackers show."""
     return {f"{log}/{name}": value for name, value in flat(record).items()}
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the run takes and that have a value, without those of a single start."""
+    """Return the options that apply to the run and have a value, without options of a single start."""
     left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
     taken = {name: value for name, value in options.items() if value is not None and name not in left_out}
     return {name: json.dumps(value) if isinstance(value, list) else value for name, value in taken.items()}

@@ -28,13 +28,14 @@ _BAR_WIDTH = 24
 
 
 class FittedProgress(Progress):
-    """A line of progress of one task, in the width of the terminal: the step, the total and the time left always have a place.
+    """A progress line of one task that fits the terminal's width.
 
-    The numbers of the task's note come next, then the time since the start, then the bar.
+    The step, the total and the time left are always shown; then, as far as they fit, the numbers of the task's note, the
+    elapsed time and the bar.
     """
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
-        """Choose the columns anew for each drawing, because the terminal may have been resized."""
+        """Choose the columns for each drawing, because the terminal may have been resized."""
         tasks = list(tasks)
         if tasks:  # none yet at the first call
             self.columns = self._fitting(tasks[0])
@@ -57,7 +58,7 @@ class FittedProgress(Progress):
 
 
 class Stage:
-    """Shows the progress of one stage and the time left. `done` of its `total` items were done before, in a resumed run."""
+    """Shows the progress of one stage and the time left. A resumed run starts at `done` of the `total` items."""
 
     def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
         self._name, self._total, self._console = name, total, console
@@ -67,7 +68,6 @@ class Stage:
         self._task = self._bar.add_task(name, total=total, completed=done, note="")
 
     def advance(self, done: int, note: str = "") -> None:
-        """Show that `done` of the total are done, with a note behind the bar."""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
@@ -85,10 +85,9 @@ class Stage:
 
 
 class Screen:
-    """Prints to standard output and standard error; with `is_quiet` it prints nothing, because another rank prints.
+    """Prints to standard output and standard error; nothing if `is_quiet`, because another rank prints.
 
-    Args:
-        most_lines: of a stage's progress off a terminal; None: no limit.
+    `most_lines` limits a stage's progress lines off a terminal.
     """
 
     def __init__(self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None):
@@ -96,21 +95,19 @@ class Screen:
         self._most_lines = most_lines
 
     def say(self, text: str) -> None:
-        """Print plain lines. On a terminal, long ones are wrapped between words; in a file each stays one line."""
+        """Print plain lines. On a terminal long lines are wrapped between words; in a file each stays one line."""
         shown = wrapped(text, self.console.width) if self.console.is_terminal else text
         self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
-        """Return a context manager that gives a Stage; off a terminal it prints about `lines` lines, default one per step."""
+        """Return a context manager of a Stage; off a terminal it prints about `lines` lines, by default one per step."""
         lines = min(lines or max(total, 1), self._most_lines or max(total, 1))
         return Stage(self.console, name, total, lines, done).running()
 
     def complain(self, sentence: str) -> None:
-        """Print an error as a line on standard error."""
         self._report(f"error: {sentence}")
 
     def warn(self, sentence: str) -> None:
-        """Print a warning as a line on standard error."""
         self._report(f"warning: {sentence}")
 
     def _report(self, line: str) -> None:
@@ -124,7 +121,7 @@ class Screen:
         tokens: dict[str, int],
         files: dict[str, str],
     ) -> None:
-        """Print the first and the last evaluation, the time of each stage with tokens/s, and the paths of the files."""
+        """Print the first and last evaluation, the seconds and tokens/s of each stage, and the paths of the files."""
         if len(evaluations) > 1:
             self.console.print(_evaluation_table(evaluations[0], evaluations[-1]))
         table = new_table("stage", "seconds", "share", "tokens/s")
@@ -139,10 +136,8 @@ class Screen:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return the text with its long lines broken between words, to at most `width` characters; what continues is indented.
-
-    A word that is longer, such as a path, stays whole for copying.
-    """
+    """Wrap long lines between words; continuation lines are indented. A longer word, such as a path, stays whole for
+    copying."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

@@ -1,4 +1,4 @@
-"""Where the numbers of a run are shown besides its own logs: TensorBoard, and wandb or trackio, which have one interface."""
+"""TensorBoard, and wandb or trackio, which share an interface."""
 
 import importlib
 import zlib
@@ -16,8 +16,8 @@ from torch.utils.tensorboard.summary import hparams
 from maxrl_fast.errors import InputError
 
 PROJECT = "maxrl_fast"
-PASS_AT_K = r"^eval/pass_at_\d+$"  # the dashboard "Custom scalars" shows these in one chart, a line for each k
-MOST_CHARACTERS = 2000  # of a prompt or response in a text
+PASS_AT_K = r"^eval/pass_at_\d+$"  # one chart in TensorBoard's "Custom scalars", a line for each k
+MOST_CHARACTERS = 2000  # shown of a prompt or a response
 
 
 class TensorBoard:
@@ -25,8 +25,7 @@ class TensorBoard:
 
     Args:
         options: the run's hyperparameters: numbers, strings and booleans.
-        name: of the run among others.
-        purge_step: TensorBoard drops what earlier files of the folder have from this step on.
+        purge_step: TensorBoard drops earlier files' events from this step on.
 
     Raises:
         OSError: here and in all methods, if the disk refuses to write.
@@ -38,13 +37,12 @@ class TensorBoard:
         self._writer.add_custom_scalars({"evaluation": {"pass@k": ["Multiline", [PASS_AT_K]]}})
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Write the numbers of a step by name."""
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
 
     def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
-        """Write the samples of an evaluation, records of samples.jsonl, as one text."""
-        # Not add_text, which makes a table of one cell of it.
+        """Write an evaluation's samples, records of samples.jsonl, as one text."""
+        # Not add_text, which would make it a table of one cell.
         content = make_tensor_proto(markdown(records).encode(errors="backslashreplace"))
         metadata = texts.create_summary_metadata(display_name="samples", description="")
         value = Summary.Value(tag="samples", metadata=metadata, tensor=content)
@@ -55,11 +53,10 @@ class TensorBoard:
         writer.add_summary(summary, step)
 
     def flush(self) -> None:
-        """Wait until everything is written."""
         self._writer.flush()
 
     def close(self, is_done: bool) -> None:
-        """Close the file. `is_done`: the run has done all its steps; TensorBoard shows its last metrics beside its options."""
+        """Close the file. If the run `is_done`, TensorBoard shows its last metrics next to its hyperparameters."""
         if is_done:
             *_, session_end = hparams({}, {})
             self._add(session_end, 0)
@@ -67,14 +64,9 @@ class TensorBoard:
 
 
 class Tracker:
-    """A run of wandb or trackio.
+    """A run of wandb or trackio, named after its folder `out`, also when resumed.
 
-    A resumed run keeps its name. How repeated steps are shown depends on the tracker (wandb ignores steps that go backwards).
-
-    Args:
-        name: "wandb" or "trackio".
-        out: the run's folder, whose name is the name of the run; wandb writes its files into it.
-        options: the run's configuration.
+    The tracker decides how to show repeated steps (wandb ignores steps that go backwards).
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any]):
@@ -91,7 +83,7 @@ class Tracker:
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return samples as Markdown that TensorBoard shows character by character, whatever markup a response contains."""
+    """Format samples as Markdown that TensorBoard shows literally, also if a response contains markup."""
     blocks = []
     for record in records:
         reward = "not known" if record["reward"] is None else f"{record['reward']:g}"
@@ -102,8 +94,8 @@ def markdown(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _code(text: str) -> str:
-    """Return text as a code block of Markdown: one in which every line is indented has no mark that could end it."""
-    if not text.strip():  # of which Markdown makes no block
+    """Return text as an indented code block, which no text can end early."""
+    if not text.strip():  # Markdown has no empty block
         return "(empty)"
     omitted = len(text) - MOST_CHARACTERS
     shown = text if omitted <= 0 else f"{text[:MOST_CHARACTERS]}\n... {omitted:,} more characters"

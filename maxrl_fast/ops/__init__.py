@@ -1,6 +1,6 @@
 """The fused operators, importable without the trainer: `from maxrl_fast import ops`.
 
-What is differentiable can be differentiated once, in reverse mode: `create_graph=True`, the forward mode and torch.func.grad
+Differentiable operators can be differentiated once, in reverse mode: `create_graph=True`, forward mode and torch.func.grad
 raise RuntimeError.
 """
 
@@ -23,7 +23,7 @@ from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
 from maxrl_fast.ops.register import register_estimator
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
 
-token_loss = _token_loss  # and not the module of this name, which the import above has put here
+token_loss = _token_loss  # not the module of this name, which the import above binds here
 
 __all__ = [
     "ESTIMATORS",

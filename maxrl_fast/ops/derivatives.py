@@ -1,4 +1,4 @@
-"""Derivatives of the operators: the first, in reverse mode. Others raise an error; PyTorch alone would take them to be zero."""
+"""First derivatives of the operators, in reverse mode. Others raise an error; PyTorch would silently return zero."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,17 +15,16 @@ _LIBRARY = torch.library.Library("maxrl_fast", "FRAGMENT")
 def register_backward(
     op: Any, function: str, backward: Backward, *, save: Callable[[Any, tuple[Any, ...], Any], None], num_inputs: int = 1
 ) -> None:
-    """Register the first derivative of an operator in its first `num_inputs` arguments.
+    """Register an operator's first derivative with respect to its first `num_inputs` arguments.
 
-    This is torch.library.register_autograd with errors instead of derivatives that are silently zero.
+    This is torch.library.register_autograd with errors instead of silently zero derivatives.
 
     Args:
-        op: what `operator` returned.
         function: the public function that calls it, for error messages.
         backward: takes the context and the gradients of the results, and returns the gradients of those arguments.
         save: takes the context, the arguments and the results, and saves what the backward pass needs.
     """
-    num_others = len(op._schema.arguments) - num_inputs + 1  # and the key set
+    num_others = len(op._schema.arguments) - num_inputs + 1  # includes the key set
     below_autograd, redispatch = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
 
     class _Function(torch.autograd.Function):
@@ -54,16 +53,18 @@ def register_backward(
 
 
 def first_order(function: str) -> Callable[[Backward], Backward]:
-    """Decorate the backward pass of an autograd function: it raises RuntimeError, naming `function`, for create_graph=True.
+    """Decorate an autograd function's backward pass to raise RuntimeError, naming `function`, for create_graph=True.
 
-    torch.autograd.function.once_differentiable raises only where the incoming gradient requires a gradient itself, and only
-    for `backward`. From torch.autograd.grad of a gradient penalty, the term of a loss would be missing without a word.
+    torch.autograd.function.once_differentiable raises only if the incoming gradient requires a gradient, and only for
+    `backward`. With torch.autograd.grad of a gradient penalty, the term would be silently missing from the loss.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiled function has no second derivative
+            if (
+                torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            ):  # a compiled function never has a second derivative
                 raise RuntimeError(
                     f"{function} can be differentiated once only, got create_graph=True, which asks for a second derivative"
                 )
@@ -75,15 +76,14 @@ def first_order(function: str) -> Callable[[Backward], Backward]:
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Return whether the gradient in `x` may be wanted. Within torch.func.vmap a tensor does not say so."""
+    """Return whether a gradient of `x` may be needed. Inside torch.func.vmap a tensor's requires_grad does not tell."""
     return torch.is_grad_enabled() and (x.requires_grad or torch._C._are_functorch_transforms_active())
 
 
 def check_mode(function: str, *inputs: Tensor) -> bool:
-    """Return whether autograd will want the gradient in one of these inputs.
+    """Return whether autograd will need the gradient of one of these inputs.
 
-    Raises:
-        RuntimeError: if the forward mode or torch.func would differentiate the function.
+    Raises RuntimeError if forward mode or torch.func would differentiate the function.
     """
     for x in inputs:
         if unpack_dual(x).tangent is not None:

@@ -1,5 +1,5 @@
-"""Dispatch to the kernels: which of them run on which device, how they are registered as operators of PyTorch, and
-the checks of everything that a kernel takes on trust."""
+"""Dispatch to the kernels: which ones run on a device, how they become PyTorch operators, and the checks of the arguments that
+a kernel trusts."""
 
 import threading
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from maxrl_fast import _C
 
-# Names of the dtypes of the kernels that run on a GPU only, in layers and in decoding.
+# Dtypes of the kernels that run only on a GPU, in layers and in decoding.
 DEVICE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @lru_cache
 def has_cuda_kernels(device: torch.device) -> bool:
-    """Return whether the extension was built with CUDA kernels, and this GPU can run them: Ampere and later."""
+    """Return whether the extension has CUDA kernels, and this GPU can run them: Ampere or later."""
     return _C.cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the extension's kernels run on this device; otherwise the plain PyTorch references do."""
+    """Return whether the extension's kernels run on this device; otherwise the PyTorch references do."""
     return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels(device))
 
 
@@ -34,12 +34,12 @@ def is_gpu(device: torch.device) -> bool:
 def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
 
-    The function's annotations are the schema, unless `schema` is given; `mutates` names the tensors that it writes to. On
-    tensors without memory, which torch.compile traces with, the same function runs, and its `KernelLaunch` gives no address and
-    launches nothing. A function that reads values itself needs `register_fake`.
+    The schema is `schema`, or the function's annotations; `mutates` names the tensors that it writes to. When torch.compile
+    traces with tensors without memory, the same function runs, and its `KernelLaunch` gives no address and launches nothing. A
+    function that reads values needs `register_fake`.
 
-    This is torch.library.custom_op without the wrapper around each call, which costs 8 us of the 14 us that a small
-    group_advantage takes.
+    This is torch.library.custom_op without its wrapper around each call, which costs 8 us of the 14 us of a small
+    group_advantage.
     """
 
     def register(implementation: Callable[..., Any]) -> Any:
@@ -70,13 +70,13 @@ _tracing = _Tracing()
 
 
 def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what an operator returns for tensors without memory, where its own function reads values."""
+    """Register an operator's result for tensors without memory, if its own function reads values."""
     register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(op, allow_override=True)
     return register
 
 
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
-    """Raise ImportError where a record of the compiled module has other fields, or another order, than Python's."""
+    """Raise ImportError if a record's fields, or their order, differ between the compiled module and Python."""
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:
         raise ImportError(
@@ -86,12 +86,12 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
 
 
 class KernelLaunch:
-    """One call of a kernel on a device, and the only place of the package where the address of a tensor is taken.
+    """One kernel call on a device, and the only place in the package that takes a tensor's address.
 
     A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only addresses. The call therefore
-    keeps every tensor whose address it has given, so that no other thread frees one that the kernel still uses.
+    holds every tensor whose address it has given, so that no other thread frees one in use.
 
-    Where an operator is traced, all addresses are 0, and `launch` returns None.
+    When an operator is traced, all addresses are 0, and `launch` returns None.
     """
 
     __slots__ = ("_cached", "_kept", "device", "is_traced")
@@ -103,7 +103,7 @@ class KernelLaunch:
         self._cached: tuple[Tensor, ...] = ()
 
     def address(self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a tensor, 0 for None; raise ValueError if it is not contiguous or has another dtype, shape or
+        """Return a tensor's address, 0 for None; raise ValueError if it is not contiguous or has another dtype, shape or
         device."""
         if tensor is None:
             return 0
@@ -115,8 +115,10 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a tensor whose rows are contiguous, but need not follow each other; raise ValueError as
-        `address` does. A row is all that one index of the first dimension selects."""
+        """Return the address of a tensor with contiguous rows and any row stride; raise ValueError as `address` does.
+
+        A row is everything at one index of the first dimension.
+        """
         fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
         distance = 1
         for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):
@@ -130,23 +132,23 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> int:
-        """Return the address of a tensor without a check: the caller has made it for this kernel, or checked it already."""
+        """Return the address of a tensor that needs no check: the caller made it for this kernel, or checked it."""
         if self.is_traced:
             return 0
         self._kept.append(tensor)
         return tensor.data_ptr()
 
     def keep_cached(self, tensor: Tensor) -> int:
-        """Return the address of a tensor of a cache of this package, which may drop it at any time, also for other streams.
+        """Return the address of a tensor from a cache of this package, which may drop it at any time, also for other streams.
 
-        PyTorch lets whoever allocates a tensor on one stream and uses it on another record that. For arguments this is the
-        user; for what this package caches it is `launch`.
+        PyTorch expects whoever allocates a tensor on one stream and uses it on another to record that. For arguments this is
+        the user; for cached tensors it is `launch`.
         """
         self._cached += (tensor,)
         return self.keep(tensor)
 
     def launch(self, kernel: str, **arguments: Any) -> Any:
-        """Run the kernel of this device: C++ on the threads of this process, or CUDA on the current stream."""
+        """Run this device's kernel: C++ on this process's threads, or CUDA on the current stream."""
         if self.is_traced:
             return None
         if not is_gpu(self.device):
@@ -160,11 +162,11 @@ class KernelLaunch:
             return getattr(_C, f"{kernel}_cuda")(**arguments, stream=stream.cuda_stream)
 
 
-_captured: set[Tensor] = set()  # cached tensors that CUDA graphs read: a graph may be replayed at any later time
+_captured: set[Tensor] = set()  # cached tensors that CUDA graphs read; a graph may be replayed at any time
 
 
 def kernels_for(device: torch.device) -> str:
-    """Return the name of the implementation that the ops run on this device, for the report at the start of a run."""
+    """Return the name of this device's implementation, for the report at the start of a run."""
     if device.type == "cpu":
         return "C++"
     return "CUDA" if has_kernels(device) else "PyTorch reference"

@@ -1,5 +1,3 @@
-"""The factor by which an estimator scales the gradient of a prompt."""
-
 from typing import Any, cast
 
 import torch
@@ -14,11 +12,11 @@ _LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 
 def effective_weight(
     estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
 ) -> Tensor:
-    """Return W_n(p), the factor by which an estimator scales the gradient of a prompt, for rewards 0 or 1, exactly at finite n.
+    """Return W_n(p), the factor by which an estimator scales a prompt's gradient, for rewards 0 or 1, exact at finite n.
 
-    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)],
-    where A_correct(c) and A_wrong(c) are the advantages of a correct and of a wrong rollout if c rollouts are correct. For opo
-    all lengths are equal.
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)], where
+    A_correct(c) and A_wrong(c) are the advantages of a correct and a wrong rollout if c rollouts are correct. For opo all
+    lengths are equal.
 
     Args:
         estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
@@ -27,11 +25,11 @@ def effective_weight(
         k, order, options: as in `group_advantage`.
 
     Returns:
-        W_n(p) like `pass_rate`, float64.
+        W_n(p), of the shape of `pass_rate`, float64.
 
     Raises:
         ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In torch.compile, where the check would
-            break the graph, the weight of such a pass rate is NaN.
+            break the graph, its weight is NaN.
     """
     row = find_estimator(estimator)
     if not row.has_weight:

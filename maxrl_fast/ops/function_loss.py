@@ -1,7 +1,7 @@
-"""Token losses that are functions of Tokens: from log-probs to the sums that a kernel returns for the fused losses.
+"""Token losses that are functions of Tokens: from log-probs to the LossSums that the kernel returns for fused losses.
 
-A function needs the log-probs first, and autograd gives the gradient in them: one more product of the output layer than the
-fused losses have.
+A function needs the log-probs first, and autograd gives their gradient: one more multiplication with the output matrix than
+fused losses.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
 from maxrl_fast.ops.token_loss_kernel import LossSums
 
-_COPIES = 8  # of a chunk of logits, in float32, that functions of rows and their gradients take
+_COPIES = 8  # float32 copies of a chunk of logits that functions of rows and their gradients need
 
 
 def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor | None = None) -> Tokens:
-    """Return what a loss function sees of the batch; logprobs and entropy [T] and rows [T, R] may have a gradient."""
+    """Return a loss function's view of the batch; logprobs and entropy [T] and rows [T, R] may have a gradient."""
     mask = batch.counted()
     advantages, *weights = batch.factors()
 
@@ -44,17 +44,13 @@ def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor
 
 
 def function_loss(loss: TokenLoss, options: Mapping[str, float], terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor:
-    """Return the LossSums, float64 [10], of which the loss has a gradient.
-
-    Raises:
-        ValueError: if the function does not return a loss of each token.
-    """
+    """Return the LossSums, float64 [10]; the loss is differentiable. Raises ValueError if the function's result is not [T]."""
     clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
     values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
     needs_advantage = not (terms.kl_coef or terms.entropy_coef or learns_without_advantage(loss, tuple(options.items())))
     has_advantage = tokens.mask & (tokens.advantages != 0)
-    counts = has_advantage if needs_advantage else tokens.mask  # in the loss; where it has no gradient it may be NaN
-    is_read = counts  # in the metrics
+    counts = has_advantage if needs_advantage else tokens.mask  # tokens in the loss; the others' values may be NaN
+    is_read = counts  # tokens in the metrics
     if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
         is_read = has_advantage | counts & (values.detach() != 0)
     difference = (tokens.logprobs - tokens.old_logprobs).detach()
@@ -103,7 +99,7 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
 def rows_of_loss(
     loss: TokenLoss, options: Mapping[str, float], logits: Tensor, targets: Tensor, temperature: float | Tensor
 ) -> Tensor | None:
-    """Return what the loss needs of each row of logits [T, V], [T, R]; None where it needs nothing of them."""
+    """Return the numbers [T, R] that the loss reads from each row of logits [T, V]; None if it reads none."""
     if loss.rows is None:
         return None
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
@@ -119,9 +115,9 @@ def linear_rows(
     temperature: float | Tensor = 1.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Return function(log_p [C, V], targets [C]), [T, R], of the rows hidden @ weight.T, one small chunk at a time.
+    """Return function(log_p [C, V], targets [C]) as [T, R], for the logits hidden @ weight.T in small chunks.
 
-    In plain PyTorch; the backward pass computes the logits again.
+    In plain PyTorch; the backward pass recomputes the logits.
     """
     real = real_dtype(hidden.dtype)
     size = max(default_chunk(hidden, len(weight)) * hidden.element_size() // (_COPIES * real.itemsize), 1)

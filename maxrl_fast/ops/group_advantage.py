@@ -1,4 +1,4 @@
-"""Group advantages by any estimator of `ESTIMATORS`: the gate that checks what is given, in front of functions and kernel."""
+"""Group advantages by any estimator of `ESTIMATORS`: argument checks, then the kernel or the estimator's function."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_si
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers, uneven_groups
 
-_LARGEST = 1e150  # of the numbers that functions take: squares and differences in float64 stay finite
-# What tensors must be that have the shape of the rewards, and greedy_correct, which may have one value per group.
+_LARGEST = 1e150  # limit on the inputs of functions: squares and differences in float64 stay finite
+# Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {"group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating", "log_ratios": "floating"}
 _KINDS |= {"greedy_correct": "bool"}
 
@@ -52,32 +52,32 @@ def group_advantage(
         k: size of the max@k objective, for estimators that have it.
         order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
         offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
-        group_ids: [S], integers in any order; equal ids form a group.
-        valid: bool, of the shape of `rewards`. Rollouts that are not valid are left out of their groups, and get 0.
-        lengths, logprobs: of the shape of `rewards`, the tokens of each response and their mean log-prob.
+        group_ids: [S] integers in any order; equal ids form a group.
+        valid: bool, of the shape of `rewards`. Invalid rollouts are left out of their groups, and get 0.
+        lengths, logprobs: of the shape of `rewards`: tokens of each response, and their mean log-prob.
         greedy_correct, greedy_rewards: of the prompt's greedy response: one per group, or of the shape of `rewards`.
-        reward_parts: [R, *rewards.shape], the rewards whose weighted sum `rewards` is; NaN where one does not apply.
-        reward_weights: R numbers, the weights of the parts, by default 1.
+        reward_parts: [R, *rewards.shape], the rewards whose weighted sum is `rewards`; NaN where one does not apply.
+        reward_weights: R weights of the parts, default 1.
         prompts: one per group, for a custom function that asks for them.
-        log_ratios: of the shape of `rewards`, log pi(y_i) - log mu(y_i) of whole responses that the policy mu sampled, clamped
-            to [-20, 20]; the gradient is that of pi.
-        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13
-            leaves the factor out.
-        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, estimators by rank keep
-            tables of all sizes up to it, by default up to min(S, 4096): 8 bytes times its square. Estimators without a kernel
-            pad the groups to it; by default they read the largest size from the GPU, or in torch.compile pad to S.
+        log_ratios: of the shape of `rewards`: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy mu, clamped to
+            [-20, 20]; the gradient is that of pi.
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13 omits the
+            factor.
+        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, rank estimators keep tables
+            of all sizes up to it (default: min(S, 4096)): 8 bytes times its square. Estimators without a kernel pad groups to
+            it; by default they read the largest size from the GPU, or pad to S in torch.compile.
         options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in `ESTIMATORS`.
 
     Returns:
         Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. In a group
-        of one, every centred estimator gives 0. If groups are uneven, groups with too few rollouts for k get 0.
+        of one, every centred estimator gives 0. Among uneven groups, groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: if the estimator is unknown, k or order is outside its range (of the largest group), or an argument is
-            missing, not wanted, or does not fit; on the CPU also if a number of a rollout is not finite, not what the estimator
-            takes or, without a kernel, beyond 1e150, or if an advantage is beyond its dtype. On a GPU, where the check would
-            wait, all advantages of its group become NaN (of the batch, where that scales them), and an advantage beyond its
-            dtype becomes infinite.
+        ValueError: if the estimator is unknown, k or order is out of range (for the largest group), or an argument is missing,
+            unexpected or does not fit. On the CPU also if a rollout's number is not finite, not allowed for the estimator or,
+            without a kernel, beyond 1e150, or if an advantage exceeds its dtype. On a GPU these checks would wait for the
+            device: all advantages of such a group become NaN (of the batch, if the estimator scales by it), and an advantage
+            that exceeds its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -88,8 +88,10 @@ def group_advantage(
     row = find_estimator(estimator)
     asked = (row, None if is_flat else shape[-1], k, order, scale_by_k, tuple(options.items()))
     try:
-        size, numbers = _resolve(*asked) if torch.compiler.is_compiling() else _resolved(*asked)  # a compiler traces no cache
-    except TypeError:  # an argument that cannot be hashed is refused by name
+        size, numbers = (
+            _resolve(*asked) if torch.compiler.is_compiling() else _resolved(*asked)
+        )  # a compiler cannot trace a cache
+    except TypeError:  # an argument is not hashable: _resolve raises an error that names it
         size, numbers = _resolve(*asked)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
     inputs = _inputs(row, dict(zip(INPUTS, given, strict=True)), reward_weights)
@@ -132,7 +134,6 @@ def group_advantage(
 
 
 def find_estimator(estimator: str | Estimator) -> Estimator:
-    """Return the row of an estimator; raise ValueError where there is none of this name."""
     row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else estimator
     if not isinstance(row, Estimator):
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r:.80}")
@@ -155,7 +156,7 @@ _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is n
 
 
 def _inputs(row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None) -> dict[str, Any]:
-    """Return what the estimator takes beside the rewards; raise ValueError for what is missing or not wanted."""
+    """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or unexpected."""
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
             raise ValueError(f"{row.name} {'needs' if value is None else 'takes no'} {name}")
@@ -173,7 +174,6 @@ def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]
 
 
 def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError where a tensor has not the device, dtype or shape that goes with the rewards."""
     for name, value in given.items():
         if value is None or name == "prompts":
             continue
@@ -199,7 +199,7 @@ def _by_function(
     size: int,
     options: dict[str, float],
 ) -> Tensor:
-    """Return the advantages, like the viewed rewards, from the estimator's function."""
+    """Return the advantages from the estimator's function, of the viewed rewards' shape."""
     if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
         raise ValueError(f"{row.name} takes groups of equal size, got the sizes {padded.present.sum(1)[:8].tolist()}")
     values = {}
@@ -240,16 +240,18 @@ def _by_function(
     if padded.index is None:
         return advantages
     total = padded.shape[0]
-    flat = advantages.new_full((total + 1,), torch.nan)  # NaN stays where a group is too long; absent ones go to the end
+    flat = advantages.new_full(
+        (total + 1,), torch.nan
+    )  # NaN stays where a group is too long; absent rollouts go to the last slot
     return flat.scatter(0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten())[:-1]
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:
-    """Raise ValueError where an advantage is NaN or beyond its dtype. On a GPU, where the check would wait, it stays."""
+    """Raise ValueError if an advantage is NaN or exceeds its dtype. On a GPU the check would wait, so it is skipped."""
     if not is_host_readable(advantages):
         return
     values = advantages if advantages.element_size() > 1 else advantages.float()  # float8 has no sums
-    if math.isfinite(values.sum()):  # much faster than to look at every number
+    if math.isfinite(values.sum()):  # much faster than checking every number
         return
     beyond = (~values.isfinite()).flatten().nonzero()
     if len(beyond):
@@ -278,9 +280,9 @@ def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, by default N-1.
+    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, default N-1.
 
-    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 where mean = 0 (MaxRL, Algorithm 1).
+    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 if mean = 0 (MaxRL, Algorithm 1).
     """
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
@@ -291,5 +293,5 @@ def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layou
 
 
 def rloo_advantage(rewards: Tensor, **layout: Any) -> Tensor:
-    """Return r minus the mean of the others, of rewards [..., N] (Ahmadian et al. 2024)."""
+    """Return r minus the mean of the other rewards, of rewards [..., N] (Ahmadian et al. 2024)."""
     return group_advantage(rewards, "rloo", **layout)

@@ -1,7 +1,7 @@
-"""`maxrl_fast::group_advantage`: the operator behind the estimators that have a `Kernel`, on the CPU and on CUDA.
+"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`, on CPU and CUDA.
 
-Rewards are [G, N], or flat [S] with `offsets` [G+1] and, where the rollouts of a group are not adjacent, `order` [S]. On a CPU
-the sizes of uneven groups are read first. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
+Rewards are [G, N], or flat [S] with `offsets` [G+1] and, if a group's rollouts are not adjacent, `order` [S]. On a CPU the
+sizes of uneven groups are read first. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
@@ -27,10 +27,9 @@ def group_advantage(
     valid: Tensor | None,  # like rewards
     estimator: str,
     size: int,  # 0: the largest that fits
-    options: list[float],  # in the order of the estimator's
-    max_group_size: int,  # 0 where it is not known
+    options: list[float],  # in the order of the estimator's options
+    max_group_size: int,  # 0: not known
 ) -> Tensor:
-    """Return the advantages, like the rewards."""
     if rewards.dtype not in DTYPES:
         raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
     call, row = KernelLaunch(rewards.device), ESTIMATORS[estimator]
@@ -46,7 +45,7 @@ def group_advantage(
         sizes: tuple[int, ...] = ()
         if not dispatch.is_gpu(rewards.device):
             sizes = read_sizes(call, groups, row, size, max_group_size)
-        elif kernel.table is not None:  # the sizes are not read back, so there are tables of all that may come
+        elif kernel.table is not None:  # sizes are not read back, so tables are needed for all possible ones
             most = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
             sizes = tuple(range(most + 1))
         largest = sizes[-1] if sizes else 0
@@ -105,11 +104,10 @@ def kernel_groups(
 
 
 def read_sizes(call: KernelLaunch, groups: dict[str, int], row: Estimator, size: int, max_group_size: int) -> tuple[int, ...]:
-    """Return the different numbers of valid rollouts of groups on a CPU, ascending.
+    """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
 
-    Raises:
-        ValueError: if the offsets do not fit, or the largest group has more rollouts than `max_group_size`, or too few for k or
-            the order.
+    Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is too small for k or the
+    order.
     """
     sizes = tuple(call.launch("distinct_group_sizes", **groups))
     largest = max(sizes, default=0)
@@ -120,8 +118,8 @@ def read_sizes(call: KernelLaunch, groups: dict[str, int], row: Estimator, size:
     return sizes
 
 
-# Other threads may drop what these caches hold, and other streams may read it: see KernelLaunch.keep_cached. A copy from
-# pageable memory of the host is complete when `to` returns, so that every stream may read it.
+# Other threads may drop cached tensors, and other streams may read them: see KernelLaunch.keep_cached. A copy from
+# pageable host memory is complete when `to` returns, so that every stream may read it.
 
 
 @lru_cache(maxsize=256)
@@ -140,7 +138,7 @@ def _table(row: Estimator, size: int, options: tuple[float, ...], n: int, device
 def _tables(
     row: Estimator, size: int, options: tuple[float, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the concatenated tables of groups of `sizes`, and the start of the table of each n, int64 [largest size + 1]."""
+    """Return the concatenated tables of groups of `sizes`, and where each n's table starts, int64 [largest size + 1]."""
     nothing = torch.zeros(0, dtype=torch.float64)
     tables = [_table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
@@ -149,6 +147,6 @@ def _tables(
 
 
 def forget_tables() -> None:
-    """Drop the cached tables, which also hold the memory of a GPU."""
+    """Drop the cached tables, which also hold GPU memory."""
     _table.cache_clear()
     _tables.cache_clear()

@@ -1,4 +1,4 @@
-"""Groups of rollouts padded to one width, and the refusal of numbers that an estimator cannot take."""
+"""Groups padded to one width, and checks of the numbers that an estimator gets."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from maxrl_fast.algorithms.estimators import Estimator
 
 
 def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return offsets [G+1] int64 and the index [S] that puts the rollouts in the order of the groups; None for equal groups."""
+    """Return offsets [G+1] int64, and the index [S] that sorts the rollouts by group; None for equal groups."""
     if offsets is not None:
         if group_ids is not None:
             raise ValueError("give offsets or group_ids, not both")
@@ -22,7 +22,7 @@ def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Ten
         return offsets.long().contiguous(), None
     if group_ids is None:
         return None, None
-    # The number of groups is not read back from the device: there are S, and the last ones are empty.
+    # The number of groups is not read from the device: S groups are made, and the last ones are empty.
     ids, places = group_ids.long().sort(stable=True)
     group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
     return torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device)), places
@@ -30,30 +30,27 @@ def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Ten
 
 @dataclass(frozen=True)
 class PaddedGroups:
-    """Groups padded to one width W."""
-
     shape: tuple[int, ...]  # of the rewards: (G, W), or (S,) with offsets
-    num_groups: int | None  # with empty ones at the end, which may be cut; None: the rollouts of groups are not adjacent
-    index: Tensor | None  # [G, W], of each rollout in the flat rewards; None where the rewards are [G, W]
+    num_groups: int | None  # including empty groups at the end, which may be cut; None: a group's rollouts are not adjacent
+    index: Tensor | None  # [G, W] index of each rollout in the flat rewards; None if the rewards are [G, W]
     present: Tensor  # [G, W] bool, whether there is a rollout
-    exists: Tensor  # [G, W] bool, whether there is a valid one
+    exists: Tensor  # [G, W] bool, whether there is a valid rollout
     too_long: Tensor | None  # [G, 1] bool, whether the group has rollouts that W leaves out
 
     @classmethod
     def of(
         cls, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None, width: int
     ) -> "PaddedGroups":
-        """Pad the layout that the operator takes.
+        """Pad the operator's layout.
 
-        Args:
-            width: an upper bound of the sizes of uneven groups; 0: the largest size, which is read from the device. Then empty
-                groups at the end are cut. Where tensors have no values, 0 is the number of rollouts.
+        `width` is an upper bound of the sizes of uneven groups. 0: the largest size, read from the device, and empty groups at
+        the end are cut; when tracing, the number of rollouts.
         """
         if offsets is None:
             exists = torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device) if valid is None else valid
             return cls(tuple(rewards.shape), len(rewards), None, exists, exists, None)
         total, num_groups, too_long = len(rewards), len(offsets) - 1, None
-        starts, sizes = offsets[:-1], offsets.diff()
+        starts, sizes = offsets[:-1], offsets.diff()  # [G], [G]
         if width or is_traced():
             width = min(width or total, total)
             too_long = (sizes > width)[:, None]
@@ -61,17 +58,20 @@ class PaddedGroups:
             last = ((sizes > 0) * torch.arange(1, num_groups + 1, device=rewards.device)).max()
             width, num_rows = torch.stack([sizes.max(), last]).tolist()
             starts, sizes = starts[:num_rows], sizes[:num_rows]
-        places = torch.arange(width, device=rewards.device)
+        places = torch.arange(width, device=rewards.device)  # [W]
         present = places < sizes[:, None]
-        index = (starts[:, None] + places).clamp(0, total - 1)
+        index = (starts[:, None] + places).clamp(0, total - 1)  # [G, W]
         index = index if order is None else order[index]
         exists = present if valid is None else present & valid[index]
         return cls((total,), num_groups if order is None else None, index, present, exists, too_long)
 
 
 def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroups, largest: float) -> Tensor | None:
-    """Raise ValueError for the first number [..., G, W] that the estimator cannot take. Where the check would wait, return
-    which groups must become NaN, [G, 1] bool, or [1, 1] where the batch scales all groups."""
+    """Raise ValueError for the first number [..., G, W] that the estimator cannot take.
+
+    If the check would wait for the device, return instead which groups must become NaN: [G, 1] bool, or [1, 1] if the batch
+    scales all groups; None if none.
+    """
     unusable = padded.too_long
     for name, x in values.items():
         if not isinstance(x, Tensor) or x.dtype == torch.bool:
@@ -81,7 +81,7 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroup
         elif name == "log_ratios":
             wanted, wrong = "numbers", x.isnan()  # they are clamped
         elif name == "reward_parts":
-            wanted, wrong = "finite", x.abs() > largest  # NaN: a part that does not apply
+            wanted, wrong = "finite", x.abs() > largest  # NaN is allowed: a part that does not apply
         elif name == "rewards" and row.binary:
             wanted, wrong = "finite", (x != 0) & (x != 1)
         else:

@@ -1,4 +1,4 @@
-"""The token loss that overwrites the logits with their gradient, and errors for whoever uses the logits afterwards."""
+"""The token loss that overwrites the logits with their gradient, and errors for later use of the logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from maxrl_fast.ops.token_loss_kernel import scaled
 
 
 def overwrite(logits: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the LossSums [10] of `compute`, differentiable; it overwrites the logits with their gradient.
+    """Return the LossSums [10] of `compute`, differentiable; `compute` overwrites the logits with their gradient.
 
-    If an earlier operation saved the logits for its own backward pass, autograd sees that their version has changed, and raises
-    an error. The backward pass of a later operation goes through `_Spent`, which raises an error too.
+    If an earlier operation saved the logits for its backward pass, autograd notices their changed version and raises an error.
+    A later operation's backward pass goes through `_Spent`, which raises an error too.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")

@@ -1,7 +1,7 @@
-"""Policy-gradient losses and log-probabilities from hidden states and the output matrix, one chunk of logits at a time.
+"""Policy-gradient losses and log-probs from hidden states and the output matrix, one chunk of logits at a time.
 
-The operators behind them have no kernels of their own: they call those of token_loss_kernel.py and multiply matrices. As
-operators they are opaque to torch.compile, which could not trace the number of rows that have a gradient.
+These operators have no kernels; they call the ones of token_loss_kernel.py and multiply matrices. As operators they are opaque
+to torch.compile, which could not trace the number of rows with a gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,34 +52,34 @@ def linear_policy_gradient_loss(
     softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return policy_gradient_loss of the logits hidden @ weight.T without ever holding all logits in memory.
+    """Return policy_gradient_loss of the logits hidden @ weight.T, without holding all logits in memory.
 
-    The forward pass computes loss and gradients, chunk by chunk: the logits of a chunk, their gradient in the same memory, and
-    its matrix multiplications with weight and hidden states. Beside the gradients of hidden [T, H] and of weight [V, H], the
-    latter in float32 until the end, it needs memory for one chunk of logits (and its float32 copy where a CPU multiplies half
-    precision), for any T. On a GPU the rows of a chunk are padded to a multiple of 64 logits, so that a chunk of C tokens takes
-    C ceil(V / 64) 64 numbers. gspo takes two passes, the first for the ratios of sequences; losses that are functions
-    (`ops.LOSSES`) take two, for log-probs and for their gradient.
+    The forward pass computes loss and gradients chunk by chunk: a chunk's logits, their gradient in the same memory, and its
+    matrix multiplications with weight and hidden states. Besides the gradients of hidden [T, H] and weight [V, H], the latter
+    in float32 until the end, it needs memory for one chunk of logits (and its float32 copy if a CPU multiplies half precision),
+    for any T. On a GPU rows are padded to a multiple of 64 logits, so a chunk of C tokens takes C ceil(V / 64) 64 numbers. gspo
+    takes two passes, the first for sequence ratios; losses that are functions (`ops.LOSSES`) take two, for log-probs and their
+    gradient.
 
-    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, since the host waits for the
+    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, because the host waits for the
     number of these tokens; without a mask no call waits, and all tokens are multiplied.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
         weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and not allocated
             if weight is frozen (requires_grad False).
-        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0: they stay. A gradient
-            through it takes the memory of a second chunk.
-        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a GPU (there a number of tokens
-            that the multiprocessors divide evenly), but at least 128 tokens.
+        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0: unchanged. A gradient through
+            it takes the memory of a second chunk.
+        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a GPU (a number of tokens that
+            the multiprocessors divide evenly), but at least 128 tokens.
         others: as in policy_gradient_loss.
 
     Returns:
-        What policy_gradient_loss returns.
+        As policy_gradient_loss.
 
     Raises:
-        What policy_gradient_loss raises, and ValueError if hidden and weight do not fit each other. On a GPU the backward pass
-        can run only once.
+        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU the backward pass can run
+        only once.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     batch, terms, row, options = prepare(
@@ -120,7 +120,7 @@ def linear_policy_gradient_loss(
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
     total, metrics = loss_and_metrics(sums, hidden)
-    # The kernel has counted only the rows that it was given.
+    # The kernel counted only the rows it was given.
     left_out = counted - metrics["tokens"]
     return total, metrics | {
         "tokens": metrics["tokens"] + left_out,
@@ -139,8 +139,8 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return token_logprobs of the logits hidden @ weight.T, one chunk of tokens at a time.
 
-    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and chunk_tokens are as in
-    linear_policy_gradient_loss. The backward pass computes the logits again.
+    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and chunk_tokens as in
+    linear_policy_gradient_loss. The backward pass recomputes the logits.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     check_rows((len(hidden), size), targets, temperature, hidden.device)
@@ -158,9 +158,9 @@ def linear_token_logprobs(
     "bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the LossSums, and the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed.
+    """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not needed.
 
-    The arguments behind the weight are those of token_loss, the tokens in a chunk, the soft cap, and which gradients to give.
+    After the weight come the arguments of token_loss, the chunk's tokens, the soft cap, and which gradients are needed.
     """
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
@@ -177,7 +177,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
         sums += kernels.launch_token_loss(logits, gradient, batch.rows(start, stop), terms)
         if gradient is not None:
             chunks.backward(start, stop, gradient)
-    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)  # frees the memory before the gradient is rounded
+    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)  # frees the chunk before the gradient is rounded
     grad_hidden, grad_weight = chunks.gradients()
     if needs_hidden and index is not None:
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
@@ -185,7 +185,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
-    """Return which tokens the loss reads, int64; None for all. Without a mask nothing on a GPU is read back by the host."""
+    """Return which tokens the loss reads, int64; None for all. On a GPU without a mask, nothing is read by the host."""
     if dispatch.is_gpu(batch.targets.device) and batch.mask is None:
         return None
     index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
@@ -209,7 +209,6 @@ kernels.register_loss(linear_loss, "linear_policy_gradient_loss", 2)
 def _logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, chunk: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies, [T] each."""
     parts = [
         kernels.token_logprobs(logits, *rows_of(targets, temperature, start, stop))
         for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap)
@@ -222,7 +221,7 @@ def _logprobs(
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the targets [T], and the entropies [T]."""
+    """Return the log-probs of the targets [T], and the entropies [T]."""
     return _logprobs(hidden, weight, targets, temperature if temperatures is None else temperatures, chunk, softcap)
 
 
@@ -261,7 +260,7 @@ def linear_logprobs_backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients in hidden [T, H] and weight [V, H], or [0] where they are not needed."""
+    """Return the gradients of hidden [T, H] and weight [V, H], or [0] if not needed."""
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
     for start, stop, logits in chunks:
         rows = rows_of(targets, temperature if temperatures is None else temperatures, start, stop)

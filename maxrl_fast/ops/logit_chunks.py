@@ -1,5 +1,3 @@
-"""The logits hidden @ weight.T, one chunk of tokens at a time."""
-
 import math
 from functools import cache, lru_cache
 from typing import Any
@@ -14,18 +12,18 @@ from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
 
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
-_TILE = 128, 256  # rows and columns of a product that a multiprocessor computes at a time, in cuBLAS's large kernels
-_ROW_MULTIPLE = 64  # elements of a row of logits on a GPU: rows that start at 128 bytes are read 16 bytes at a time
+_TILE = 128, 256  # rows and columns that a multiprocessor computes at a time in cuBLAS's large kernels
+_ROW_MULTIPLE = 64  # elements per row of logits on a GPU: rows aligned to 128 bytes are read 16 bytes at a time
 
 
 def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
-    """Return all logits hidden @ weight.T, [T, V]."""
+    """Return all logits hidden @ weight.T, [T, V], with the soft cap."""
     logits = hidden @ weight.to(hidden.dtype).T
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def check_hidden(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float) -> tuple[int, int]:
-    """Return V and the given number of tokens in a chunk, or 0; raise ValueError if hidden and weight do not fit."""
+    """Return V and the given chunk_tokens, or 0; raise ValueError if hidden and weight do not fit."""
     check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
@@ -45,13 +43,13 @@ def check_hidden(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softc
 
 
 def row_stride(vocab_size: int, device: torch.device) -> int:
-    """Return the distance between rows of logits, in elements."""
+    """Distance between rows of logits, in elements."""
     multiple = _ROW_MULTIPLE if dispatch.is_gpu(device) else 1
     return -(-vocab_size // multiple) * multiple
 
 
 def default_chunk(hidden: Tensor, vocab_size: int) -> int:
-    """Return the number of tokens in a chunk of the logits [T, V] of `hidden` [T, H]."""
+    """Return the number of tokens per chunk of the logits [T, V] of `hidden` [T, H]."""
     device = hidden.device
     row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
     most = max(CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
@@ -63,12 +61,12 @@ def default_chunk(hidden: Tensor, vocab_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
-    """Return how many tokens, at most `most`, to multiply at a time, so that the multiprocessors are idle least.
+    """Return how many tokens, at most `most`, to multiply at a time so that the multiprocessors are least idle.
 
-    The gradient in the hidden states of a chunk [C, H] has few tiles, and its last wave of tiles takes as long as a full one,
-    so the result is the multiple of 128 with the fewest waves over all tokens, the largest of these. The other two products
-    have V / 256 times H / 256 or C / 128 tiles: their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x 16
-    tiles of 128 x 256, four waves of 132 multiprocessors.
+    The gradient of a chunk's hidden states [C, H] has few tiles, and its last wave of tiles takes as long as a full one. So the
+    result is the multiple of 128 with the fewest waves over all tokens, the largest of these. The other two multiplications
+    have V / 256 times H / 256 or C / 128 tiles, so their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x
+    16 tiles of 128 x 256: four waves of 132 multiprocessors.
     """
     if num_tokens <= most:
         return max(num_tokens, 1)
@@ -87,14 +85,14 @@ def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: 
 
 
 class Chunks:
-    """The logits hidden @ weight.T, one chunk after the other in the same memory, and the backward pass of the product."""
+    """The logits hidden @ weight.T, chunk by chunk in the same memory, and the backward pass."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool, softcap: float = 0.0):
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = real_dtype(hidden.dtype)
-        # On a GPU the first product overwrites the gradient in the weight, which saves two passes over it.
+        # On a GPU the first product overwrites the weight's gradient, which saves two passes over it.
         overwrites = dispatch.is_gpu(hidden.device) and len(hidden) > 0
         make = torch.empty_like if overwrites else torch.zeros_like
         self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
@@ -116,7 +114,8 @@ class Chunks:
             yield start, stop, logits
 
     def backward(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Add the gradient in the logits of a chunk [stop - start, V] to the gradients in hidden and weight."""
+        """Add a chunk's contribution, given the gradient of its logits [stop - start, V], to the gradients of hidden and
+        weight."""
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
         if self.grad_hidden is not None:
@@ -125,7 +124,7 @@ class Chunks:
             self.grad_weight = self._added(self.grad_weight, gradient, self.hidden[start:stop])
 
     def _added(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> Tensor:
-        """Return total [V, H] + gradient.T @ hidden, in the memory of `total` where torch can do so."""
+        """Return total [V, H] + gradient.T @ hidden, in place if torch supports it."""
         beta, self.beta = self.beta, 1
         if gradient.dtype == total.dtype:
             return total.addmm_(gradient.T, hidden, beta=beta)
@@ -137,7 +136,7 @@ class Chunks:
         return total.add_(product) if beta else product
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients in hidden and weight, of their dtypes; [0] where they are not needed."""
+        """Return the gradients of hidden and weight, in their dtypes; [0] if not needed."""
         hidden, weight = self.grad_hidden, self.grad_weight
         return (
             self.hidden.new_empty(0) if hidden is None else hidden,
@@ -147,9 +146,9 @@ class Chunks:
 
 @cache
 def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this version of torch can add a product of half-precision matrices to a float32 matrix in place.
+    """Return whether this torch can add a half-precision matrix product to a float32 matrix in place.
 
-    Otherwise the product needs a matrix [V, H] of its own, and another pass over both.
+    Otherwise the product needs a separate matrix [V, H], and another pass over both.
     """
     total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     unwritten = torch.full_like(total, torch.nan)
@@ -162,6 +161,5 @@ def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rows_of(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -> tuple[Any, ...]:
-    """Return the targets and temperatures of a chunk, as the operators on logits take them."""
     chosen = temperature[start:stop] if isinstance(temperature, Tensor) else temperature
     return targets[start:stop], *split_temperature(chosen)

@@ -20,7 +20,7 @@ def log_ratio_reward(
     """Return r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq. 7).
 
     Args:
-        logprobs: [T] float32 or float64 of the policy; the result is differentiable in them.
+        logprobs: [T] float32 or float64 of the policy; the result is differentiable with respect to them.
         ref_logprobs: [T] of the reference policy, constants.
         cu_seqlens: [S+1] integers, from 0 to T.
         beta: reward per nat.
@@ -69,31 +69,31 @@ def pacs_loss(
 
         L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)
 
-    The gradient flows through the whole group: the proxy of a rollout is part of the baseline of the others too.
+    The gradient flows through the whole group: a rollout's proxy is part of the other rollouts' baseline.
 
     Args:
         reward_proxy: [S] float32 or float64, from log_ratio_reward.
         labels: [S], 0 or 1: whether the rollout is correct.
-        groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for groups of uneven size. Groups
-            must be complete, since a part of a group has other scores.
+        groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for uneven groups. Groups must be
+            complete, because a part of a group has other scores.
         score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std + 1e-6), sample standard
-            deviation; "dr_grpo", r_i - mean; "naive", r_i. Where all proxies of a group are equal, as on the first
-            on-policy step, the gradient of "grpo" is 1e6 times the gradient of "dr_grpo".
-        weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group that has both
-            (King and Zeng 2001); "none", 1.
-        denominator: B. Give the number of rollouts of the whole batch, and the losses of micro-batches and ranks add up.
+            deviation; "dr_grpo", r_i - mean; "naive", r_i. If all proxies of a group are equal, as on the first on-policy step,
+            the gradient of "grpo" is 1e6 times the gradient of "dr_grpo".
+        weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group that has both (King and Zeng
+            2001); "none", 1.
+        denominator: B. Give the number of rollouts of the whole batch, so that the losses of micro-batches and ranks add up.
             Default: S.
 
     Returns:
-        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of each rollout, without its
-        weight; and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1; reward_proxy, the mean;
-        score_correct and score_wrong, the means of psi over correct and over wrong rollouts (0 if there are none).
+        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of each rollout, unweighted;
+            and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1; reward_proxy, the mean;
+            score_correct and score_wrong, the means of psi over correct and wrong rollouts (0 if there are none).
 
     Raises:
         ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU also if a label is neither
-            0 nor 1, or if proxies are finite but so large that the loss is beyond its dtype, or for grpo their squares beyond
-            float64. On a GPU, where the check would wait for the device, the loss becomes NaN for such a label, and infinite or
-            NaN for such proxies.
+            0 nor 1, or if finite proxies are so large that the loss exceeds its dtype, or for grpo their squares exceed
+            float64. On a GPU, where the check would wait for the device, such a label makes the loss NaN, and such proxies make
+            it infinite or NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)

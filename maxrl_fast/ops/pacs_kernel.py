@@ -1,5 +1,3 @@
-"""The operators behind PACS, on the CPU and on CUDA."""
-
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 class PacsMetrics(NamedTuple):
     """PacsMetrics of csrc/pacs.h: means, float64 scalars; 0 over no rollouts."""
 
-    accuracy: Tensor  # rollouts whose score has the sign of their label
+    accuracy: Tensor  # fraction of rollouts whose score has the sign of their label
     reward_proxy: Tensor
     score_correct: Tensor  # over the rollouts with label 1
     score_wrong: Tensor
@@ -31,15 +29,15 @@ def pacs_loss(
     proxies: Tensor,  # [S]
     labels: Tensor,
     offsets: Tensor | None,
-    group_size: int,  # not read where there are offsets
+    group_size: int,  # unused with offsets
     score: str,
     balanced: bool,
-    denominators: Tensor | None,  # []; if absent, `denominator`, which saves a GPU the launch that would write it
+    denominators: Tensor | None,  # []; None: `denominator`, which saves the launch that would write it to a GPU
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the loss in the proxies [S].
+    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the proxies [S].
 
-    On a GPU this is two launches: one sets the workspace to 0, and the kernel's last block writes the loss and the metrics.
+    On a GPU this is two launches: one zeroes the workspace, and the kernel's last block writes the loss and the metrics.
     """
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
@@ -73,7 +71,7 @@ def pacs_loss(
 
 def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else autograd makes zeros for the other results
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros for the other results
     ctx.save_for_backward(output[3])
 
 
@@ -118,7 +116,7 @@ register_backward(log_ratio_reward, "log_ratio_reward", _log_ratio_reward_backwa
 def log_ratio_reward_backward(
     grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
 ) -> Tensor:
-    """Return the gradient in the log-probabilities [T] from the gradient in the proxies [S]."""
+    """Return the gradient of the log-probs [T] from the gradient of the proxies [S]."""
     call, dtype = KernelLaunch(grad_proxies.device), grad_proxies.dtype
     gradient = grad_proxies.new_empty(num_tokens)
     call.launch(
@@ -132,7 +130,6 @@ def log_ratio_reward_backward(
 
 
 def _sequences(call: KernelLaunch, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> dict[str, Any]:
-    """Return the arguments that both kernels take."""
     return {
         "num_tokens": num_tokens,
         "num_sequences": len(cu_seqlens) - 1,

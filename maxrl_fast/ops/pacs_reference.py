@@ -1,4 +1,4 @@
-"""The operators of PACS in plain PyTorch: for tests, and for devices without a kernel."""
+"""The PACS operators in plain PyTorch: for tests, and for devices without a kernel."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from maxrl_fast.ops.pacs_kernel import PacsMetrics
 def log_ratio_reward_reference(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
 ) -> Tensor:
-    """Return what the operator returns; differentiable by autograd."""
+    """Return the operator's result; differentiable by autograd."""
     log_ratio = logprobs - ref_logprobs
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0.0)
@@ -28,7 +28,7 @@ def pacs_loss_reference(
     denominators: Tensor | None,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, which is differentiable by autograd, the PacsMetrics and the cross-entropies of the operator."""
+    """Return the operator's loss, differentiable by autograd, PacsMetrics and cross-entropies."""
     r, y = proxies.double(), labels.double()
     sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
     group = torch.repeat_interleave(sizes, output_size=len(r))
@@ -37,7 +37,7 @@ def pacs_loss_reference(
     def group_sum(x: Tensor) -> Tensor:
         return x.new_zeros(len(sizes)).index_add(0, group, x)[group]
 
-    centred = r - group_sum(r) / n
+    centred = r - group_sum(r) / n  # [S]
     if score == "naive":
         psi = r
     elif score == "rloo":
@@ -46,7 +46,7 @@ def pacs_loss_reference(
         psi = centred
     else:
         squares = group_sum(centred.square())
-        # Where all proxies are equal, the derivative of the square root is infinite, and 0 times infinity would be NaN.
+        # If all proxies are equal, the derivative of the square root is infinite, and 0 times infinity would be NaN.
         variance = squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1)
         psi = centred / (torch.where(squares > 0, variance.sqrt(), 0.0) + 1e-6)
     correct = group_sum(y)

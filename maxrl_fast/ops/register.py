@@ -1,5 +1,3 @@
-"""Estimators of a plug-in: `register_estimator` adds one to ESTIMATORS."""
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +14,9 @@ def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, 
 
     Args:
         name: a Python identifier.
-        estimator: a function that returns finite advantages [G, N], floating; its signature says what it takes, as
-            docs/adding_an_objective.md describes. Or a row, which may have a table for the kernel.
-        replace: whether `name` may be taken already.
+        estimator: a function that returns finite, floating advantages [G, N]; its signature declares its inputs
+            (docs/adding_an_objective.md). Or an `Estimator`, which may have a table for the kernel.
+        replace: whether `name` may already exist.
 
     Raises:
         ValueError: if the name is taken or not an identifier, or if the estimator fails on a small example.
@@ -45,14 +43,14 @@ def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, 
 
 
 def own_estimator(function: Callable[..., Any]) -> Estimator:
-    """Return the row of a user's function, which may depend on all groups; raise ValueError if its signature does not fit."""
+    """Return the row of a custom function, which may depend on all groups; raise ValueError if its signature does not fit."""
     return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 
 def try_out(row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any) -> None:
-    """Compute the advantages of a small example with these options; raise ValueError where they cannot be."""
+    """Compute the advantages of a small example; raise ValueError if that fails."""
     rewards = torch.zeros(4, num_rollouts)
-    rewards[0, 0] = 1  # one rollout correct, half of them, none, all
+    rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
     rewards[1, : (num_rollouts + 1) // 2] = 1
     rewards[3] = 1
     counted = torch.arange(1, rewards.numel() + 1).view(rewards.shape)

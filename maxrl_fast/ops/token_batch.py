@@ -1,4 +1,4 @@
-"""The checked arguments of ops.policy_gradient_loss, beside the logits."""
+"""The checked arguments of ops.policy_gradient_loss besides the logits."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,10 +24,8 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 AGGREGATIONS = get_args(Aggregation)
 
 
-@dataclass  # not frozen, as TokenBatch: each is made twice a call, and frozen ones take 5 us longer
+@dataclass  # not frozen, like TokenBatch: each is made twice a call, and a frozen one takes 5 us longer
 class LossTerms:
-    """The terms of the loss of a token, and their coefficients."""
-
     loss: str
     clip_low: float
     clip_high: float
@@ -38,7 +36,7 @@ class LossTerms:
 
     @property
     def needs_every_row(self) -> bool:
-        """Return whether tokens with advantage 0 have a gradient too."""
+        """Whether tokens with advantage 0 have a gradient too."""
         return self.kl_coef != 0 or self.entropy_coef != 0
 
 
@@ -56,7 +54,7 @@ class TokenBatch:
     ref_logprobs: Tensor | None  # [T]
     temperature: float | Tensor  # or [T]
     mask: Tensor | None  # [T] bool
-    sequence_tokens: Tensor | None  # [S] int64, tokens that are not masked, for the mean of each sequence
+    sequence_tokens: Tensor | None  # [S] int64, number of unmasked tokens, for each sequence's mean
     denominator: Tensor  # [] float64
     sequence_log_ratio: Tensor | None = None  # [S], for gspo
 
@@ -68,11 +66,11 @@ class TokenBatch:
         return len(self.cu_seqlens) - 1
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
-        """Return one number per sequence [S] as one per token [T]."""
+        """Repeat one number per sequence [S] for each of its tokens [T]."""
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
-        """Return the factors of the policy-gradient term, [T] each: advantages, and importance weights where given."""
+        """Return the factors of the policy-gradient term, [T] each: advantages, and importance weights if given."""
         factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
         if self.importance_weights is not None:
             weights = self.importance_weights
@@ -85,7 +83,7 @@ class TokenBatch:
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
     def take(self, index: Tensor) -> "TokenBatch":
-        """Return the tokens of an ascending `index` int64. All sequences stay."""
+        """Return the tokens at an ascending int64 `index`. All sequences stay."""
         return self._with_tokens(lambda values: values[index], torch.searchsorted(index, self.cu_seqlens))
 
     def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
@@ -101,8 +99,11 @@ class TokenBatch:
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
 
     def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
-        """Return which tokens [T] the loss reads: those with a gradient; where the ratio is that of a sequence all that are not
-        masked, since it is a mean over them, unless whole sequences have no gradient."""
+        """Return which tokens [T] the loss reads: those with a gradient.
+
+        With a sequence ratio, which is a mean over the sequence's unmasked tokens, all of them are read unless the whole
+        sequence has zero gradient.
+        """
         keep = self.counted()
         of_tokens = self.advantages_per_token or self.importance_weights_per_token
         if terms.needs_every_row or (by_sequence and of_tokens):
@@ -112,10 +113,10 @@ class TokenBatch:
         return keep
 
     def log_ratio_of_sequences(self, logprobs: Tensor) -> Tensor:
-        """Return the mean log-ratio of each sequence [S] from logprobs [T], over the tokens that are not masked."""
+        """Return the mean log-ratio of each sequence [S] from logprobs [T], over unmasked tokens."""
         assert self.old_logprobs is not None
         keep = self.counted()
-        # Not index_add: its order of additions on a GPU changes from call to call.
+        # Not index_add, which adds in a varying order on a GPU.
         sums = _sums(torch.where(keep, logprobs - self.old_logprobs, 0.0).double(), self.cu_seqlens)
         return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
 
@@ -153,15 +154,11 @@ def prepare(
 ) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
     """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the kernels' types.
 
-    Returns:
-        The batch, the terms of the loss, its row and its options.
-
-    Raises:
-        ValueError, TypeError: as policy_gradient_loss says.
+    Returns the batch, the terms of the loss, its row and its options. Raises as policy_gradient_loss.
     """
     row = find_loss(loss)
     options = row.resolve(loss_options)
-    learns_without_advantage(row, tuple(options.items()))  # refuses a function that fails
+    learns_without_advantage(row, tuple(options.items()))  # raises if the function fails
     terms = loss_terms(row.name, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     if aggregation != (needed := row.aggregation or aggregation):
@@ -211,7 +208,6 @@ def prepare(
 
 
 def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None) -> None:
-    """Raise ValueError or TypeError where the mask or other numbers of tokens are not [T]."""
     for name, values in per_token.items():
         if values is not None:
             check_tensor(name, values, device, "the logits are")
@@ -224,10 +220,10 @@ def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None,
 
 
 def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:
-    """Return whether `values` have one number per token [T], and not one per sequence [S].
+    """Return whether `values` are per token [T], not per sequence [S].
 
-    With T = S and no keyword, both readings agree if every sequence has one token. That is checked on a CPU only: on a GPU the
-    check would wait for the device.
+    If T = S and no keyword is given, both readings agree only if every sequence has one token. That is checked only on a CPU:
+    on a GPU the check would wait for the device.
     """
     num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
     by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
@@ -256,7 +252,6 @@ def loss_terms(
     kl_coef: float,
     entropy_coef: float,
 ) -> LossTerms:
-    """Return the terms; raise ValueError where policy_gradient_loss does not have such a divergence or number."""
     check_choice("kl", kl, KL_ESTIMATORS)
     return LossTerms(
         loss,
@@ -312,7 +307,7 @@ def check_rows(
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError if cu_seqlens is wrong. On a GPU, where the check would wait, its values are not checked."""
+    """Raise ValueError if cu_seqlens is wrong. On a GPU its values are not checked, because that would wait."""
     check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_integer(cu_seqlens) or cu_seqlens.device != device:
         raise ValueError(
@@ -322,7 +317,7 @@ def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -
     if not is_host_readable(cu_seqlens):
         return
     bounds = cu_seqlens.to(torch.int64)
-    # Compared and not subtracted: differences of large numbers, or of numbers of few bits, overflow.
+    # Compared, not subtracted: differences of large or narrow integers overflow.
     falls = bounds[1:] < bounds[:-1]
     if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
         got = f"{bounds[:8].tolist()}" + ("" if len(bounds) <= 8 else f" and {len(bounds) - 8} more")
@@ -349,10 +344,9 @@ def _denominator(
 
 
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Return the denominator as a scalar tensor, float64, on the device; or None, and the number where the host knows it.
+    """Return the denominator as a float64 scalar tensor on the device; or None, and the number if the host knows it.
 
-    Raises:
-        ValueError: if it is not one finite number above 0.
+    Raises ValueError if it is not one finite number above 0.
     """
     wanted = "a finite number above 0"
     if not isinstance(given, Tensor):

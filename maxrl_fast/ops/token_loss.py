@@ -1,4 +1,4 @@
-"""Policy-gradient losses of packed responses, and log-probabilities, from logits."""
+"""Policy-gradient losses of packed responses, and log-probs, from logits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,10 +21,10 @@ _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target and the entropy of each row of softmax(logits / temperature), in nats.
+    """Return each target's log-prob and each row's entropy under softmax(logits / temperature), in nats.
 
     Both are differentiable, once. The forward pass reads the logits once; the backward pass reads them once and writes their
-    gradient once. Under torch.no_grad (old and reference policies) nothing is kept.
+    gradient once. Under torch.no_grad nothing is stored.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for float64).
@@ -36,7 +36,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tens
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit; on a CPU also if a target is not in the vocabulary or a temperature
-            is not above 0. On a GPU, where the check would wait for the device, the results of such a token become NaN.
+            is not above 0. On a GPU, where the check would wait for the device, such a token's results become NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_rows(shape_of(logits), targets, temperature, logits.device)
@@ -76,7 +76,7 @@ def policy_gradient_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy-gradient loss of packed responses, and metrics.
 
-    With logp the log-probability of a target under softmax(logits / temperature) and rho = exp(logp - old):
+    With logp the log-prob of a target under softmax(logits / temperature) and rho = exp(logp - old):
 
         reinforce   -A logp
         ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at most -A c for A < 0
@@ -91,51 +91,52 @@ def policy_gradient_loss(
 
     At rho = 1, as in the first update, every loss has the gradient of reinforce, except for the tokens that clip_cov, lp_reg
     and simko choose. The log-ratios logp - old, or the sequence's, and logp - ref are clamped to +-20, so that one wrong
-    log-prob cannot make the loss infinite. As for any clamp, the gradient of a clamped ratio or divergence is 0; a ratio that
-    is a constant factor never has one.
+    log-prob cannot make the loss infinite. As for any clamp, the gradient of a clamped ratio or KL term is 0; a ratio that is a
+    constant factor never has one.
 
     For reinforce, ppo, cispo and gspo a kernel reads the logits once (gspo twice) and writes their gradient once. Tokens with
-    zero gradient (masked, or advantage 0 with neither divergence nor entropy term) are not read. The others are functions of
-    token_logprobs, which read the logits twice. Losses that compare the tokens of an update with each other (kl_cov, clip_cov,
-    lp_reg) take the tokens of this call for it. Arithmetic on logits is in float32, or in float64 for float64 logits.
+    zero gradient (masked, or advantage 0 without KL or entropy term) are not read. The others are functions of token_logprobs,
+    which read the logits twice. Losses that compare an update's tokens (kl_cov, clip_cov, lp_reg) compare the tokens of this
+    call. Arithmetic on logits is in float32, or float64 for float64 logits.
 
     Args:
-        logits: [T, V] float32, bfloat16, float16 or float64; the row stride may be any.
+        logits: [T, V] float32, bfloat16, float16 or float64, with any row stride.
         targets: [T] integers.
         advantages: [S], one per response, or [T], one per token.
         cu_seqlens: [S+1] integers, from 0 to T.
-        advantages_per_token: whether advantages are [T]. Default: their length decides. With T = S the keyword must be given,
-            except on a CPU if every response has one token.
+        advantages_per_token: whether advantages are [T]. Default: their length decides. If T = S it must be given, except on a
+            CPU if every response has one token.
         old_logprobs: [T] of the sampling policy; if absent, the ratio is exactly 1 and has the gradient of logp.
-        ref_logprobs: [T] of the reference policy, needed when kl_coef is not 0.
-        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts that another
-            policy or engine has sampled.
+        ref_logprobs: [T] of the reference policy, required if kl_coef is not 0.
+        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts sampled by
+            another policy or engine.
         importance_weights_per_token: like advantages_per_token, for importance_weights.
         loss: a name in `ops.LOSSES`, or a function such as those in maxrl_fast/algorithms/losses.
-        loss_options: numbers of the loss by name, such as {"tau_positive": 1.0} for sapo; others keep their defaults.
+        loss_options: the loss's numbers by name, such as {"tau_positive": 1.0} for sapo; others keep their defaults.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
-        aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" takes each
-            response's mean, then the mean over responses, "seq_mean_token_sum" sums each response, then takes the mean
-            over responses, "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
+        aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" averages each
+            response's mean, "seq_mean_token_sum" averages each response's sum, "seq_sum_constant" divides the sum by
+            `denominator` (Dr. GRPO).
         mask: [T] bool, False for tokens to leave out. Masked tokens are not read and may hold anything.
-        denominator: the number, or [], that divides the sum. Give the count of the whole batch (of tokens for "token_mean", of
-            responses for the other means), and the losses of micro-batches and ranks add up. Default: the count in this call.
+        denominator: the number, or [], that divides the sum. Give the count of the whole batch (tokens for "token_mean",
+            responses for the other means), so that the losses of micro-batches and ranks add up. Default: the count in this
+            call.
         in_place: overwrite the logits with their gradient instead of allocating as much memory again. If another operation
             needs the logits for its own gradient, the backward pass raises an error.
 
     Returns:
         The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached float64 scalars on the device: tokens
-        (that are not masked), dropped_tokens (how many of these have zero gradient), and means over the others: ratio,
-        ratio_clamped (whether a log-ratio was clamped to +-20), clipped_low and clipped_high (whether the clip limited the
-        ratio), kl, entropy, logprob_diff (|logp - old|). A mean over no tokens is 0.
+        (not masked), dropped_tokens (those with zero gradient), and means over the others: ratio, ratio_clamped (whether a
+        log-ratio was clamped to +-20), clipped_low and clipped_high (whether the clip limited the ratio), kl, entropy,
+        logprob_diff (|logp - old|). A mean over no tokens is 0.
 
     Raises:
         ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if ref_logprobs, a denominator or a
-            keyword is missing, or if a function does not return a loss of each token; on a CPU also if a target that is not
-            masked is not in the vocabulary, a temperature or denominator is not above 0, an importance weight is below 0, or
-            cu_seqlens do not rise from 0 to T. On a GPU, where the check would wait for the device, such a target or
-            temperature makes the loss NaN.
+            keyword is missing, or if a function does not return a loss of each token; on a CPU also if an unmasked target is
+            not in the vocabulary, a temperature or denominator is not above 0, an importance weight is below 0, or cu_seqlens
+            do not rise from 0 to T. On a GPU, where the check would wait for the device, such a target or temperature makes the
+            loss NaN.
         TypeError: if an argument that must be a tensor is something else.
         RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs, or with
             create_graph=True; from forward-mode differentiation and torch.func.grad. On a GPU, and with in_place, the backward
@@ -187,7 +188,7 @@ def policy_gradient_loss(
 
 
 def _unmasked(batch: TokenBatch) -> float | Tensor:
-    """Return the temperature, 1 for masked tokens, whose own may be anything."""
+    """Return the temperature, set to 1 for masked tokens."""
     tau = batch.temperature
     return tau.where(batch.counted(), 1.0) if isinstance(tau, Tensor) else tau
 
@@ -221,16 +222,16 @@ def _by_function(
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what policy_gradient_loss returns, from LossSums [10]."""
+    """Return policy_gradient_loss's results from LossSums [10]."""
     named = LossSums(*sums.detach().unbind())
     read = (named.tokens - named.dropped_tokens).clamp_min(1)
-    means = dict(zip(_MEANS, (sums.detach()[-len(_MEANS) :] / read).unbind(), strict=True))  # one launch for all of them
+    means = dict(zip(_MEANS, (sums.detach()[-len(_MEANS) :] / read).unbind(), strict=True))  # one launch for all means
     metrics = {"tokens": named.tokens, "dropped_tokens": named.dropped_tokens, **means}
     return sums[0].to(real_dtype(like.dtype)), metrics
 
 
 def shape_of(logits: Tensor) -> tuple[int, int]:
-    """Return T and V; raise ValueError or TypeError where these are no logits."""
+    """Return T and V; raise ValueError or TypeError if the argument is not logits."""
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
         raise ValueError(f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}")
@@ -238,5 +239,4 @@ def shape_of(logits: Tensor) -> tuple[int, int]:
 
 
 def contiguous_rows(logits: Tensor) -> Tensor:
-    """Return the logits with contiguous rows."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()

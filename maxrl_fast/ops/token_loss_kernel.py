@@ -1,7 +1,7 @@
-"""The operators behind the token losses, on the CPU and on CUDA: `maxrl_fast::token_loss`, `token_loss_` (which overwrites the
-logits with their gradient), `token_logprobs`, `token_logprobs_backward` and `token_logprobs_backward_`.
+"""The token loss operators on CPU and CUDA: `maxrl_fast::token_loss`, `token_loss_` (which overwrites the logits with their
+gradient), `token_logprobs`, `token_logprobs_backward` and `token_logprobs_backward_`.
 
-The forward pass of token_loss computes the gradient too, so that the logits are read once.
+token_loss computes the gradient in its forward pass, so that the logits are read once.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class LossSums(NamedTuple):
     """LossSums of csrc/token_loss.h: scalar tensors."""
 
     loss: Tensor  # weighted
-    tokens: Tensor  # that are not masked
-    dropped_tokens: Tensor  # how many of these have no gradient; the sums below are over the others
+    tokens: Tensor  # not masked
+    dropped_tokens: Tensor  # tokens with zero gradient; the sums below are over the others
     ratio: Tensor
-    ratio_clamped: Tensor  # tokens whose ratio to the sampling or the reference policy was limited
+    ratio_clamped: Tensor  # tokens whose ratio to the sampling or reference policy was clamped
     clipped_low: Tensor
     clipped_high: Tensor
     kl: Tensor
@@ -47,14 +47,14 @@ check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """Return the arguments of token_loss and token_loss_ behind the logits, by name in the order of their schema."""
+    """Return the arguments of token_loss and token_loss_ after the logits, in the order of their schema."""
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])
 
 
 def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
-    """Return what `loss_arguments` has turned into arguments."""
+    """Undo `loss_arguments`."""
     batch, terms = TokenBatch(*_OF_BATCH(arguments)), LossTerms(*_OF_TERMS(arguments))
     if (temperatures := arguments[_LOSS_ARGUMENTS.index("temperatures")]) is not None:
         batch.temperature = temperatures
@@ -62,12 +62,12 @@ def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """Return temperatures [T] or None, and the temperature of all tokens, which is not used with the former."""
+    """Return (temperatures [T], unused) or (None, temperature)."""
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
 class LogitsLaunch(KernelLaunch):
-    """A call with the arguments that all kernels of the token losses share: logits, targets and temperatures."""
+    """A call with the arguments that all token loss kernels share: logits, targets and temperatures."""
 
     __slots__ = ("arguments", "dtype", "real", "shape")
 
@@ -91,7 +91,7 @@ class LogitsLaunch(KernelLaunch):
         return self.rows(name, tensor, self.dtype, self.shape), tensor.stride(0)
 
     def vector(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
-        """Return the address of a tensor of this shape, [T] unless given; 0 for None."""
+        """Return the address of a tensor of this shape, default [T]; 0 for None."""
         return self.address(name, tensor, dtype, shape or self.shape[:1])
 
     def run_logprobs_backward(self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor) -> None:
@@ -110,7 +110,7 @@ class LogitsLaunch(KernelLaunch):
             raise ValueError(f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}")
 
 
-# The arguments of token_loss and token_loss_ behind the logits: the fields of TokenBatch and LossTerms.
+# The arguments of token_loss and token_loss_ after the logits: the fields of TokenBatch and LossTerms.
 LOSS_SCHEMA = (
     "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor advantages, bool advantages_per_token, "
     "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
@@ -125,7 +125,7 @@ _OF_BATCH, _OF_TERMS = (
 
 @operator(schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)")
 def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the LossSums [10] and the gradient of the loss in the logits, [T, V], or [0, 0] if it is not needed."""
+    """Return the LossSums [10] and the gradient of the logits [T, V], or [0, 0] if not needed."""
     *of_loss, needs_gradient = arguments
     batch, terms = batch_and_terms(of_loss)
     if not needs_gradient:
@@ -135,14 +135,14 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def register_loss(op: Any, function: str, num_gradients: int) -> None:
-    """Register the first derivative of an operator that returns LossSums, and their gradients in its first arguments.
+    """Register the first derivative of an operator that returns LossSums, and the gradients of its first arguments.
 
-    Its last arguments say which of the gradients are needed.
+    Its last arguments say which gradients are needed.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)  # else autograd makes zeros like the gradients, which have no gradient themselves
+        ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros like the gradients
         ctx.save_for_backward(*results[1:])
         ctx.needed, ctx.is_spent = inputs[-num_gradients:], False
 
@@ -163,7 +163,7 @@ register_loss(token_loss, "policy_gradient_loss", 1)
 
 @operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
 def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
-    """Return the LossSums [10], and write the gradient of the loss in the logits over the logits."""
+    """Return the LossSums [10], and overwrite the logits with their gradient."""
     return launch_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
@@ -202,7 +202,7 @@ def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch
 
 @operator()
 def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the targets [T], and the entropies [T]."""
+    """Return the log-probs of the targets [T], and the entropies [T]."""
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
     results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
@@ -233,7 +233,7 @@ def token_logprobs_backward(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient in the logits [T, V] from the gradients in log-probabilities and entropies, [T] each."""
+    """Return the gradient of the logits [T, V] from the gradients of log-probs and entropies, [T] each."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
@@ -249,17 +249,17 @@ def token_logprobs_backward_(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> None:
-    """Write what token_logprobs_backward returns over the logits."""
+    """Overwrite the logits with token_logprobs_backward's result."""
     LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
-    """Return gradient times scale []. Where scale is 1, as it nearly always is, the gradient is not even read.
+    """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
 
     On a GPU the device reads the scale, so that the host does not wait, and the gradient is always changed in place.
     """
     is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
-    if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):  # the latter with is_grads_batched=True
+    if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):  # batched tensors come from is_grads_batched=True
         return gradient * scale.to(gradient.dtype)
     if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
         scale = scale.double().contiguous()

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in plain PyTorch: for tests, and for devices without a kernel."""
+"""Log-probs of tokens in plain PyTorch: for tests, and for devices without a kernel."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from maxrl_fast.ops.token_batch import real_dtype
 
 
 def token_logprobs_reference(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return what ops.token_logprobs returns; differentiable by autograd."""
+    """Return the result of ops.token_logprobs; differentiable by autograd."""
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)
     # A token masked out by -inf logits has p log p = 0, not NaN.

@@ -1,14 +1,12 @@
-"""Work that goes on in a thread beside the training."""
-
 import threading
 from collections.abc import Callable
 
 
 class _Job(threading.Thread):
-    """Does some work once the job before it is done; if that one has failed, this one has failed too."""
+    """Runs after the job before it; fails with that job's error if it failed."""
 
     def __init__(self, work: Callable[[], None], before: "_Job | None"):
-        # A daemon: a process that must stop at once does not wait for it.
+        # A daemon thread: a process that must stop at once does not wait for it.
         super().__init__(name="background", daemon=True)
         self._work, self._before = work, before
         self.error: BaseException | None = None
@@ -20,29 +18,28 @@ class _Job(threading.Thread):
         if self.error is None:
             try:
                 self._work()
-            except BaseException as error:  # raised in the thread that asks for it
+            except BaseException as error:  # raised by check and wait
                 self.error = error
-        del self._work, self._before  # they hold the memory that they used
+        del self._work, self._before  # frees the memory that they hold
 
 
 class Background:
-    """Runs jobs one after the other in a thread; the error of a job is raised by `check` and `wait`."""
+    """Runs jobs one after another in a thread; `check` and `wait` raise a job's error."""
 
     def __init__(self) -> None:
         self._newest: _Job | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do this after the work that was submitted before, and return at once."""
         self._newest = _Job(work, self._newest)
         self._newest.start()
 
     def check(self) -> None:
-        """Raise the error of work that has failed."""
+        """Raise the error of failed work, without waiting."""
         if self._newest is not None and not self._newest.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all work is done; raise the error of work that has failed."""
+        """Wait until all work is done; raise the error of failed work."""
         job = self._newest
         if job is not None:
             job.join()
@@ -51,6 +48,6 @@ class Background:
                 raise job.error
 
     def join(self, seconds: float) -> None:
-        """Wait until all work is done or has failed, at most so long."""
+        """Wait at most this many seconds for all work to finish; errors are not raised."""
         if self._newest is not None:
             self._newest.join(seconds)

@@ -1,6 +1,6 @@
-"""The device and the dtype to compute with, a description of this machine, and copies between the host and a GPU.
+"""Device and dtype of the computation, a description of this machine, and copies between host and GPU.
 
-Each copy that waits for the GPU leaves it without work, so there are few.
+A copy that waits for the GPU leaves it idle, so there are few of them.
 """
 
 import os
@@ -17,7 +17,6 @@ from maxrl_fast.errors import InputError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that "auto", "cpu" or "cuda" names."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs without one")
     if name == "auto":
@@ -26,9 +25,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that "float32", "bfloat16" or "auto" names. "auto" is bfloat16 on a GPU that has it, else float32.
+    """Return the dtype for "float32", "bfloat16" or "auto": bfloat16 on a GPU that supports it, else float32.
 
-    It is never bfloat16 on a CPU, even if the CPU has instructions for it: matrix multiplications are faster, but a small
+    "auto" is never bfloat16 on a CPU: even with bfloat16 instructions, which make matrix multiplications faster, a small
     policy's whole step was slower (bench/README.md). Nothing is timed, so a machine always computes the same numbers.
     """
     if name != "auto":
@@ -38,7 +37,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions and hardware that the numbers of a run may depend on besides its configuration."""
     return {
         "maxrl_fast": maxrl_fast.__version__,
         "python": platform.python_version(),
@@ -51,7 +49,6 @@ def versions() -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the device's total memory; for "cpu" the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -59,7 +56,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run computes on, for estimates of its memory: processes with a GPU each, or with a share of the CPU's memory."""
+    """The hardware of a run, for memory estimates: processes with a GPU each, or with a share of the CPU's memory."""
 
     device: str  # "cpu" or "cuda"
     processes: int
@@ -67,23 +64,17 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, processes: int) -> "Machine":
-        """Return this machine, whose CPU memory the processes share."""
         return cls(device.type, processes, memory_bytes(device) // (processes if device.type == "cpu" else 1))
 
     @classmethod
     def named(cls, text: str) -> "Machine":
-        """Return the machine that a text such as 8x80 stands for: 8 GPUs of 80 GB (1e9 bytes) each.
-
-        Raises:
-            InputError: where the text is something else.
-        """
+        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each. Raises InputError for other texts."""
         found = re.fullmatch(r"([1-9]\d{0,5})x(\d{1,5}(?:\.\d{1,3})?)", text)
         if found is None or float(found[2]) == 0:
             raise InputError(f"--dry-run takes GPUs x GB of each, such as 8x80, or nothing, got {text!r:.80}")
         return cls("cuda", int(found[1]), int(float(found[2]) * 1e9))
 
     def describe(self) -> str:
-        """Return a few words on it."""
         size = f"{self.memory / 1e9:.4g} GB"
         if self.device == "cpu":
             return f"a CPU with {size} for each of {self.processes} processes" if self.processes > 1 else f"a CPU with {size}"
@@ -91,9 +82,9 @@ class Machine:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Return these tensors of one device on the host, with one wait for the device.
+    """Copy tensors of one device to the host, with one wait for the device.
 
-    Values must be exact in float64, as those of float32 and integers below 2^53 are.
+    Values must be exact in float64, as float32 and integers below 2^53 are.
     """
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
@@ -102,9 +93,9 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Return these tensors of the host, of one dtype, on the device, in one copy that nothing waits for.
+    """Copy host tensors of one dtype to the device, in one asynchronous copy.
 
-    The copy is from pinned memory. From other memory the host would wait until the GPU has done all it has to do.
+    The copy is from pinned memory; from other memory the host would wait until the GPU has finished all queued work.
     """
     if device.type == "cpu":
         return list(tensors)

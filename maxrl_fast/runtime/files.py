@@ -1,8 +1,8 @@
-"""Files that survive a kill (written to a temporary file, flushed to the disk and renamed), a lock for a folder, and checks of
-untrusted files: they must be regular files of a bounded size.
+"""Files that survive a kill (written to a temporary file, flushed to the disk and renamed), folder locks, and checks of
+untrusted files: regular files of a bounded size.
 
-Symbolic links of untrusted files are followed, because the Hugging Face cache keeps its files as links to ../../blobs. Their
-targets are read only as JSON, tensors or a tokenizer, or refused.
+Symbolic links of untrusted files are followed, because the Hugging Face cache stores its files as links to ../../blobs. Their
+targets are read only as JSON, tensors or a tokenizer.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ class DamagedError(Exception):
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -38,15 +37,14 @@ def fsync(path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the path under which a file or folder is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Give a temporary folder to fill, and rename it to `directory` at the end: a kill leaves the complete folder or none.
+    """Yield a temporary folder, and rename it to `directory` at the end: a kill leaves the complete folder or none.
 
-    `directory` must not exist yet. The temporary folder is removed on an exception; one that a killed process left is replaced.
+    `directory` must not exist yet. The temporary folder is removed on an exception; a killed process's folder is replaced.
     """
     temporary = temporary_path(directory)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -66,7 +64,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to, and rename it to `path` at the end; on an exception the temporary file is removed."""
+    """Yield a temporary path, and rename it to `path` at the end; on an exception the temporary file is removed."""
     temporary = temporary_path(path)
     try:
         yield temporary
@@ -85,7 +83,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make or replace a relative symbolic link to a path of the same folder tree."""
+    """Create or replace a relative symbolic link within one folder tree."""
     temporary = temporary_path(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent))
@@ -94,7 +92,6 @@ def point(link: Path, target: Path) -> None:
 
 
 def write_checksums(directory: Path) -> None:
-    """Write checksums.json, with the size and SHA-256 of every file in a folder."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sums = {str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
@@ -103,8 +100,7 @@ def write_checksums(directory: Path) -> None:
 def verify_checksums(directory: Path) -> None:
     """Check every file of a folder against checksums.json.
 
-    Raises:
-        DamagedError: if a file is missing, truncated or changed; it names the file.
+    Raises DamagedError, naming the file, if one is missing, truncated or changed.
     """
     path = directory / CHECKSUMS
     if not path.is_file():
@@ -140,7 +136,6 @@ def _sha256(path: Path) -> str:
 
 
 def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], object]) -> None:
-    """Take the lock of a folder, or raise InputError where another process still holds it after `limit` seconds."""
     end, is_told = time.monotonic() + limit, False
     while True:
         try:
@@ -157,13 +152,12 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
 
 
 def refused(folder: Path, error: OSError) -> InputError | StorageError:
-    """Return the error for a folder of results that cannot be written to from the start: bad input, unless the disk is full."""
+    """Return the error for an --out folder that cannot be written to: StorageError if the disk is full, else InputError."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder."""
     if not (folder / "lock").exists():
         return False
     with open(folder / "lock", "rb+") as file:
@@ -178,17 +172,17 @@ def is_locked(folder: Path) -> bool:
 def locked(
     folder: Path, is_owner: bool = True, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None
 ) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, which is created if it does not exist.
+    """Hold an exclusive lock on a folder, which is created if needed.
 
     The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
 
     Args:
-        is_owner: whether this process takes the lock; one of several that work together does.
-        limit: seconds to wait for another process that holds the lock, such as one that has been told to end.
-        tell: is called with a message before waiting.
+        is_owner: whether this process takes the lock; only one of several cooperating processes does.
+        limit: seconds to wait for another process that holds the lock and may be exiting.
+        tell: called with a message before waiting.
 
     Raises:
-        InputError: if another process still holds the lock (it names that process), or if the folder cannot be locked.
+        InputError: if another process still holds the lock (the message names it), or the folder cannot be locked.
         StorageError: if the disk is full.
     """
     if not is_owner:
@@ -214,16 +208,14 @@ def locked(
         os.close(descriptor)
 
 
-JSON_BYTES = 1 << 24  # the index of a model of 500 shards has 5 MB
+JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
 TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Refuse a path that is not a regular file (reading a pipe would block), or a file larger than `most_bytes`.
+    """Raise InputError if a path is not a regular file (reading a pipe would block), or is larger than `most_bytes`.
 
-    Raises:
-        OSError, ValueError: if the file does not exist, or its name is not valid.
-        InputError: if the file is refused; it names the file.
+    Raises OSError or ValueError if the file does not exist, or its name is not valid.
     """
     _check_status(path, os.stat(path), most_bytes)
 
@@ -240,8 +232,7 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises:
-        InputError: if the file cannot be read, is larger than JSON_BYTES, or does not hold an object; it names the file.
+    Raises InputError, naming the file, if it cannot be read, is larger than JSON_BYTES, or does not hold an object.
     """
     try:
         content = json.loads(_read(path))
@@ -257,7 +248,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for a writer. The status is that of the open file, so it cannot be swapped.
+    # O_NONBLOCK: opening a pipe must not wait for a writer. fstat checks the open file, which cannot be swapped.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         _check_status(path, os.fstat(file.fileno()), JSON_BYTES)
         content = file.read(JSON_BYTES + 1)  # files in /proc report a size of 0
@@ -267,7 +258,7 @@ def _read(path: Path) -> bytes:
 
 
 def shown(name: object) -> str:
-    """Return a path or name for use in a message: on one line, and shortened if it is long."""
+    """Return a path or name for a message: on one line, and shortened if long."""
     text = str(name)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

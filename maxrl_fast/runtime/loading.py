@@ -1,4 +1,4 @@
-"""Code of the user's, loaded by name: FILE.py:NAME or package.module:NAME. Workers of rewards import this, and not torch."""
+"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it must not import torch."""
 
 import importlib
 import importlib.util
@@ -20,11 +20,7 @@ class LoadError(Exception):
 
 
 def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file.
-
-    Raises:
-        LoadError: if it cannot be loaded.
-    """
+    """Return the function "path/to/file.py:name" or "package.module:name", and its file. Raises LoadError."""
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -46,7 +42,7 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Return the module in a file that need not be part of a package. As in a script, it can import modules beside it."""
+    """Import a file that need not be in a package. As in a script, it can import modules in its folder."""
     sys.path.insert(0, str(path.parent))
     is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     spec = importlib.util.spec_from_file_location(f"reward_{path.stem}" if is_taken else path.stem, path)
@@ -59,7 +55,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """Return the type and message of an error and, if its traceback passes through `file`, the last line there."""
+    """Return an error's type and message, and the last line in `file` if the traceback passes through it."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:

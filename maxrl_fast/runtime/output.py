@@ -1,4 +1,4 @@
-"""Standard output and standard error whose errors end no command: a closed pipe, a lost terminal, a full disk under a log."""
+"""Protects standard output and standard error: a closed pipe, a lost terminal or a full disk must not stop a command."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ _NAMES = {1: "standard output", 2: "standard error"}
 
 
 class _LossyFile(io.FileIO):
-    """A file descriptor to write to. What cannot be written is dropped, and the first error is kept for `take_errors`."""
+    """A file descriptor that drops what cannot be written and keeps the first error for `take_errors`."""
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "wb", closefd=False)
@@ -25,29 +25,29 @@ class _LossyFile(io.FileIO):
             if not self.has_failed:
                 self.has_failed, self.untold = True, error
             return len(data)
-        return len(data) if written is None else written  # None: a pipe that does not block is full
+        return len(data) if written is None else written  # None: a non-blocking pipe is full
 
 
-_files: list[_LossyFile] = []  # of the protected streams of this process
+_files: list[_LossyFile] = []  # this process's protected streams
 
 
 def protect_output() -> None:
-    """Make sys.stdout and sys.stderr drop what cannot be written, instead of raising, also when the interpreter exits.
+    """Make sys.stdout and sys.stderr drop what cannot be written instead of raising, also at interpreter exit.
 
-    What they write later succeeds again if it can, as on a disk that has space again. Characters that the encoding lacks are
-    written as escapes. Streams that a caller has put in their place, such as a notebook's, are left alone.
+    Later writes succeed again if they can, as on a disk that has space again. Characters that the encoding lacks are escaped.
+    Streams that a caller has replaced, such as a notebook's, are left alone.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed: else the next file to be opened would get this number, and error messages into it
+        except OSError:  # closed: the next file opened would get this number, and receive error messages
             os.open(os.devnull, os.O_RDWR)
     for descriptor, name in _STREAMS.items():
         stream: Any = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue
         _files.append(_LossyFile(descriptor))
-        with contextlib.suppress(OSError, AttributeError):  # AttributeError: None, where the descriptor was closed
+        with contextlib.suppress(OSError, AttributeError):  # AttributeError: None, if the descriptor was closed
             stream.flush()
         wrapped = io.TextIOWrapper(
             io.BufferedWriter(_files[-1]),
@@ -59,7 +59,7 @@ def protect_output() -> None:
 
 
 def take_errors() -> list[tuple[str, OSError]]:
-    """Return the name of each protected stream that has failed, with its first error, unless an earlier call has done so."""
+    """Return (stream name, first error) of each protected stream whose error was not returned before."""
     taken = []
     for file in _files:
         if file.untold is not None:
@@ -69,6 +69,6 @@ def take_errors() -> list[tuple[str, OSError]]:
 
 
 def write_directly(text: str) -> None:
-    """Write to standard error past Python's buffers, which a signal handler must not use; errors are ignored."""
+    """Write to standard error without Python's buffers, which a signal handler must not use; errors are ignored."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

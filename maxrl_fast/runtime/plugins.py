@@ -1,4 +1,4 @@
-"""Tasks, objectives, losses and engines that are not built in: FILE.py:NAME, and the entry points of installed distributions.
+"""Custom tasks, objectives, losses and engines: FILE.py:NAME, and the entry points of installed distributions.
 
 Nothing is imported before it is used, and entry points are looked up only for names that are not built in.
 """
@@ -25,31 +25,25 @@ GROUPS = {  # of entry points, by option
 
 
 def is_file(name: str) -> bool:
-    """Return whether a task, a reward, an objective, a loss or an engine is FILE.py:NAME."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 def installed(option: str) -> list[EntryPoint]:
-    """Return the entry points that the value of an option, a key of GROUPS, may name, in order of name."""
+    """Return the entry points for an option, a key of GROUPS, sorted by name."""
     return sorted(entry_points(group=GROUPS[option]), key=lambda point: point.name)
 
 
 def is_installed(option: str, name: str) -> bool:
-    """Return whether an installed distribution has an entry point of this name."""
     return any(point.name == name for point in installed(option))
 
 
 def owner(point: EntryPoint) -> str:
-    """Return the distribution of an entry point and its version."""
+    """Return the name and version of an entry point's distribution."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
 
 
 def find(option: str, name: str) -> EntryPoint | None:
-    """Return the entry point of this name; None if there is none.
-
-    Raises:
-        InputError: if several distributions have one.
-    """
+    """Return the entry point of this name; None if there is none. Raises InputError if several distributions have one."""
     found = [point for point in installed(option) if point.name == name]
     if len(found) > 1:
         owners = " and ".join(map(owner, found))
@@ -58,27 +52,23 @@ def find(option: str, name: str) -> EntryPoint | None:
 
 
 def describe_installed() -> str:
-    """Return a paragraph on the installed plug-ins for --help; "" where there are none."""
+    """Return a paragraph on the installed plug-ins for --help; "" if there are none."""
     found = entry_points()  # once: it reads the metadata of every distribution
     points = [(option, point) for option, group in GROUPS.items() for point in found.select(group=group)]
     return "Installed: " + "; ".join(f"--{option} {point.name} ({owner(point)})" for option, point in points) if points else ""
 
 
 def place_of(option: str, name: str) -> str:
-    """Return FILE.py:NAME or package.module:name, where the code of this value is, without importing it; "" if built in."""
+    """Return where the code is, FILE.py:NAME or package.module:name, without importing it; "" if built in."""
     point = None if is_file(name) else find(option, name)
     return name if is_file(name) else "" if point is None else f"{point.module}:{point.attr}"
 
 
 @cache
 def load_plugin(option: str, name: str, wanted: str) -> Any:
-    """Return the object that the value of an option names.
+    """Return the object that an option's value names. `wanted` is "FUNCTION" or "CLASS", for messages.
 
-    Args:
-        wanted: what the name must be, for messages: "FUNCTION" or "CLASS".
-
-    Raises:
-        InputError: if it cannot be loaded. It says whose an entry point is, and what failed.
+    Raises InputError, naming the distribution and the error, if it cannot be loaded.
     """
     if is_file(name):
         try:
@@ -106,16 +96,16 @@ def build_plugin(
     arguments: Mapping[str, Any] | None = None,
     hint: str = "",
 ) -> Any:
-    """Return an object of the class that the value of an option names, once it is seen to have all of a protocol.
+    """Construct the class that an option's value names, and check the object against a protocol.
 
     Args:
-        offered: arguments that the class is given where it has a parameter of their name.
-        arguments: arguments that it must take.
-        hint: what to say of a parameter that nothing gives.
+        offered: arguments passed if the constructor has a parameter of that name.
+        arguments: arguments that the constructor must take.
+        hint: added to the message about a parameter without an argument.
 
     Raises:
-        InputError: where it is no class, its constructor takes other arguments or fails, or something of the protocol is
-            missing or has another signature or type.
+        InputError: if it is not a class, its constructor takes other arguments or fails, or a member of the protocol is missing
+            or has another signature or type.
     """
     who, cls = f"--{option} {name}", load_plugin(option, name, "CLASS")
     if not inspect.isclass(cls):
@@ -144,9 +134,9 @@ def build_plugin(
 
 
 def check_protocol(who: str, plugin: object, protocol: type) -> None:
-    """Raise InputError where an object lacks an attribute or a method of a protocol, or has it with another type or signature.
+    """Raise InputError if a member of the protocol is missing or has another type or signature.
 
-    A method that the class only inherits from the protocol is missing too.
+    A method that the class only inherits from the protocol counts as missing.
     """
     methods = {key: value for key, value in vars(protocol).items() if inspect.isfunction(value) and not key.startswith("_")}
     for name, asked in methods.items():
@@ -164,13 +154,12 @@ def check_protocol(who: str, plugin: object, protocol: type) -> None:
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature without self and without annotations."""
     kept = [x.replace(annotation=x.empty) for x in signature.parameters.values() if x.name != "self"]
     return signature.replace(parameters=kept, return_annotation=inspect.Signature.empty)
 
 
 def _can_be_called_as(own: Any, asked: Any) -> bool:
-    """Return whether a bound method can be called as the trainer calls the method of the protocol."""
+    """Return whether a bound method accepts the trainer's calls of the protocol's method."""
     try:
         signature = inspect.signature(own)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 """Several processes started by torchrun, one per GPU.
 
-Every rank has the records of the whole step: prompts, rollouts, rewards and advantages. Only the work is divided: prompts for
-sampling, groups for training. Gradients are summed by DDP, or by FSDP2 if the policy does not fit on one GPU.
+Every rank has the whole step's records: prompts, rollouts, rewards and advantages. Only the work is divided: prompts for
+sampling, groups for training. Gradients are reduced by DDP, or by FSDP2 if the policy does not fit on one GPU.
 """
 
 import atexit
@@ -26,13 +26,13 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.runtime.watch import START_LIMIT, RankMonitor
 
-COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # the longest that a rank waits for the others to finish a stage
-FIRST_RANK_GRACE_SECONDS = 15.0  # seconds that the first rank has, if it started later, to find and print the same error
+COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
+FIRST_RANK_GRACE_SECONDS = 15.0  # seconds for a first rank that started later to find and print the same error
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and its collective operations with the others. With one process every method is the identity."""
+    """This process and its collective operations. With one process every method is the identity."""
 
     rank: int = 0
     size: int = 1
@@ -40,21 +40,20 @@ class Ranks:
 
     @classmethod
     def of_environment(cls) -> "Ranks":
-        """Read rank and size from the environment that torchrun sets."""
         return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and logs."""
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return the start and the length of this rank's share of `count` items. Shares differ by one item at most."""
+        """Return the start and length of this rank's share of `count` items. Shares differ by at most one item."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
     def neighbours(self, count: int) -> "Ranks":
-        """Return this process among `count` neighbouring ranks; `count` divides the ranks, and all ranks call this together."""
+        """Return this process among `count` neighbouring ranks; `count` must divide the world size. All ranks must call
+        this."""
         if count == 1:
             return Ranks()
         starts = range(0, self.size, count)
@@ -62,13 +61,12 @@ class Ranks:
         return Ranks(self.rank % count, count, groups[self.rank // count])
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over ranks, on every rank; x may be overwritten."""
+        """Return the sum over ranks, on every rank; x may be overwritten."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Return whether the flag is true on any rank."""
         return bool(self.sum(torch.tensor(int(flag), device=device))) if self.size > 1 else flag
 
     def from_first(self, x: Tensor) -> Tensor:
@@ -78,7 +76,6 @@ class Ranks:
         return x
 
     def text_from_first(self, text: str) -> str:
-        """Return the first rank's text, on every rank."""
         if self.size == 1:
             return text
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
@@ -87,18 +84,17 @@ class Ranks:
         return bytes(self.from_first(encoded).tolist()).decode().strip()
 
     def texts(self, text: str) -> list[str]:
-        """Return the non-empty lines of the texts of all ranks."""
+        """Return the non-empty lines of all ranks' texts."""
         encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
         lines = bytes(self.concatenate(encoded).tolist()).decode().split("\n")
         return [line for line in lines if line]
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(self.group)
 
     def concatenate(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of x [n, ...] of all ranks in rank order; n may differ."""
+        """Concatenate x [n, ...] of all ranks in rank order; n may differ."""
         if self.size == 1:
             return x
         counts = torch.zeros(self.size, dtype=torch.int64, device=x.device)
@@ -118,7 +114,6 @@ class Ranks:
         return Prompts(tokens, cumulative(lengths), ids)
 
     def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
-        """Concatenate the rollouts of all ranks in rank order."""
         if self.size == 1:
             return rollouts
         return Rollouts(
@@ -130,11 +125,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[RankMonitor | None]:
-        """Connect the ranks, so that collectives work inside the block.
+        """Connect the ranks, so that collectives work inside the block. A rank that fails ends the others within a minute.
 
-        A rank that fails ends the others within a minute, with its message.
-
-        Gives the RankMonitor, which tells the other ranks of a failure, or None with one process.
+        Yields the RankMonitor, which reports failures to the other ranks, or None with one process.
         """
         if self.size == 1:
             yield None
@@ -172,10 +165,10 @@ class Ranks:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process of torchrun without tearing the interpreter down, once everything registered for its exit is done.
+    """Exit a torchrun process after its atexit functions, without tearing down the interpreter.
 
-    A thread of gloo may still let go of a tensor of Python's, and then aborts the process if the interpreter is being torn down
-    (pytorch issue 190489). Destroying the process group would end the thread, but the caches of FSDP2 keep the group alive.
+    A gloo thread may still release a Python tensor, which aborts the process during teardown (pytorch issue 190489). Destroying
+    the process group would end the thread, but FSDP2's caches keep the group alive.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -184,13 +177,13 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective failed because another process was killed, which can say nothing itself."""
+    """Return whether a collective failed because another process was killed and could not report it."""
     texts = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote process exited")
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def own_gpu() -> int:
-    """Return the index of this process's GPU: its local rank, or 0 if it sees only one GPU."""
+    """Return this process's GPU index: its local rank, or 0 if it sees only one GPU."""
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
         raise InputError(f"process {number} of this machine needs a GPU of its own, but there are {visible}")
@@ -199,7 +192,7 @@ def own_gpu() -> int:
 
 @contextlib.contextmanager
 def rank0_reports(ranks: Ranks) -> Iterator[None]:
-    """Let only the first rank print inside the block, also the message of an error that ends the process."""
+    """Let only the first rank print inside the block, including the message of an error that ends the process."""
     if ranks.is_first:
         yield
         return
@@ -207,25 +200,22 @@ def rank0_reports(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except SystemExit as error:
-            if error.code:  # else torchrun would end the first rank because this one ended
+            if error.code:  # wait: torchrun ends the first rank as soon as this one has ended
                 time.sleep(FIRST_RANK_GRACE_SECONDS)
             raise
 
 
-PAUSE = 0.05  # seconds between two looks at the store
+PAUSE = 0.05  # seconds between polls of the store
 
 
 def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
-    """Return a prefix of keys that only the ranks of this start use, the same on all of them, once all have come.
+    """Return a key prefix that only the ranks of this start use, the same on all of them, once all have arrived.
 
-    Every rank makes up a name. The first rank lists the names that it finds, its own first, until every rank has found its name
-    in the list. So the ranks need not know how often they were started: torchrun on several machines does not count alike.
+    Every rank makes up a name. The first rank publishes the names it finds, its own first, until every rank has found its name
+    in the list. So ranks need not agree on how often they were started, which torchrun counts differently on different
+    machines.
 
-    Args:
-        limit: seconds to wait for the other ranks.
-
-    Raises:
-        RuntimeError: where a rank has not come within the limit.
+    Raises RuntimeError if a rank has not arrived within `limit` seconds.
     """
     own, end = uuid.uuid4().hex, time.monotonic() + limit
     others = range(1, size)

@@ -1,5 +1,3 @@
-"""What --version prints."""
-
 import platform
 
 import maxrl_fast
@@ -8,8 +6,8 @@ FLAG = "--version"
 
 
 def version_text() -> str:
-    """Return the versions of maxrl_fast, torch and Python, and which kernels are built, in two lines."""
-    import torch  # after the commands that need no torch
+    """Return, in two lines, the versions of maxrl_fast, torch and Python, and which kernels are built."""
+    import torch  # imported here: not all commands need torch
 
     try:
         from maxrl_fast import _C

@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import Store
 from maxrl_fast.runtime.output import write_directly
 
 SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as dead
-START_LIMIT = 300.0  # the same before its first heartbeat
+START_LIMIT = 300.0  # the same, before a rank's first heartbeat
 PATIENCE = 3.0  # seconds before this rank repeats another's error; on the same machine torchrun ends it first
 BEAT = 1.0  # seconds between heartbeats
 STACKS_LIMIT = datetime.timedelta(seconds=20)  # for all ranks to notice that one is stuck, and to write their stacks
-STUCK, SILENT = "the run is stuck", "has not been heard of for"  # a message with one of these makes ranks write their stacks
+STUCK, SILENT = "the run is stuck", "has not been heard of for"  # messages with one of these make ranks write their stacks
 
 
 def dump_stacks(who: str) -> None:
@@ -31,7 +31,7 @@ def dump_stacks(who: str) -> None:
 class RankMonitor(threading.Thread):
     """Sends heartbeats to the other ranks, and ends this process when another rank has failed or stopped sending them.
 
-    Without it a rank would wait for a dead one in the next collective until COLLECTIVE_LIMIT.
+    Without it a rank would wait for a dead rank in the next collective until COLLECTIVE_LIMIT.
     """
 
     def __init__(self, store: Store, rank: int, size: int):
@@ -43,7 +43,7 @@ class RankMonitor(threading.Thread):
         self.dump_workers: Callable[[], None] = lambda: None  # makes worker processes write their stacks
 
     def start(self) -> None:
-        """Start the thread, and a second one that watches it: it would wait forever for a store whose process is frozen."""
+        """Start the thread, and a second one that watches it: the first waits forever if the store's process is frozen."""
         super().start()
         threading.Thread(target=self._watch_store, name="watch of the store", daemon=True).start()
 
@@ -59,7 +59,7 @@ class RankMonitor(threading.Thread):
         self.dump_workers()
 
     def _end(self, message: str) -> None:
-        """End this process: the main thread may wait inside a collective, where no exception reaches it."""
+        """End this process. An exception would not do: the main thread may wait inside a collective."""
         print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -81,7 +81,6 @@ class RankMonitor(threading.Thread):
                 self._end(message)
 
     def _failure(self) -> str | None:
-        """Return what happened to another rank, or None."""
         if self._store.check(["failed"]):
             message: str = self._store.get("failed").decode()
             return message
@@ -96,7 +95,7 @@ class RankMonitor(threading.Thread):
         return None
 
     def say_failed(self, message: str) -> str | None:
-        """Make the other ranks end with this rank's message. If another rank failed before, return its message instead."""
+        """Make the other ranks end with this rank's message. If another rank failed first, return its message."""
         self._stopped.set()
         own = f"rank {self._rank} failed: {message}"
         try:
@@ -106,9 +105,9 @@ class RankMonitor(threading.Thread):
         return None if said == own else said
 
     def say_stuck(self, message: str) -> None:
-        """Make the other ranks write their stacks and end with this rank's message; return when the stacks are written.
+        """Make the other ranks write their stacks and end with this rank's message; return once the stacks are written.
 
-        This rank must already have written its own. When it ends, the collective in which the others wait fails, and their
+        This rank must have written its stacks before. When it ends, the collective in which the others wait fails, and their
         stacks are lost.
         """
         self.say_failed(message)
@@ -117,7 +116,7 @@ class RankMonitor(threading.Thread):
             self._store.wait([f"stacks/{rank}" for rank in range(self._size)], STACKS_LIMIT)
 
     def stop(self) -> None:
-        """Stop the heartbeats, and tell the others that this rank has finished."""
+        """Stop the heartbeats, and tell the other ranks that this rank has finished."""
         self._stopped.set()
         self.join()
         with contextlib.suppress(RuntimeError, dist.DistError):  # the others may have ended, and the store with them

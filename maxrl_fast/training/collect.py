@@ -1,4 +1,4 @@
-"""The samples of a step and their rewards; dynamic sampling replaces groups whose rewards are all equal."""
+"""Collects the samples of a step and their rewards; dynamic sampling replaces groups whose rewards are all equal."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,47 +23,47 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RolloutBatch(Samples):
-    """What a step learns from, the same on all ranks."""
+    """The training data of a step, the same on all ranks."""
 
     step: int
-    sampled: Rollouts  # S, as the engine returned them; `rollouts` may have other log-probs, weights or reference answers
-    scores: Tensor  # [G, N] float32, the task's rewards, 0 where not known
-    rewards: Tensor  # [G, N] float32, what the objective sees: with a length penalty
-    valid: Tensor | None  # [G, N] bool, whose rewards are known; None: all are
-    greedy_rewards: Tensor | None  # [G], of the greedy response to each prompt
-    sampled_rewards: Tensor  # [any number, N], of all sampled groups, those replaced included; NaN where not known
-    num_tokens: int  # of all sampled responses, without the greedy ones
+    sampled: Rollouts  # S, from the engine; `rollouts` may have other log-probs, weights or reference answers
+    scores: Tensor  # [G, N] float32, the task's rewards; 0 if not known
+    rewards: Tensor  # [G, N] float32, with the length penalty: what the objective sees
+    valid: Tensor | None  # [G, N] bool, whose reward is known; None: all
+    greedy_rewards: Tensor | None  # [G], reward of the greedy response to each prompt
+    sampled_rewards: Tensor  # [any number, N] of all sampled groups, including replaced ones; NaN if not known
+    num_tokens: int  # of all sampled responses, not counting greedy ones
     rollout_seconds: float
     metrics: dict[str, float]  # of sampling, scoring and the correction
-    warning: str  # about failed rewards; empty where none failed
-    components: tuple[dict[str, float], ...]  # [S], of the rewards that this rank gave; {} for those of others, or without any
-    parts: Tensor | None = None  # [R, G, N] float32, each of several rewards; NaN where it does not apply or is not known
+    warning: str  # about failed rewards; empty if none failed
+    components: tuple[dict[str, float], ...]  # [S], of this rank's rewards; {} for other ranks' samples
+    parts: Tensor | None = None  # [R, G, N] float32, each of several rewards; NaN if it does not apply or is not known
     part_weights: tuple[float, ...] = ()  # [R]
-    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each; 0 where it has none
+    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
 
     @property
     def num_sampled(self) -> int:
-        """Prompts that were sampled, those replaced included."""
+        """Number of prompts sampled, including replaced ones."""
         return len(self.sampled_rewards)
 
     @property
     def known(self) -> Tensor:
-        """[G, N] bool, the rollouts whose reward is known."""
+        """[G, N] bool, rollouts whose reward is known."""
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.valid is None else self.valid
 
     @property
     def scored_indices(self) -> Tensor:
-        """The samples whose reward is known, int64 on the host, ascending: the ones that are learned from."""
+        """Indices of the samples whose reward is known, int64 on the host, ascending. Only these are trained on."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def weighted(self, weights: Tensor) -> "RolloutBatch":
-        """Return the batch with these factors [T] of the loss of its tokens, times importance weights."""
+        """Return the batch with factors [T] of its tokens' advantages, multiplied into the importance weights."""
         if self.rollouts.importance_weights is not None:
             weights = weights * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Return `count` equal shares of the groups, each as the samples in it whose reward is known, int64 on the host,
+        """Split the groups into `count` equal shares: of each, the samples with a known reward, int64 on the host,
         ascending."""
         shares, valid = self.sequences.chunk(count), None if self.valid is None else self.valid.flatten().cpu()
         return list(shares) if valid is None else [share[valid[share]] for share in shares]
@@ -77,11 +77,10 @@ class RolloutCollector:
         num_prompts, num_rollouts: G and N.
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
         needs_greedy: whether the greedy response to each prompt is scored too.
-        needs_binary: whether rewards must be 0 or 1.
         needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
-        policy_reward: scores the responses in place of the scorer; not with needs_greedy or needs_parts. None: the scorer does.
-        length_penalty: added to the rewards that the objective sees; None: nothing is.
-        make_prompts: returns training prompts, given the first and how many; None: the task makes them.
+        policy_reward: scores the responses instead of the scorer; not with needs_greedy or needs_parts.
+        length_penalty: added to the rewards that the objective sees.
+        make_prompts: returns training prompts, given the first index and the count; None: the task makes them.
     """
 
     task: Task
@@ -103,14 +102,14 @@ class RolloutCollector:
     ranks: Ranks = field(default_factory=Ranks)
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
-        """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards.
+        """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards; all ranks must call this.
 
-        With dynamic sampling (DAPO, Yu et al. 2025), groups whose known rewards are all equal are replaced by others, up to
-        the limit; where the limit is reached, some of them fill up the step.
+        Dynamic sampling (DAPO, Yu et al. 2025) replaces groups whose known rewards are all equal. If it reaches its limit, some
+        of these groups fill up the step.
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
-            InputError: where rewards must be 0 or 1, and one is not.
+            InputError: if rewards must be 0 or 1, and one is not.
         """
         batches: list[RolloutBatch] = []
         errors, answers, components, num_mixed = Counter[str](), Counter[str](), MetricAccumulator(), 0
@@ -127,15 +126,17 @@ class RolloutCollector:
         warning = "; ".join([*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])])
         whole = _joined(batches)
         mixed = is_mixed(whole.sampled_rewards)
-        # Mixed groups first, each part in the order in which it was sampled: where there are enough, the earliest.
-        chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
+        # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
+        chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values  # [G]
         metrics |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
         return self._shaped(replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning))
 
     def _shaped(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the batch with the length penalty in the rewards that the objective sees. Metrics, kept rollouts and dynamic
-        sampling see the rewards without it: a group that failed altogether stays a group of equal rewards, as in verl, which
-        filters by the accuracy."""
+        """Add the length penalty to the rewards that the objective sees.
+
+        Metrics, kept rollouts and dynamic sampling see the rewards without it. A group whose rollouts all failed therefore
+        still counts as a group of equal rewards; verl also filters by accuracy.
+        """
         if self.length_penalty is None:
             return batch
         penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
@@ -143,7 +144,7 @@ class RolloutCollector:
         return replace(batch, rewards=rewards, metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())})
 
     def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator) -> RolloutBatch:
-        """Return one batch of prompts; how its responses answered and what their rewards consist of is added to the others."""
+        """Return one batch of prompts; add its answers to `answers` and its reward components to `components`."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
@@ -155,7 +156,7 @@ class RolloutCollector:
             check_finite(rollouts, prompts, step)
         if self.policy_reward is not None:
             return self._by_policy(self.policy_reward, step, prompts, rollouts, lap.seconds, components)
-        scorer.take_answers()  # forget the answers of an evaluation, or of greedy responses
+        scorer.take_answers()  # drop the answers of an evaluation, or of greedy responses
         scorer.pop_components()
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
@@ -184,7 +185,6 @@ class RolloutCollector:
         rollout_seconds: float,
         components: MetricAccumulator,
     ) -> RolloutBatch:
-        """Return the batch with the rewards of the policy, which all ranks compute together."""
         with self.clock("reward"):
             scores = reward.score(prompts, rollouts)
         first, own = self.ranks.part(self.num_prompts)
@@ -199,7 +199,7 @@ class RolloutCollector:
         return replace(batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths)
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
-        """Return the values [R, G, N] of several rewards whose sums were scored last; NaN where one has none."""
+        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN if a reward does not apply."""
         own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in self.scorer.components]
         values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))  # [S, R]
         return values.view(*rewards.shape, -1).movedim(-1, 0)
@@ -207,9 +207,8 @@ class RolloutCollector:
     def _checked(
         self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float
     ) -> RolloutBatch:
-        """Return the batch once its rewards [G, N], NaN where they failed, have been checked."""
         failed, warning = self.scorer.failures(self.ranks, f"step {step}")
-        valid = ~rewards.isnan() if warning else None  # samples without a reward belong to no group
+        valid = ~rewards.isnan() if warning else None  # samples without a reward are left out of their group
         known = rewards.nan_to_num() if warning else rewards
         check_rewards(known, prompts, step)
         if self.needs_binary:
@@ -233,7 +232,7 @@ class RolloutCollector:
 
 
 def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
-    """Raise InputError naming the first prompt with a reward [G, N] that is neither 0 nor 1."""
+    """Raise InputError naming the first prompt with a reward [G, N] other than 0 and 1."""
     broken = ((rewards != 0) & (rewards != 1)).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()
@@ -244,14 +243,13 @@ def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
 
 
 def is_mixed(rewards: Tensor) -> Tensor:
-    """Return which groups [G] have known rewards [G, N] that differ."""
+    """Return the groups [G] whose known rewards [G, N] differ."""
     known = ~rewards.isnan()
     largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
     return known.any(1) & (largest.amax(1) > smallest.amin(1))
 
 
 def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
-    """Return all groups of several batches as one."""
     greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
     rewards = torch.cat([batch.sampled_rewards for batch in batches])
     rollouts, known = Rollouts.concatenate([batch.rollouts for batch in batches]), rewards.nan_to_num()
@@ -274,7 +272,7 @@ def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
 
 
 def _chosen(whole: RolloutBatch, groups: Tensor, num_rollouts: int) -> RolloutBatch:
-    """Return some of the groups; `sampled_rewards` keep all groups."""
+    """Select groups; `sampled_rewards` keeps all groups."""
     sequences = (groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)).flatten()
     rollouts, rewards = whole.rollouts.select(sequences), whole.rewards[groups]
     return replace(

@@ -1,10 +1,10 @@
-"""Corrections for a rollout engine whose probabilities are not the trainer's: weights of tokens, before the first update.
+"""Corrections for a rollout engine whose probabilities differ from the trainer's: token weights, before the first update.
 
-sequence_mask is a part of the loss (algorithms/losses/sequence_ratios.py), because it depends on the policy of each update.
+The ratio w_t of a sampled token is its probability under the policy before the step's first update, over its probability in the
+rollout engine. Both are of the full distribution at the sampling temperature, also with top-p sampling, so w_t = 1 if engine
+and policy compute the same.
 
-The ratio w_t of a sampled token is its probability under the policy before the step's first update over its probability in the
-rollout engine. Both are of the whole distribution at the sampling temperature, so that every ratio is 1 where engine and policy
-compute the same, also with top-p sampling.
+sequence_mask belongs to the loss (algorithms/losses/sequence_ratios.py), because it depends on the policy of each update.
 """
 
 import dataclasses
@@ -24,16 +24,6 @@ from maxrl_fast.training.learner import Learner
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """What a correction is.
-
-    Args:
-        formula: of the factor of a token's advantage.
-        passes: the forward passes that it adds to a step.
-        source: the publication.
-        options: its numbers of --correction-options, with their defaults.
-        has_cap: whether --importance-cap is its upper bound.
-    """
-
     formula: str
     passes: str
     source: str
@@ -77,13 +67,13 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
 class ImportanceWeights:
     """tis, tis_sequence, icepop and mis: a weight for every token, from the ratios w_t.
 
-    The policy's own log-probs before the first update also become the old log-probs of the loss: its ratio is then the policy's
-    change within the step, and the weight is the difference between engine and policy.
+    The policy's log-probs before the first update become the old log-probs of the loss. The loss's ratio then measures only the
+    policy's change within the step, and the weight the difference between engine and policy.
 
     Args:
         low, high: bounds of a weight.
-        of_sequence: whether a token has the product W of its response's ratios instead of its own.
-        masks: whether a weight outside of the bounds becomes 0; otherwise one above `high` becomes `high`.
+        of_sequence: whether a token takes the product W of its response's ratios.
+        masks: whether a weight outside the bounds becomes 0; otherwise a weight above `high` becomes `high`.
     """
 
     low: float
@@ -92,11 +82,11 @@ class ImportanceWeights:
     masks: bool
 
     def apply(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
-        """Return the batch with weights, the policy's log-probs as the old ones, and metrics of both.
+        """Return the batch with weights, the policy's log-probs as old log-probs, and metrics; all ranks must call this.
 
-        The metrics are means over all sampled tokens: `logprob_diff`, `importance_weight`, `importance_bounded` (fraction of
-        weights that were capped or became 0) and `importance_sample_size` ((sum of weights)^2 / sum of squares, over the
-        number of tokens; 0 where all weights are).
+        The metrics are over all sampled tokens: the means `logprob_diff` and `importance_weight`, `importance_bounded`
+        (fraction of weights that were capped or set to 0) and `importance_sample_size` ((sum of weights)^2 / sum of squares /
+        number of tokens; 0 if all weights are 0).
         """
         logprobs, rollouts = learner.passes.logprobs(learner.model, batch, batch.sequences), batch.rollouts
         log_ratios = logprobs - rollouts.logprobs
@@ -111,7 +101,6 @@ class ImportanceWeights:
         return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
     def _ratios(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
-        """Return w_t or W for each token [T]."""
         if not self.of_sequence:
             return log_ratios.exp()
         sums = sequence_sums(log_ratios.double(), lengths)
@@ -119,14 +108,14 @@ class ImportanceWeights:
 
 
 def correction_numbers(name: str, cap: float | None, given: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers of the correction of this name: low and high of its weights, or delta of sequence_mask.
+    """Return the numbers of a correction: low and high of its weights, or delta of sequence_mask.
 
     Args:
         cap: the upper bound of tis and tis_sequence, None for the others.
-        given: numbers of --correction-options; the others have their defaults.
+        given: values of --correction-options; the others take their defaults.
 
     Raises:
-        ValueError: where an option is not one of the correction's, or a number is out of its range.
+        ValueError: if the correction has no such option, or a number is out of range.
     """
     spec = CORRECTIONS[name]
     if unknown := [option for option in given if option not in spec.options]:
@@ -145,7 +134,7 @@ def correction_numbers(name: str, cap: float | None, given: Mapping[str, float])
 
 
 def make_correction(name: str, numbers: Mapping[str, float]) -> ImportanceWeights | None:
-    """Return what weights the tokens of a step; None where nothing does before its first update."""
+    """Return the token weighting of a correction; None if it weights nothing before the first update."""
     if "low" not in numbers:
         return None
     of_sequence, masks = name in ("tis_sequence", "mis"), not CORRECTIONS[name].has_cap

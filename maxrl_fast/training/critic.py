@@ -1,4 +1,4 @@
-"""The critic of PPO: a copy of the policy with a value head in place of its output matrix, and the loss of its values."""
+"""The critic of PPO: a copy of the policy with a value head in place of the output matrix, and its loss."""
 
 import copy
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 
 
 class ValueHead(nn.Module):
-    """The last layer of a critic: the value of a state is the product of its hidden state and `weight` [H], 0 at first."""
+    """The last layer of a critic: value = hidden state @ `weight` [H], which starts at 0."""
 
     def __init__(self, size: int, device: torch.device):
         super().__init__()
@@ -18,9 +18,9 @@ class ValueHead(nn.Module):
 
 
 def critic_model(policy: PolicyModel) -> PolicyModel:
-    """Return a copy of a policy, not sharded, whose last layer is a value head.
+    """Copy an unsharded policy, with a value head as last layer.
 
-    What the policy trains is trained in the copy too; weights that are never trained, as under adapters, are shared with it.
+    The critic trains what the policy trains; weights that are never trained, as under adapters, are shared with the policy.
     """
     kept = {id(p): p for p in policy.parameters() if not p.requires_grad} | {id(policy.lm_head): policy.lm_head}
     critic = copy.deepcopy(policy, kept)
@@ -29,22 +29,21 @@ def critic_model(policy: PolicyModel) -> PolicyModel:
 
 
 def num_critic_weights(policy: PolicyModel) -> int:
-    """Return how many weights the critic of a policy trains; it need not be built."""
+    """Return the number of weights that a policy's critic would train, without building it."""
     output = set() if policy.config.tie_word_embeddings else {id(p) for p in policy.lm_head.parameters()}
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad and id(p) not in output)
     return trained + int(policy.config.hidden_size)
 
 
 def values_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return the values [T] float32 of states with these hidden states [T, H], for a value head [H]."""
+    """Return values [T] float32 from hidden states [T, H] and a value head [H]."""
     return hidden.float() @ weight.float()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return the loss of each value [T]: half of the larger of two squared errors, that of the value V itself, and that of V
-    clamped to within `clip` of the value before the step; with clip 0 the first alone.
+    """Return the loss of each value [T]: half of max((V - R)^2, (V' - R)^2), where V' is V clamped to old value +- clip.
 
-    The clipped loss of OpenAI's PPO (baselines/ppo2), as in verl.
+    With clip 0 it is (V - R)^2 / 2. This is the clipped loss of OpenAI's PPO (baselines/ppo2), as in verl.
     """
     errors = (values - returns).square()
     if clip:
@@ -55,13 +54,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 @dataclass
 class Critic:
-    """A critic and its optimizer.
+    """A critic, trained in place, and its optimizer.
 
     Args:
-        model: from `critic_model`, trained in place.
         lr: learning rate, constant over the run.
         value_clip: `clip` of `value_loss`.
-        module: what runs the training passes of the model (sharding.distribute).
+        module: runs the model's training passes (sharding.distribute).
     """
 
     model: PolicyModel
@@ -72,7 +70,7 @@ class Critic:
 
     @torch.no_grad()
     def start_from(self, policy: PolicyModel) -> None:
-        """Take the weights of the policy as it is now, but for the value head."""
+        """Copy the policy's current weights, except the value head."""
         weights = dict(policy.named_parameters())
         for name, own in self.model.named_parameters():
             if own is not self.model.lm_head.weight and own is not weights[name]:

@@ -1,4 +1,4 @@
-"""What each prompt does to the gradient of a step: a line of diagnostics.jsonl."""
+"""Each prompt's contribution to the gradient of a step: a line of diagnostics.jsonl."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +20,18 @@ def prompt_gradient_norms(
     beat: Callable[[], None] = lambda: None,
     draw: tuple[int, int] = (0, 0),
 ) -> list[float]:
-    """Return the norm of each prompt's own part of the gradient of the loss over all samples, as in figures 6 and 8 of the
-    MaxRL paper; 0 for a prompt whose samples have no gradient.
+    """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper); 0 if none of its samples has a gradient.
 
-    This takes a backward pass, which all ranks make for all prompts. All gradients are zero after it.
+    Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must call this: each runs the
+    backward passes of all prompts. All gradients are zero afterwards.
 
     Args:
         advantages: [S].
         sequences: int64, ascending, on the host: the samples that have a reward.
-        beat: is called after each prompt.
+        beat: called after each prompt.
         draw: as in Learner.update.
     """
-    # As in Learner.update: bitwise identical on all ranks, which must make the same passes.
+    # As in Learner.update: bitwise identical on all ranks, which must run the same passes.
     packer = learner.passes.packer(samples, learner.ranks.from_first(advantages.clone()))
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
@@ -40,7 +40,7 @@ def prompt_gradient_norms(
         for part in packer.split(plan.sequences[group == g], learner.token_budget):
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
-        # Learner.loss counts the share of one rank among them; here each has made all passes.
+        # Learner.loss multiplies by the number of ranks; here every rank has run all passes.
         norms[g] = float(full_tensor(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
     learner.zero_gradients()
@@ -50,13 +50,15 @@ def prompt_gradient_norms(
 def diagnostics_record(
     batch: RolloutBatch, objective: Objective, learner: Learner, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Return a line of diagnostics.jsonl: for each prompt its index, the mean of its known rewards (0 where none is known), and
-    the norm of its part of the gradient. The objective has to begin the step's batch again."""
+    """Return a line of diagnostics.jsonl: each prompt's index, mean over known rewards (0 if none is known) and gradient norm.
+
+    This calls `objective.begin`, so the caller must call it again before the step's updates.
+    """
     learned, sequences = objective.begin(batch, learner), batch.scored_indices
     advantages = objective.advantages(sequences)
     norms = prompt_gradient_norms(learner, learned, advantages, sequences, beat, draw=(batch.step, 0))
     known = batch.known.float()
-    rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)
+    rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {
         "step": batch.step,
         "ids": batch.prompts.ids.tolist(),

@@ -1,4 +1,4 @@
-"""The learner: samples and their advantages in, one optimizer step on the loss of the whole batch."""
+"""The learner: takes samples and advantages, and makes one optimizer step on the loss of the whole batch."""
 
 import contextlib
 import copy
@@ -34,12 +34,12 @@ TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """What one update did. From `ratio` to `logprob_diff` the numbers are sums over the tokens trained on."""
+    """Metrics of one update. From `ratio` to `logprob_diff` they are sums over the tokens trained on."""
 
     loss: float
     grad_norm: float  # before clipping
-    num_sequences: int  # that went through the model
-    num_tokens: int  # of their prompts, each once, and of their responses
+    num_sequences: int  # run through the model
+    num_tokens: int  # of their prompts, each counted once, and their responses
     num_targets: int  # response tokens trained on
     ratio: float
     ratio_clamped: float
@@ -48,22 +48,22 @@ class UpdateMetrics:
     kl: float
     logprob_diff: float  # |logp - sampled logp|
     moment_variance: float = 0.0  # after the step
-    own: dict[str, float] = field(default_factory=dict)  # of losses that compare the tokens of the update
+    own: dict[str, float] = field(default_factory=dict)  # of losses that compare tokens across the update
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
     """What the micro-batches of an update share.
 
-    Where the loss of a token depends on other responses (`over_batch`), the loss of all tokens is computed first, from one
-    forward pass. The micro-batches then have the gradient of sum(gradients x what the pass has computed).
+    If a token's loss depends on other responses (`over_batch`), one forward pass first computes the loss of all tokens. The
+    micro-batches then backpropagate sum(gradients x token values).
     """
 
     sequences: Tensor  # int64, ascending, on the host: those with a gradient
     denominator: float
-    gradients: Tensor | None = None  # [T, 2 + R] float32, in the log-prob, the entropy and the R numbers of each token's row
+    gradients: Tensor | None = None  # [T, 2 + R] float32, of each token's log-prob, entropy and R numbers of its row
     sums: Tensor | None = None  # LossSums [10] of the update
-    own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, []
+    own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, scalars
 
 
 @dataclass
@@ -71,14 +71,12 @@ class Learner:
     """A policy, its optimizer and its loss.
 
     Args:
-        model: the policy, trained in place.
         clip_grad: largest gradient norm.
         token_budget: largest number of tokens in one forward and backward pass.
         dtype: of the computation; weights, gradients and moments are float32.
-        reference: the reference policy, of settings.kl_coef and of objectives that need one.
-        objective_state: tensors of the objective that checkpoints keep, by name.
-        critic: of objectives that need one; checkpoints keep it too.
-        module: what runs the policy's passes (sharding.distribute); the model itself with one process.
+        reference: the reference policy, for settings.kl_coef and for objectives that need one.
+        objective_state: the objective's tensors that checkpoints store, by name.
+        module: runs the policy's passes (sharding.distribute); None: the model itself.
     """
 
     model: PolicyModel
@@ -115,29 +113,28 @@ class Learner:
         lr: float,
         draw: tuple[int, int] = (0, 0),
     ) -> UpdateMetrics:
-        """Take one optimizer step on some of the samples, the same step on all ranks.
+        """Take one optimizer step on some of the samples, the same step on all ranks, which must all call this.
 
         Args:
             advantages: [S] of all samples.
-            sequences: int64, ascending: the samples of this update. The loss is averaged over all of these; those without a
-                gradient count in the average and are not computed.
+            sequences: int64, ascending: the samples of this update. The loss is averaged over all of them; samples with zero
+                gradient count in the average but are not computed.
             when: for messages, such as "step 3".
-            lr: learning rate.
             draw: the step and the update within it, for losses that draw tokens.
 
         Raises:
-            NonFiniteError: naming the step, the prompt and what was not finite; the weights are left as they were.
+            NonFiniteError: naming the step, the prompt and what was not finite; the weights are unchanged.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.zero_gradients()
         for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
-            # Zeros, not None: where no sample has a gradient, the optimizer still takes a step with a zero gradient.
+            # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with zero gradient.
             parameter.grad = torch.zeros_like(parameter)
-        # Bitwise identical on all ranks, which must agree on the samples that have a gradient.
+        # Broadcast: all ranks must agree on which samples have a gradient.
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
         plan = self.plan(packer, samples, sequences, draw)
-        # In float64, so that sums of integers stay exact: tokens computed, loss, then sums over the trained tokens.
+        # float64 keeps sums of integers exact: tokens computed, loss, tokens trained on, then sums of TOKEN_METRICS.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_padding, is_last in self.passes.micro_batches(packer, plan.sequences):
             with contextlib.nullcontext() if is_last else gradients_stay(self._module):
@@ -148,10 +145,10 @@ class Learner:
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
                 computed = num_read.new_full((), len(batch.tokens))
                 sums += torch.stack([computed, part.detach() / self.ranks.size, num_read, *totals])
-        # One read, which waits for the backward pass: the weights must not change if something is not finite.
+        # One read, which waits for the backward pass. It precedes the step: non-finite values must not change the weights.
         norm = full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         sums = self.ranks.sum(sums)
-        if plan.sums is not None:  # of the whole update, the same on all ranks
+        if plan.sums is not None:  # sums of the whole update, the same on all ranks
             whole_sums = LossSums(*plan.sums.unbind())
             totals = [getattr(whole_sums, name) for name in TOKEN_METRICS]
             sums = torch.stack([sums[0], whole_sums.loss, whole_sums.tokens - whole_sums.dropped_tokens, *totals])
@@ -178,15 +175,15 @@ class Learner:
         )
 
     def plan(self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)) -> UpdatePlan:
-        """Return which of the sequences have a gradient, and the denominator of the loss over all of them; where the loss
-        compares the tokens of the update, its gradient in each of them too."""
+        """Return the sequences that have a gradient and the denominator of the loss; for an over_batch loss, also its gradient
+        in each token. All ranks must call this."""
         sequences = sequences.cpu()
         lengths = packer.lengths[sequences]
         denominator = self.settings.denominator(lengths)
         if not self.settings.over_batch or not int(lengths.sum()):
             has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
             own = {}
-            if self.settings.siren:  # an update without tokens sets no anchor
+            if self.settings.siren:  # an update without tokens keeps the anchor
                 anchor = self.objective_state["siren_anchor"][0].to(packer.advantages.device)
                 own = {"siren_entropy": torch.zeros_like(anchor), "siren_anchor": anchor}
             if self.settings.sequence_mask is not None:
@@ -199,11 +196,11 @@ class Learner:
     ) -> UpdatePlan:
         settings, rollouts = self.settings, samples.rollouts
         device = rollouts.tokens.device
-        # The tokens of the update: T' at `index` among the T of the rollouts.
+        # The update has T' of the rollouts' T tokens, at `index` [T'].
         index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
         index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
         values = self.passes.compute(self._token_values, self.model, samples, sequences).requires_grad_()  # [T', 2 + R]
-        per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))
+        per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))  # [T']
         importance = rollouts.importance_weights
         keywords, reference = settings.keywords, self.reference if settings.kl_coef else None
         batch, terms, row, options = prepare(
@@ -224,7 +221,7 @@ class Learner:
             mask=None,
             denominator=denominator,
         )
-        if importance is not None:  # of either sign, where an objective weights tokens
+        if importance is not None:  # may be negative if the objective weights tokens
             batch.advantages = batch.advantages * importance[index]
         num_own = values.shape[1] - 2 - (settings.siren != 0)
         tokens = tokens_of(batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None)
@@ -237,11 +234,11 @@ class Learner:
         total = sums[0]
         if settings.siren:
             total = total + siren(tokens, values[:, -1], settings.siren, self.objective_state["siren_anchor"])
-        (of_values,) = torch.autograd.grad(total, values)
-        of_values = self.ranks.from_first(of_values)  # bitwise identical on all ranks, which must make the same passes
+        (of_values,) = torch.autograd.grad(total, values)  # [T', 2 + R]
+        of_values = self.ranks.from_first(of_values)  # broadcast: all ranks must run the same passes
         gradients = torch.zeros(len(rollouts.tokens), values.shape[1], device=device).index_copy_(0, index, of_values)
         (is_not_zero,) = to_host((of_values != 0).any(1).cumsum(0))
-        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
+        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]  # [S'+1] tokens with a gradient before each
         return UpdatePlan(sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics)
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -254,7 +251,7 @@ class Learner:
         return torch.cat([values, rows.float()], 1)
 
     def _rows(self, log_p: Tensor, targets: Tensor) -> Tensor:
-        """Return what the loss and SIREN's term read of rows log_p [C, V]: [C, R]."""
+        """Return the numbers [C, R] that the loss and SIREN's term read from rows log_p [C, V]."""
         parts, settings = [], self.settings
         if settings.row.rows is not None:
             parts.append(call_rows(settings.row, settings.options, log_p, targets))
@@ -263,8 +260,8 @@ class Learner:
         return torch.cat(parts, 1)
 
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the loss, times the number of ranks, since gradients become means over them, and
-        its metrics, which are means over its tokens."""
+        """Return this micro-batch's share of the loss times the number of ranks (gradients become means over ranks), and its
+        metrics, means over its tokens."""
         ref_logprobs, advantages = None, batch.advantages
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
@@ -287,12 +284,12 @@ class Learner:
             ref_logprobs=ref_logprobs,
             **self.settings.keywords,
             **self.model.scaling(self.settings.temperature),
-            # A factor of the loss would be another pass over its gradients.
+            # Scaling the loss instead would cost another pass over its gradients.
             denominator=plan.denominator / self.ranks.size,
         )
 
     def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
-        """Return the sum of gradients [T, 2 + R] times the micro-batch's token values, of the rows that have a gradient."""
+        """Return sum(gradients [T, 2 + R] x token values), computed only for tokens with a gradient."""
         weight, targets, scaling = self.model.output_matrix, batch.targets, self.model.scaling(self.settings.temperature)
         index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
         logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scaling)
@@ -304,27 +301,25 @@ class Learner:
         return loss
 
     def copy_policy(self) -> None:
-        """Copy the policy as it is now into the reference policy and the critic, where there are any."""
         self.set_reference()
         if self.critic is not None:
             self.critic.start_from(self.model)
 
     def set_reference(self) -> None:
-        """Make the policy as it is now the reference policy, where there is one."""
+        """Copy the current policy into the reference policy, if there is one."""
         if self.reference is not None:
             self.reference.load_state_dict(self.model.state_dict())
 
     def restart_from_reference(self) -> None:
-        """Make the policy as it is now the reference policy, and forget the optimizer's moments."""
+        """Copy the current policy into the reference policy, and clear the optimizer's moments."""
         self.set_reference()
         self.optimizer.state.clear()
 
     def zero_gradients(self) -> None:
-        """Set all gradients that there are to zero."""
         zero_gradients(self.model)
 
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
-        """Say what became non-finite, and for which prompt: compute every prompt again, alone, on all ranks alike."""
+        """Return what became non-finite and for which prompt. All ranks recompute every prompt alone."""
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -347,12 +342,12 @@ class Learner:
 
 
 def frozen_copy(model: PolicyModel) -> PolicyModel:
-    """Return a frozen copy of the policy. Weights that are never trained, as under adapters, are shared."""
+    """Return a frozen copy of the policy; weights that are never trained, as under adapters, are shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def _seed(*numbers: int) -> int:
-    """Return a seed that depends on nothing else, so that a resumed run draws what an unbroken one does."""
+    """Return a seed that depends only on the numbers, so that a resumed run draws the same tokens."""
     (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
     return int(mixed >> 1)

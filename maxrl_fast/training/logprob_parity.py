@@ -1,5 +1,5 @@
-"""Whether a policy of transformers computes what its own forward pass does, and an engine that is not ours what the policy
-does: compared at the start of every run."""
+"""Compares log-probs at the start of a run: a transformers policy with the model's own forward pass, a third-party rollout
+engine with the policy."""
 
 import torch
 from torch import Tensor
@@ -15,26 +15,22 @@ from maxrl_fast.training.passes import run_batch
 
 LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
 ENGINE_LIMIT = 0.3  # nats per token on average; bfloat16 and routers account for a tenth of this
-LONGEST = 600  # tokens of a sequence, where the model's window is shorter
+LONGEST = 600  # tokens of a sequence, if the model's window is shorter
 FEWEST = 24
 
 
 def check_exact(policy: HuggingFacePolicy) -> str:
-    """Compare log-probs of four responses to two prompts with those of the model's own eager forward pass, in float32.
+    """Compare log-probs of four responses to two prompts with the model's own eager forward pass, in float32.
 
     The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST tokens. The output layer is
     also compared on hidden states so large that a soft cap would show.
 
-    Returns:
-        a sentence for the first lines of a run.
-
-    Raises:
-        InputError: saying how far apart they are.
+    Returns a sentence for the first lines of a run. Raises InputError if the log-probs differ.
     """
     device, sizes = policy.lm_head.weight.device, policy.config
     generator = torch.Generator().manual_seed(0)
     longest = min(_length(policy), sizes.max_position_embeddings)
-    # Prompts of different lengths, and responses that are partly within and partly beyond a window.
+    # Prompts differ in length; some responses end within a sliding window, some beyond it.
     own = [longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2]
     first = longest - longest // 4
     prompts, responses = (
@@ -43,7 +39,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
     )
     try:
         ours = _logprobs(policy, prompts, responses, device)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # of code that is not ours
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # raised by third-party code
         if isinstance(error, InputError):
             raise
         raise InputError(
@@ -56,7 +52,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
         logits = policy.own_logits(tokens)[0]
         parts.append(_of(logits[len(prompt) - 1 : -1], tokens[len(prompt) :]))
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
-    # Near a tie, a router may send a token to another expert. A wrong attention or position would show in more tokens than so.
+    # Near a tie, a router may choose another expert: 2% may differ. Wrong attention or positions would affect more tokens.
     typical, most = float(difference.quantile(0.98)), float(difference.max())
     if typical > LIMIT:
         raise InputError(
@@ -71,18 +67,10 @@ def check_exact(policy: HuggingFacePolicy) -> str:
 
 
 def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str:
-    """Compare the log-probs of an engine that is not ours with the policy's own, for two responses to one prompt.
+    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt. All ranks must call this.
 
-    Args:
-        name: the value of --rollout.
-
-    All ranks call this together.
-
-    Returns:
-        a sentence for the first lines of a run.
-
-    Raises:
-        InputError: if they differ by more than any rounding: the engine has other weights or another architecture.
+    Returns a sentence for the first lines of a run. Raises InputError if the log-probs differ by more than rounding: the engine
+    `name` has other weights or another architecture.
     """
     device, sizes = policy.lm_head.weight.device, policy.config
     tokens, cu_seqlens = pack([torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()])
@@ -104,10 +92,9 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
 
 
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
-    """Compare logits of one sequence [L] with the model's own where hidden states are so large that a soft cap would show.
+    """Compare the logits of one sequence [L] with the model's own, on hidden states so large that a soft cap would show.
 
-    Raises:
-        InputError: saying how far apart they are.
+    Raises InputError if they differ.
     """
     small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
     factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100

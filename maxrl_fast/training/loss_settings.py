@@ -1,5 +1,3 @@
-"""The settings of the token loss that stay the same over a run."""
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,13 +11,13 @@ from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_w
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The arguments of ops.policy_gradient_loss that stay the same over a run, and what they are combined with.
+    """Arguments of ops.policy_gradient_loss that are constant over a run, and terms that the learner adds.
 
     Args:
-        top_entropy: share of an update's tokens, those with the highest entropies, that have a policy gradient; 1: all.
+        top_entropy: fraction of an update's tokens, with the highest entropies, that have a policy gradient; 1: all.
         siren: coefficient of SIREN's term; 0: none.
-        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: all have.
-        seed: of the losses that draw tokens.
+        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: no mask.
+        seed: of losses that draw tokens.
     """
 
     loss: str | Callable[..., Tensor]
@@ -38,7 +36,7 @@ class LossSettings:
     seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return what the summed loss of responses of these lengths [S] is divided by, however they are split into
+        """Return the denominator of the summed loss of responses of these lengths [S], however they are split into
         micro-batches."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
@@ -50,22 +48,20 @@ class LossSettings:
 
     @cached_property
     def options(self) -> dict[str, float]:
-        """Return the loss's own numbers by name."""
         return self.row.resolve(self.loss_options)
 
     @property
     def over_batch(self) -> bool:
-        """Return whether the loss of a token depends on other responses of the update."""
+        """Whether a token's loss depends on other responses of the update."""
         return self.row.over_batch or self.top_entropy < 1 or self.siren != 0 or self.sequence_mask is not None
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of ops.policy_gradient_loss for every micro-batch."""
         names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high", "kl", "kl_coef", "entropy_coef")
         return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient at all, given their advantages [S], where the loss is not over_batch."""
+        """Return which sequences [S] have a gradient, given their advantages [S]; only if the loss is not over_batch."""
         if self.kl_coef or self.entropy_coef or learns_without_advantage(self.row, tuple(self.options.items())):
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0

@@ -1,4 +1,4 @@
-"""The metrics of a training step: a line of metrics.jsonl, and its short form on the screen."""
+"""The metrics of a training step: a line of metrics.jsonl, and its summary on the screen."""
 
 from collections.abc import Sequence
 
@@ -12,26 +12,22 @@ from maxrl_fast.training.learner import UpdateMetrics
 def step_metrics(
     batch: RolloutBatch, advantages: Tensor, updates: Sequence[UpdateMetrics], lr: float, train_seconds: float
 ) -> dict[str, float]:
-    """Return the metrics of a step.
+    """Return the metrics of a step, given its advantages [S].
 
-    Rewards are averaged over all sampled rollouts; lengths, truncation and entropy over the rollouts of the step; the loss, the
-    gradient's norm and the variance from Adam's moments over the updates; ratios, clips and divergence over the tokens trained
-    on; the difference of log-probs over those of the first update. Of the loss's own metrics integers are sums over the
-    updates, others means.
-
-    Args:
-        advantages: [S].
-        train_seconds: of advantages and updates.
+    Rewards are averaged over all sampled rollouts, including those of replaced groups; lengths, truncation and entropy over the
+    rollouts of the step. The loss, the gradient norm and the variance from Adam's moments are means over the updates. Ratios,
+    clip fractions and KL are means over the tokens trained on; logprob_diff only over the tokens of the first update. A loss's
+    own metrics are summed over the updates if they are integers, else averaged.
     """
     rewards, rollouts = batch.sampled_rewards, batch.sampled
-    solved = rewards > 0.5  # an unknown reward, NaN, is not
+    solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
     means = {
         "reward_mean": known.mean(),
         "pass_at_1": (known > 0.5).float().mean(),
         "frac_prompts_solved": solved.any(1).float().mean(),
         "frac_groups_zero_variance": (advantages.view(batch.rewards.shape) == 0).all(1).float().mean(),
-        # Minus the mean log-prob of what was sampled estimates the entropy without bias, but with top-p from below.
+        # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it is too low.
         "entropy": -rollouts.logprobs.mean(),
         "response_length_mean": rollouts.lengths.float().mean(),
         "truncated": rollouts.truncated.float().mean(),
@@ -57,7 +53,7 @@ def step_metrics(
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
         **{name: over_targets(name) for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl")},
-        # Later updates would count the policy's own change within the step as an error of the rollout engine.
+        # In later updates the policy has changed, which would look like an error of the rollout engine.
         "logprob_diff": over_targets("logprob_diff", updates[:1]),
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
@@ -69,7 +65,6 @@ def step_metrics(
 
 
 def summary(record: dict[str, float]) -> str:
-    """Return one line of the metrics."""
     return (
         f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
         f"entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "

@@ -1,4 +1,4 @@
-"""AdamW on float32 weights, its learning rate over a run, and what its moments say of the gradient's variance."""
+"""AdamW on float32 weights, its learning rate schedule, and the gradient variance that its moments imply."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from maxrl_fast.runtime.device import to_host
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up to `peak`, then constant, or a cosine that ends at a tenth of the peak."""
+    """Linear warm-up to `peak`, then constant, or cosine decay to a tenth of the peak."""
 
     peak: float
     steps: int
@@ -20,7 +20,7 @@ class LearningRate:
     schedule: str = "cosine"  # or "constant"
 
     def at(self, step: int) -> float:
-        """The learning rate of step 1, 2, ..."""
+        """Return the learning rate of a step, counted from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant":
@@ -30,9 +30,9 @@ class LearningRate:
 
 
 def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only, in one fused kernel; `Learner.update` sets the learning rate.
+    """Build a fused AdamW with weight decay on matrices only; `Learner.update` sets the learning rate.
 
-    Weights, gradients and moments are float32, whatever the dtype of the computation: changes too small for bfloat16 add up.
+    Weights, gradients and moments are always float32, so that changes too small for bfloat16 add up.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
@@ -42,7 +42,6 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
 
 
 def zero_gradients(model: nn.Module) -> None:
-    """Set all gradients that there are to zero."""
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients:
         torch._foreach_zero_(gradients)
@@ -50,9 +49,9 @@ def zero_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def moment_variance(optimizer: torch.optim.Optimizer) -> float:
-    """Return the estimate of the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of v_hat - m_hat^2.
+    """Estimate the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of v_hat - m_hat^2.
 
-    Where weights are sharded over ranks it is the sum over this rank's part. It is read from the device at once.
+    With sharded weights it is the sum over this rank's shard. The result is read with one wait for the device.
     """
     betas, numbers, total = list[tuple[float, float]](), list[Tensor](), 0.0
     for group in optimizer.param_groups:

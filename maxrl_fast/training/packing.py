@@ -1,7 +1,7 @@
-"""From rollouts to packed micro-batches in which each prompt appears once for all its responses.
+"""Packs rollouts into micro-batches in which each prompt appears once for all its responses.
 
-All indices are computed on the host, which gets the lengths once per update; only the finished indices go to the device, in one
-copy that the host does not wait for.
+Indices are computed on the host, which reads the lengths once per update. The finished indices go to the device in one
+asynchronous copy.
 """
 
 import heapq
@@ -22,37 +22,38 @@ from maxrl_fast.runtime.device import to_device, to_host
 class MicroBatch:
     """The packed tokens that the model reads, and the targets of its predictions.
 
-    First come the prompts, then the responses to them, without their last token, which predicts nothing. Where sharing a
-    prompt would cost more than repeating it, prompt and response stand together in the first part. The last position of the
-    prompt predicts the first token of a response; every other token is predicted by the token before it.
+    Prompts come first, then their responses. A response's last token is left out because it predicts nothing. Where sharing a
+    prompt would cost more than repeating it, prompt and response stand together in the first part. A response's first token is
+    predicted at the prompt's last position, every other token at the token before it.
     """
 
     tokens: Tensor  # [U] int64
     positions: Tensor  # [U] int64
     layout: SharedPromptLayout
-    rows: Tensor  # [R] int64, the positions that predict a target
+    rows: Tensor  # [R] int64, positions that predict a target
     target_rows: Tensor  # [T] int64, which of `rows` predicts each target
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
-    importance_weights: Tensor | None  # [T] float32, factors of the advantage of each token
-    target_index: Tensor  # [T] int64, each target's index in the rollouts' tokens
+    importance_weights: Tensor | None  # [T] float32, a factor of each token's advantage
+    target_index: Tensor  # [T] int64, index of each target among the rollouts' tokens
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
-        """Return one number per sequence [S] as one per target [T]."""
+        """Repeat one number per sequence [S] for each of its targets [T]."""
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self.targets))
 
 
-_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # multiply-adds in the time in which one number is moved
+_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # multiply-adds in the time it takes to move one number
 
 
 def merge_cost(config: PolicySizes, device: torch.device) -> float:
-    """Return the cost of merging two attention calls per response token, in forward and backward passes of a token.
+    """Return the cost of merging two attention calls per response token, relative to the cost of a token's forward and backward
+    pass.
 
-    The count is about 12 numbers moved for every number of a query (query, output and gradients of the second call, the merge
-    of the outputs and the sum of the gradients), against 6 operations for every weight of a layer. It is 0 where one kernel
-    attends to prompt and response together.
+    About 12 numbers are moved for every number of a query (query, output and gradients of the second call, the merge of the
+    outputs, the sum of the gradients), against 6 operations for every weight of a layer. The cost is 0 if one kernel attends to
+    prompt and response together.
     """
     if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
         return 0.0
@@ -78,38 +79,35 @@ class Packer:
 
     @property
     def num_rollouts(self) -> int:
-        """N."""
         return len(self.rollouts) // len(self.prompts)
 
     @cached_property
     def _on_host(self) -> list[Tensor]:
-        """Return what is read from the device, once: cu_seqlens of the prompts and of the responses, and the advantages."""
+        """Read cu_seqlens of prompts and of responses, and the advantages, from the device, once."""
         return to_host(self.prompts.cu_seqlens, self.rollouts.cu_seqlens, self.advantages)
 
     @property
     def _cu_seqlens(self) -> list[Tensor]:
-        """Return cu_seqlens of the prompts and of the responses, on the host."""
         return self._on_host[:2]
 
     @property
     def lengths(self) -> Tensor:
-        """Return the lengths of all responses, [S] on the host."""
+        """Response lengths, [S] on the host."""
         return self._on_host[1].diff()
 
     @property
     def host_advantages(self) -> Tensor:
-        """Return the advantages of all responses, [S] on the host."""
+        """Advantages, [S] on the host."""
         return self._on_host[2]
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """Return the tokens of all prompts, then of all responses."""
         return torch.cat([self.prompts.tokens, self.rollouts.tokens])
 
     def pack(self, sequences: Tensor) -> MicroBatch:
-        """Return the micro-batch of the chosen rollouts, `sequences` [S] in ascending order, on the host.
+        """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
 
-        Prompts abc and de; the responses uvw and x to the first, yz to the second, which it does not share with others:
+        Prompts abc and de; responses uvw and x to abc, yz to de. Only abc is shared:
 
             index         0  1  2 | 3  4  5 | 6  7
             tokens        a  b  c | d  e  y | u  v     w, x and z predict nothing
@@ -120,36 +118,36 @@ class Packer:
             target_rows   0  3  4  0  1  2             rows[target_rows] is "read at"
         """
         prompt_cu, response_cu = self._cu_seqlens
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
-        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)  # [G'], [S] into groups
+        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]  # [G'], [S]
         inputs = (lengths - 1).clamp_min(0)  # [S] tokens of each response that the model reads
         is_whole = self._is_cheaper_whole(prompt_lengths, inputs, group)[group]  # [S]
 
-        # The first part consists of runs: each is a whole sequence, or a prompt for all responses that share it.
+        # The first part consists of runs. A run is a whole sequence, or a prompt that several responses share.
         is_first = torch.ones_like(group, dtype=torch.bool)
         is_first[1:] = group[1:] != group[:-1]
         starts_run = is_whole | is_first
-        run = starts_run.cumsum(0) - 1  # [S] the run that each response is in, or whose prompt it answers
+        run = starts_run.cumsum(0) - 1  # [S] the run with the response's prompt, and with the response if it is whole
         beside = torch.where(is_whole, inputs, 0)[starts_run]  # response tokens in each run
         run_lengths = prompt_lengths[group][starts_run] + beside
         shared = inputs[~is_whole]
 
-        # The pieces of the stream: the prompt of each run and the response in it, then the responses that share a prompt.
-        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]
-        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]
+        # Pieces of the stream: each run's prompt and the response in it, then the responses that share a prompt.
+        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]  # [S] in self._tokens
+        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]  # [S], [S]
 
         def pieces(of_prompts: Tensor, of_responses: Tensor) -> Tensor:
             return torch.cat([torch.stack([of_prompts, of_responses], 1)[starts_run].flatten(), of_responses[~is_whole]])
 
         piece_lengths = torch.cat([torch.stack([prompt_ends[starts_run], beside], 1).flatten(), shared])
-        index = ranges(pieces(prompt_starts, response_starts), piece_lengths)
+        index = ranges(pieces(prompt_starts, response_starts), piece_lengths)  # [U] in self._tokens
         positions = ranges(pieces(torch.zeros_like(group), prompt_ends), piece_lengths)
 
         # Token t - 1 of a response predicts its token t; the last token of the prompt predicts its first token.
         run_starts = cumulative(run_lengths)
         input_starts = run_starts[run] + prompt_ends
         input_starts[~is_whole] = run_starts[-1] + cumulative(shared)[:-1]
-        predicted_from = ranges(input_starts - 1, lengths)
+        predicted_from = ranges(input_starts - 1, lengths)  # [T] in the stream
         target_cu = cumulative(lengths)
         begins = target_cu[:-1][lengths > 0]
         predicted_from[begins] = (run_starts[run] + prompt_ends - 1)[lengths > 0]
@@ -185,14 +183,14 @@ class Packer:
         return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
 
     def positions(self, sequences: Tensor) -> Tensor:
-        """Return the indices of the chosen rollouts' tokens among all tokens of the rollouts, on their device."""
+        """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
         (positions,) = to_device(self.rollouts.tokens.device, gather_sequences(self._cu_seqlens[1], sequences)[0])
         return positions
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
-        """Split sequences, ascending, into micro-batches of at most `token_budget` tokens, or of one longer response.
+        """Split ascending sequences into micro-batches of at most `token_budget` tokens, or of one longer response.
 
-        Each prompt counts once, although `pack` repeats some: they add at most the fraction merge_cost of the tokens.
+        Each prompt counts once, although `pack` repeats some; this adds at most the fraction merge_cost of the tokens.
         """
         prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
         num_rollouts = self.num_rollouts
@@ -210,17 +208,17 @@ class Packer:
         return [torch.tensor(part) for part in parts]
 
     def shortest(self, sequences: Tensor) -> Tensor:
-        """Return the chosen sequence [1] that has the fewest tokens together with its prompt."""
+        """Return the chosen sequence [1] with the fewest tokens, its prompt included."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
         tokens = prompt_lengths[sequences // self.num_rollouts] + lengths[sequences]
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
-        """Divide the chosen sequences among the ranks, group by group, so that all have about the same number of tokens."""
+        """Divide the chosen sequences among the ranks by whole groups, with about the same number of tokens for each rank."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
-        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])
-        loads = [(0, rank) for rank in range(num_ranks)]  # a heap: the least loaded comes first
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)  # [G'], [S] into groups
+        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])  # [G'] of each group
+        loads = [(0, rank) for rank in range(num_ranks)]  # a heap; the least loaded rank comes first
         rank_of = torch.zeros_like(groups)
         for g in tokens.argsort(descending=True, stable=True).tolist():
             load, rank = heapq.heappop(loads)

@@ -1,4 +1,4 @@
-"""The passes over samples that all ranks make together, and numbers of each token under a model."""
+"""Forward passes that all ranks run together, and per-token values of a model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.sharding import reshard
 
-TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # of hidden [T, H]: [T, n]
+TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # hidden [T, H] -> [T, n]
 
 
 def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
@@ -29,8 +29,6 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
 
 
 class Pass(NamedTuple):
-    """A pass of this rank."""
-
     batch: MicroBatch
     is_padding: bool  # a dummy pass: keeps collectives in step, with zero gradient
     is_last: bool
@@ -38,14 +36,13 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """Cuts samples into micro-batches for all ranks, and computes numbers of each token under a model.
+    """Splits samples into micro-batches for all ranks, and computes per-token values of a model.
 
     Args:
         token_budget: largest number of tokens in one pass.
         dtype: of the computation.
-        temperature: of the log-probs.
         merge_cost: from packing.merge_cost.
-        shares_weights: whether each rank holds only its part of every weight (FSDP2).
+        shares_weights: whether each rank holds only a shard of every weight (FSDP2).
     """
 
     ranks: Ranks
@@ -56,15 +53,15 @@ class Passes:
     shares_weights: bool
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
-        """Return what cuts these samples into micro-batches, with their advantages [S] if there are any."""
+        """Return the packer of these samples; advantages [S] default to 0."""
         none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
         return Packer(samples.prompts, samples.rollouts, none if advantages is None else advantages, self.merge_cost)
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
-        """Give this rank's passes over the chosen sequences.
+        """Yield this rank's passes over the chosen sequences.
 
-        All ranks make the same number of passes, since they exchange gradients, and sharded weights, in them; a rank with
-        less to do repeats the shortest response.
+        All ranks run the same number of passes, because each pass exchanges gradients or sharded weights. A rank with fewer
+        micro-batches repeats the shortest response.
         """
         parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
         own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
@@ -73,28 +70,31 @@ class Passes:
             yield Pass(packer.pack(packer.shortest(sequences) if is_padding else own[i]), is_padding, i == num_passes - 1)
 
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the log-probs of the tokens of the chosen samples, ascending, packed, under `model`."""
+        """Return the log-probs under `model` of the chosen samples' tokens, packed; the samples are ascending. All ranks must
+        call this."""
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the distributions of the same tokens, as `logprobs`."""
+        """Return the entropies, in nats, of the distributions of the same tokens. All ranks must call this."""
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 1]
 
     def logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return both of a micro-batch's tokens, [T, 2] float32, from the hidden states that predict them."""
+        """Return log-probs and entropies of a micro-batch's tokens, [T, 2] float32, from the hidden states [T, H] that predict
+        them."""
         scaling = model.scaling(self.temperature)
         values = linear_token_logprobs(hidden, model.output_matrix, batch.targets, **scaling)
         return torch.stack([value.float() for value in values], 1)
 
     @torch.no_grad()
     def of_batch(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
-        """Return numbers [T, n] of a micro-batch's tokens."""
+        """Return `values` [T, n] of a micro-batch's tokens."""
         result = values(model, batch, run_batch(model, batch, self.dtype))
         reshard(model)
         return result
 
     def compute(self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return numbers [T, n] float32 of the tokens of the chosen samples, ascending, packed; all ranks must call this."""
+        """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are ascending. All ranks must call
+        this."""
         packer, sequences, device = self.packer(samples), sequences.cpu(), samples.rollouts.tokens.device
         results = torch.zeros(0, device=device)
         for batch, is_padding, _ in self.micro_batches(packer, sequences):

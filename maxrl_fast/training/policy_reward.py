@@ -1,7 +1,7 @@
-"""Rewards from the policy: how probable the reference answer is behind each response's reasoning.
+"""Rewards from the policy: the probability of the reference answer, given each response's reasoning.
 
-One forward pass over the reasoning of every response, followed by the reference answer in place of its own, packed as the
-responses are: each prompt once for its group. All ranks take part, with sharded weights too.
+One forward pass over every response's reasoning, followed by the reference answer in place of the response's own. Sequences are
+packed like responses, with each prompt once per group. All ranks take part, also with sharded weights.
 """
 
 from dataclasses import dataclass, replace
@@ -17,40 +17,36 @@ from maxrl_fast.training.learner import Learner
 
 LABELS = ("logprob", "mean_logprob", "rlpr")  # of --labels
 PROBABILITY = "probability"
-_FORMAT_SHARE = 0.1  # of RLPR's reward, as the authors set it
+_FORMAT_SHARE = 0.1  # weight of the format term in RLPR's reward, as the authors set it
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A response with the reference answer in place of its own."""
-
-    tokens: list[int]  # those sampled up to the answer, perhaps cut, what leads to the answer, and the answer
-    num_answer: int  # tokens of the answer, the last ones
-    leads: bool  # whether the response leads to an answer itself and leaves room for it
+    tokens: list[int]  # the reasoning, perhaps cut, the lead-in of the answer, and the answer
+    num_answer: int  # number of answer tokens, at the end
+    leads: bool  # whether the response itself leads to an answer and leaves room for it
 
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """What a policy reward gives S responses."""
-
     rewards: Tensor  # [S] float32
     components: list[dict[str, float]]  # [S]
-    answered: Rollouts | None = None  # [S], for the reward "probability": what VeriFree trains on
-    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each; 0 where it has none
+    answered: Rollouts | None = None  # S responses that VeriFree trains on; only for the reward "probability"
+    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
 
 
 @dataclass(frozen=True)
 class PolicyReward:
-    """Scores responses by the probability of the reference answer y* behind their reasoning z, at the temperature of the loss.
+    """Scores responses by the probability of the reference answer y* given their reasoning z, at the temperature of the loss.
 
-    "logprob" is log pi(y* | x, z), "mean_logprob" its mean over the tokens of y*. "rlpr" is that of RLPR (Yu et al. 2025,
-    arXiv:2506.18254), with p(z) the mean over the tokens of y* of their probabilities,
+    "logprob" is log pi(y* | x, z), "mean_logprob" its mean over the tokens of y*. "rlpr" is the reward of RLPR (Yu et al. 2025,
+    arXiv:2506.18254), where p(z) is the mean probability of the tokens of y*:
 
         .9 max(0, p(z) - p(nothing)) + .1 [the response leads to an answer].
 
-    "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It is 0 for a response that
-    does not lead to an answer, or whose reasoning leaves no room for it. The other rewards put behind such a response what
-    leads to the answer, and cut its reasoning where there is no room.
+    "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It is 0 if the response does
+    not lead to an answer, or if its reasoning leaves no room for one. The other rewards append the lead-in of an answer to such
+    a response, and cut its reasoning if there is no room.
 
     Args:
         kind: one of LABELS, or PROBABILITY.
@@ -63,10 +59,9 @@ class PolicyReward:
     limit: int
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
-        """Return the rewards of N responses to each prompt, the same on all ranks.
+        """Return the rewards of N responses to each prompt, the same on all ranks, which must all call this.
 
-        Raises:
-            InputError: if the answer to a prompt is not known.
+        Raises InputError if the answer to a prompt is not known.
         """
         responses = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
         references = self._references(prompts, rollouts)
@@ -86,19 +81,19 @@ class PolicyReward:
         return AnswerScores(rewards, _components(parts | {"answer_prob": probability, "answer_prob_alone": alone}))
 
     def _alone(self, prompts: Prompts) -> Tensor:
-        """Return the mean probability [G] of the tokens of each prompt's answer without any reasoning."""
+        """Return the mean token probability [G] of each prompt's answer without any reasoning."""
         references = self._references(prompts, Rollouts.given([[]] * len(prompts)))
         logprobs, lengths, _ = self._answer_logprobs(prompts, [self._answered(reference, []) for reference in references])
         return sequence_sums(logprobs.exp(), lengths) / lengths
 
     def _probabilities(self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]) -> AnswerScores:
-        """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the policy's of y*."""
-        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
+        """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the policy's log-probs of y*."""
+        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)  # [answer tokens], [S]
         has_answer = lengths > 0
         sums = torch.where(has_answer, sequence_sums(logprobs, lengths), -torch.inf)
         reasoning = continued.lengths - lengths
-        own = ranges(rollouts.cu_seqlens[:-1], reasoning)
-        kept = torch.cat([ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)])
+        own = ranges(rollouts.cu_seqlens[:-1], reasoning)  # positions of z in the sampled tokens
+        kept = torch.cat([ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)])  # in z + y*
         values = torch.cat([rollouts.logprobs[own], logprobs])
         continued = replace(continued, logprobs=torch.zeros_like(values).index_copy(0, kept, values))
         parts = {"answer_logprob": sums, "answer_leads": has_answer.float()}
@@ -123,7 +118,7 @@ class PolicyReward:
         return Answered(reasoning[: room - len(lead)] + lead + answer, len(answer), False)
 
     def _answer_logprobs(self, prompts: Prompts, answered: list[Answered]) -> tuple[Tensor, Tensor, Rollouts]:
-        """Return the log-probs of the answers' tokens, packed, the number of tokens [S] of each, and the sequences."""
+        """Return the packed log-probs of the answer tokens, the answer lengths [S] in tokens, and the sequences."""
         device = prompts.tokens.device
         sequences = Rollouts.given([a.tokens for a in answered]).to(device)
         (lengths,) = to_device(device, torch.tensor([a.num_answer for a in answered]))
@@ -133,13 +128,9 @@ class PolicyReward:
 
 
 def check_answers(task: Task, who: str) -> AnsweredTask:
-    """Return the task if it knows reference answers, tried on its first prompt.
+    """Return the task if it knows reference answers; its first prompt is tried.
 
-    Args:
-        who: needs them, such as "--labels rlpr".
-
-    Raises:
-        InputError: if it does not.
+    Raises InputError, naming the option `who` that needs them, if it does not.
     """
     if not isinstance(task, AnsweredTask):
         raise InputError(f"{who} needs the reference answer to every prompt, which the task {task.name} does not give")
@@ -151,11 +142,11 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
 
 
 def _answer_positions(rollouts: Rollouts, lengths: Tensor) -> Tensor:
-    """Return the positions of the last `lengths` [S] tokens of each response."""
+    """Return the packed positions of the last `lengths` [S] tokens of each response."""
     return ranges(rollouts.cu_seqlens[1:] - lengths, lengths)
 
 
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:
-    """Return the finite parts of each response's reward, by name."""
+    """Return the finite components of each response's reward, by name."""
     columns = torch.stack([*parts.values()], 1).tolist()
     return [{name: x for name, x in zip(parts, row, strict=True) if x > float("-inf")} for row in columns]

@@ -1,4 +1,4 @@
-"""The rollouts of a step that a run keeps, as records of rollouts.jsonl."""
+"""Selects the rollouts of a step that a run keeps, as records of rollouts.jsonl."""
 
 import json
 import zlib
@@ -16,14 +16,9 @@ from maxrl_fast.training.collect import RolloutBatch
 
 
 def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:
-    """Return `count` rollouts of a step as JSON objects, all of one group before the next; all ranks must call this.
+    """Return `count` >= 1 rollouts of a step as JSON objects, group by group, on the first rank; an empty list on the others.
 
-    Args:
-        count: at least 1.
-        advantages: [S], with which the rollouts have been learned from.
-
-    Returns:
-        The records on the first rank, none on the others.
+    All ranks must call this. `advantages` [S] are the update's.
     """
     prompts, rollouts, num_rollouts = batch.prompts, batch.sampled, batch.num_rollouts
     tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(
@@ -49,10 +44,10 @@ def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: 
 
 
 def first_groups(prompts: Prompts, count: int) -> Tensor:
-    """Return the indices of `count` of the prompts, int64 on the host: those with the smallest checksums of their tokens.
+    """Return the indices of `count` prompts, int64 on the host: the ones with the smallest checksums of their tokens.
 
-    The prompts are on the host. The choice depends on nothing else: of the prompts of a data set that are chosen in one epoch,
-    about half are chosen in the next, however it is shuffled; by chance it would be one in as many as a step has.
+    The prompts are on the host. The choice depends only on the tokens: about half of the prompts chosen in one epoch of a data
+    set are chosen again in the next, however it is shuffled. By chance it would be one in G.
     """
     checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in prompts.tokens.split(prompts.lengths.tolist())]
     return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])

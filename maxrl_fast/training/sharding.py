@@ -1,4 +1,4 @@
-"""The policy on several ranks: all weights on each (DDP), or a part of every weight on each (FSDP2)."""
+"""The policy on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
 import contextlib
 from typing import Any
@@ -16,7 +16,7 @@ from maxrl_fast.training.critic import num_critic_weights
 
 
 def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False) -> bool:
-    """Return whether --sharding means sharded weights, the same on all ranks: "auto" as `fills_half` says of some rank."""
+    """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if `fills_half` holds on any rank."""
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":
@@ -25,18 +25,21 @@ def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.de
 
 
 def fills_half(model: PolicyModel, gpu_bytes: int, has_critic: bool = False) -> bool:
-    """Return whether the float32 weights, the gradients and moments of trained weights, and the rollout engine's copy would
-    take more than half of a GPU, with the weights, gradients and moments of a critic if there is one."""
+    """Return whether training would take more than half of a GPU's memory without sharding.
+
+    Counted are the float32 weights, gradients and moments of the policy and of the critic if there is one, and the rollout
+    engine's copy of the policy.
+    """
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     critic = 16 * num_critic_weights(model) if has_critic else 0
     return sum(size * (20 if is_trained else 8) for size, is_trained in sizes) + critic > gpu_bytes / 2
 
 
 def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
-    """Return the module whose forward and backward passes all ranks run together; its gradients are means over the ranks.
+    """Return the module that all ranks run forward and backward together; its gradients are means over the ranks.
 
     Args:
-        model, reference: on their device, equal on all ranks; sharded in place where `sharded`.
+        model, reference: on their device, equal on all ranks; sharded in place if `sharded`.
         dtype: of the computation; sharded weights are gathered in it.
     """
     if ranks.size == 1:
@@ -52,10 +55,11 @@ def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, 
 
 
 def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) -> None:
-    """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose gradients are thrown away.
+    """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose gradients are discarded.
 
-    DDP arranges them anew after its first backward pass, and the order in which more than two ranks add up a number depends on
-    its place. Without this the first update of a resumed run would be rounded otherwise than in a run that was not stopped.
+    DDP rearranges its buckets after its first backward pass. With more than two ranks the order of additions depends on a
+    gradient's place in the bucket, so without this the first update of a resumed run would round differently from an
+    uninterrupted run.
     """
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
@@ -70,8 +74,8 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
 
 
 def shard(model: PolicyModel, dtype: torch.dtype) -> None:
-    """Shard every weight over the ranks, in place; the weights of a layer are gathered while it computes (FSDP2)."""
-    from torch.distributed.device_mesh import init_device_mesh  # here: they take most of a second to import
+    """Shard every weight over the ranks, in place (FSDP2). A layer's weights are gathered while it computes."""
+    from torch.distributed.device_mesh import init_device_mesh  # imported here: they take most of a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     device = model.lm_head.weight.device
@@ -86,13 +90,13 @@ def shard(model: PolicyModel, dtype: torch.dtype) -> None:
 
 
 def reshard(model: Any) -> None:
-    """Free the weights outside the layers, which a forward pass without a backward pass leaves gathered."""
+    """Free the weights outside the layers, which stay gathered after a forward pass without a backward pass."""
     if hasattr(model, "reshard"):  # sharded
         model.reshard()
 
 
 def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients on this rank inside, without exchanging them with other ranks."""
+    """Accumulate gradients on this rank without exchanging them."""
     if isinstance(module, DistributedDataParallel):
         return module.no_sync()
     return contextlib.nullcontext()

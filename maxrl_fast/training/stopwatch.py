@@ -1,5 +1,3 @@
-"""Wall time by stage of a step."""
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +6,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Lap:
-    """The time that one stage took."""
-
     seconds: float = 0.0
 
 
 class Stopwatch:
-    """Measures wall time by stage, and how long the current stage has shown no progress.
+    """Measures wall time by stage, and the time since the current stage last made progress.
 
-    The time of a stage inside another one counts for the inner stage alone.
-
-    Args:
-        seconds: by stage, of the run so far; updated in place.
+    The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is updated in place.
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
@@ -42,14 +35,12 @@ class Stopwatch:
             self._inside, self._depth = before + lap.seconds, self._depth - 1
 
     def total(self, *stages: str) -> float:
-        """Return the seconds of some stages together, so far."""
         return sum(self.seconds.get(stage, 0.0) for stage in stages)
 
     def beat(self) -> None:
-        """Note that the current stage has made progress."""
         self._now = (self._now[0], time.monotonic())
 
     def silence(self) -> tuple[str, float]:
-        """Return the current stage, and the seconds since it began or last made progress."""
+        """Return the current stage, and the seconds since it started or last made progress."""
         stage, since = self._now
         return stage, time.monotonic() - since

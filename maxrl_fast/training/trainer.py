@@ -1,4 +1,4 @@
-"""One training step, from prompts to new weights in the rollout engine, in the order in which the data flows.
+"""One training step, from prompts to new weights in the rollout engine. The data flow:
 
     task --prompts--> rollout engine --token ids, logprobs--> reward --[G, N]--> advantage --[S]--> packed batch
          --> model (each prompt once) --> loss --> optimizer --> weights back to the rollout engine
@@ -23,26 +23,24 @@ from maxrl_fast.training.stopwatch import Stopwatch
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step did."""
-
     batch: RolloutBatch
-    advantages: Tensor  # [S], those of the last update
+    advantages: Tensor  # [S] of the last update
     updates: list[UpdateMetrics]
     metrics: dict[str, float]  # a line of metrics.jsonl
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Tokens sampled ("rollout"), and computed by the learner ("update")."""
+        """Tokens sampled ("rollout") and computed by the learner ("update")."""
         return {"rollout": self.batch.num_tokens, "update": sum(update.num_tokens for update in self.updates)}
 
 
 @dataclass
 class Trainer:
-    """Trains a policy, a step at a time.
+    """Trains a policy, one step at a time.
 
     Args:
         updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its prompts.
-        correction: for a rollout engine whose log-probs are not the policy's.
+        correction: for a rollout engine whose log-probs differ from the policy's.
     """
 
     collector: RolloutCollector
@@ -55,14 +53,12 @@ class Trainer:
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def step(self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None) -> StepRecord:
-        """Take step n, from 1, on the prompts from index `first_prompt` on.
-
-        Args:
-            diagnose: looks at the batch before the first update.
+        """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets the batch before the first
+        update.
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
-            InputError: where rewards are not what the objective needs.
+            InputError: if the rewards do not suit the objective.
         """
         clock, learner, objective, lr = self.clock, self.learner, self.objective, self.learning_rate.at(n)
         batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]

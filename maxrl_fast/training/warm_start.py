@@ -1,4 +1,4 @@
-"""The warm start: supervised learning on solutions, with the same learner as reinforcement learning."""
+"""The warm start: supervised fine-tuning on solutions, with the learner of reinforcement learning."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class WarmStart:
     """Trains the policy on one solution per prompt.
 
     Args:
-        learner: with the loss "reinforce": with advantage 1 it is the mean negative log-likelihood of the solutions' tokens.
+        learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood of the solution tokens.
         batch: prompts per step.
-        takes_prompts: whether the solutions are of the training prompts, so that reinforcement learning begins behind them.
+        takes_prompts: whether it uses up training prompts, so that reinforcement learning starts after them.
     """
 
     task: Task
@@ -34,11 +34,11 @@ class WarmStart:
 
     @property
     def num_prompts(self) -> int:
-        """Training prompts that it uses: those from index 0 on."""
+        """Number of training prompts used, from index 0 on."""
         return self.num_steps * self.batch if self.takes_prompts else 0
 
     def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:
-        """Take every step after the first `done`; give each step's number and loss once it is taken."""
+        """Take the steps after the first `done`; yield each step's number and loss."""
         for step in range(done + 1, self.num_steps + 1):
             prompts, solutions = self.task.demonstrations((step - 1) * self.batch, self.batch)
             samples = Samples(prompts.to(self.device), solutions.to(self.device))

@@ -1,1 +1,1 @@
-"""What is maximised: an objective turns a step's rewards into advantages. registry.py lists them all."""
+"""Objectives: each turns a step's rewards into advantages. registry.py lists them all."""

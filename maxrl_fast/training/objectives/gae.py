@@ -4,29 +4,29 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-8  # added to the variance, as in verl
-_ROUNDING = 1e-12  # of squares in float64
+_ROUNDING = 1e-12  # relative, of sums of squares in float64
 
 
 def gae_advantages(values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float) -> Tensor:
     """Return the advantage of every token, float64 [T].
 
-    The reward r is at each response's last token. The value after it is 0, also for a response that the length limit ended:
+    The reward r is given at each response's last token. The value after it is 0, also if the response was truncated:
 
         delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum_l (gamma gae_lambda)^l delta_{t+l}  (eqs. 11 and 16).
 
     Args:
-        values: [T], V of the state before each token is written.
-        rewards: [S], one for each response.
+        values: [T], V of the state before each token.
+        rewards: [S].
         cu_seqlens: int64 [S+1] of the responses, which may be empty.
         gamma, gae_lambda: in [0, 1].
     """
     lengths, size = cu_seqlens.diff(), len(values)
-    # How many tokens stand behind each one in its response, [T].
+    # [T] number of later tokens in the same response
     behind = cu_seqlens[1:].repeat_interleave(lengths, output_size=size) - 1 - torch.arange(size, device=values.device)
     values, is_last = values.double(), behind == 0
     given = rewards.double().repeat_interleave(lengths, output_size=size)
-    sums = torch.where(is_last, given, gamma * values.roll(-1)) - values
-    # After a round, a token's sum has twice as many terms: those of its own sum and of the sum of the token `shift` behind it.
+    sums = torch.where(is_last, given, gamma * values.roll(-1)) - values  # [T], delta_t
+    # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places later.
     longest = int(lengths.max()) if size else 0
     shift, factor = 1, gamma * gae_lambda
     while shift < longest:
@@ -36,8 +36,10 @@ def gae_advantages(values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: f
 
 
 def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
-    """Return advantages [T] shifted and scaled to mean 0 and sample variance 1 over the tokens that count, bool [T]; 0 for the
-    other tokens, and where a single token counts."""
+    """Scale advantages [T] to mean 0 and sample variance 1 over the tokens in `counts`, bool [T].
+
+    Other tokens get 0, and so does a single counted token.
+    """
     number = counts.sum()
     mean = torch.where(counts, advantages, 0.0).sum() / number.clamp_min(1)
     centred = torch.where(counts, advantages - mean, 0.0)
@@ -45,8 +47,10 @@ def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, counts: Tensor) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns), float64, over the tokens that count, bool [T]; 0 where the returns are
-    equal, up to rounding."""
+    """Return 1 - Var(returns - values) / Var(returns), float64, over the tokens in `counts`, bool [T].
+
+    It is 0 if the returns are equal up to rounding.
+    """
     number = counts.sum().clamp_min(1)
 
     def squares(x: Tensor, shift: Tensor | float = 0.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Objectives whose advantages are an estimator of the group advantage (algorithms/estimators/), fixed for a step."""
+"""Objectives with the advantages of an estimator (algorithms/estimators/), computed once per step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ class GroupObjective:
     """The advantages of an estimator.
 
     Args:
-        estimator: a name in ops.ESTIMATORS, or the row of a user's function.
-        options: the keywords of ops.group_advantage that stay the same over a run, such as k or eps.
+        estimator: a name in ops.ESTIMATORS, or the row of a custom function.
+        options: keywords of ops.group_advantage that are constant over a run, such as k or eps.
     """
 
     estimator: str | Estimator
@@ -67,8 +67,8 @@ class GroupObjective:
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         rewards, rollouts, greedy = batch.rewards, batch.rollouts, batch.greedy_rewards
-        valid = batch.valid if self.row.takes_valid else None  # a user's function may take the rewards that failed as 0
-        # Functions, because an estimator takes few of these, and the prompts' indices are read from the device.
+        valid = batch.valid if self.row.takes_valid else None  # a custom function may take failed rewards as 0
+        # Computed on demand: an estimator takes few of these, and reading the prompts' indices waits for the device.
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
@@ -86,12 +86,11 @@ class GroupObjective:
         return batch
 
     def options_for(self, batch: RolloutBatch) -> dict[str, Any]:
-        """Return the keywords of ops.group_advantage for a step's samples."""
         options = dict(self.options)
         if batch.parts is not None:
             options["reward_weights"] = batch.part_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
-            options["order"] = None  # the full order of every group, by the samples that have a reward
+            options["order"] = None  # each group's own full order, from its number of known rewards
         return options
 
     def advantages(self, sequences: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the trainer asks of an objective: the advantages that multiply each response's log-probs in the loss."""
+"""The interface of objectives: the advantages that multiply each response's log-probs in the loss."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,23 +11,21 @@ from maxrl_fast.training.learner import Learner
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective needs beside the rollouts and their rewards."""
-
-    reference: bool = False  # a frozen copy of the policy as it was when reinforcement learning began
+    reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
-    parts: bool = False  # each of several rewards, beside their sum
-    answers: bool = False  # the reference answer in place of that of each response, whose probability is the reward
-    token_weights: bool = False  # factors of single tokens in the loss
-    critic: bool = False  # a value function of the states before each token, trained with the policy
-    logprob_passes: int = 0  # forward passes over a step's samples, beside the passes of the loss
+    parts: bool = False  # each of several rewards, not only their sum
+    answers: bool = False  # the reward is the probability of the reference answer, which replaces each response's own
+    token_weights: bool = False  # a factor per token in the loss
+    critic: bool = False  # a value function V of the state before each token, trained with the policy
+    logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
 
 
 class Objective(Protocol):
     """An objective of a run.
 
     The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another loss of the log-prob ratios
-    with the same A_i; an objective is the choice of A_i.
+    with the same A_i. An objective chooses A_i.
     """
 
     @property
@@ -35,37 +33,37 @@ class Objective(Protocol):
 
     @property
     def loss(self) -> str:
-        """The token loss, a name of ops.policy_gradient_loss: the default of --loss."""
+        """The token loss, a name of ops.policy_gradient_loss; default of --loss."""
 
     @property
     def aggregation(self) -> str:
-        """How token losses are averaged: the default of --aggregation."""
+        """How token losses are averaged; default of --aggregation."""
 
     @property
     def owns_loss(self) -> bool:
-        """Whether loss and aggregation are part of the objective, so that options cannot change them, and importance weights
-        have nothing to correct."""
+        """Whether loss and aggregation are fixed by the objective. Then options cannot change them, and importance weights do
+        not apply."""
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What the next step needs of this one, by name: tensors on the host that checkpoints keep and load in place."""
+        """Host tensors, by name, that the next step needs. Checkpoints store them and load them in place."""
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        """Return whether a group that failed altogether, or succeeded altogether, has advantages other than zero."""
+        """Return whether a group of all-0 or all-1 rewards has nonzero advantages."""
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
-        """Take a step's samples and rewards, before the first update on them, and return what is learned from.
+        """Take a step's samples and rewards before its first update; return the batch to train on.
 
-        An objective with an advantage for every token, of either sign, returns batch.weighted(advantages [T]), and has the
-        advantage 1 for every response.
+        An objective with an advantage for every token, of either sign, returns batch.weighted(advantages [T]) and gives every
+        response the advantage 1.
         """
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        """Return the advantages [S] of all samples, for an update on `sequences`: samples of whole groups, with a reward,
-        int64 on the host.
+        """Return the advantages [S] of all samples for an update on `sequences`: whole groups' samples with a reward, int64 on
+        the host.
 
         Samples that no update has used yet may have the advantage 0.
         """
 
     def end(self) -> dict[str, float]:
-        """Train what the objective trains besides the policy, and return its own metrics of the step, after the last update."""
+        """After the last update: train what the objective trains besides the policy, and return its metrics of the step."""

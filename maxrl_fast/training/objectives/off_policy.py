@@ -1,7 +1,7 @@
-"""Objectives that weight whole responses by the ratio of the policy to the sampler: the estimators with log_ratios.
+"""Objectives that weight whole responses by the ratio of the policy to the sampler: estimators with the input log_ratios.
 
-The ratios change with every update of a step, so each computes the advantages again, from one more forward pass over its
-samples. Their gradient is that of -(1/S) sum_i A_i log pi(y_i), the log-probs summed over each response.
+Every update changes the ratios, so each update recomputes the advantages with one more forward pass over its samples. The
+gradient equals the gradient of -(1/S) sum_i A_i log pi(y_i), with log pi(y_i) summed over the response.
 """
 
 from dataclasses import dataclass, field
@@ -24,20 +24,18 @@ from maxrl_fast.training.objectives.objective import Needs
 
 @dataclass
 class _Step:
-    """What the updates of a step share."""
-
     batch: RolloutBatch
     learner: Learner
     options: dict[str, Any]
     cu_seqlens: Tensor  # [S+1] of the responses, on the host
-    learns: Tensor  # [G] bool on the host: groups whose advantages are not all 0, which no ratio can change
-    values: Tensor  # [S], the advantages of the updates so far
-    ratios: list[Tensor] = field(default_factory=list)  # of each update, one per response
+    learns: Tensor  # [G] bool on the host: groups with an advantage other than 0; no ratio changes that
+    values: Tensor  # [S] advantages, filled in by each update
+    ratios: list[Tensor] = field(default_factory=list)  # one tensor per update, one ratio per response
 
 
 @dataclass
 class OffPolicyObjective(GroupObjective):
-    """The advantages of an estimator that takes log_ratios, for responses of the rollout engine; see GroupObjective."""
+    """See GroupObjective; every update recomputes the advantages."""
 
     loss: str = "reinforce"
     owns_loss: bool = True
@@ -73,7 +71,7 @@ class OffPolicyObjective(GroupObjective):
         )
         own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
         if is_host_readable(own_ratios) and bool(own_ratios.isnan().any()):
-            step.values[chosen] = torch.nan  # as on a GPU; the update then finds what is not finite
+            step.values[chosen] = torch.nan  # as on a GPU; the update then reports the non-finite value
             return step.values
         log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)
         valid = None if batch.valid is None else batch.valid[groups]
@@ -84,7 +82,6 @@ class OffPolicyObjective(GroupObjective):
     def _estimate(
         self, batch: RolloutBatch, rewards: Tensor, valid: Tensor | None, log_ratios: Tensor, options: dict[str, Any]
     ) -> Tensor:
-        """Return the advantages of some groups; raise InputError, naming the step, where the rewards are too large."""
         try:
             return group_advantage(rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options)
         except ValueError as error:

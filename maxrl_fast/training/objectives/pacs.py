@@ -1,7 +1,7 @@
-"""PACS in the trainer: advantages that make the learner's REINFORCE loss the loss of PACS.
+"""PACS in the trainer: advantages with which the learner's REINFORCE loss has the gradient of the PACS loss.
 
-The loss of PACS is a function of the groups' reward proxies r_i = beta sum_t (logp_t - ref_t), so it has the same gradient as
--(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, and each update computes them
+The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of each group. It has the gradient of
+-(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, so each update computes them
 from whole groups. `pacs_paper` adds the actor term of the paper's eq. 5, the log-likelihood of the outcome.
 """
 
@@ -20,27 +20,26 @@ from maxrl_fast.training.objectives.objective import Needs
 
 @dataclass
 class _Step:
-    """What the updates of a step share."""
-
     batch: RolloutBatch
     learner: Learner
-    ref_logprobs: Tensor | None  # [T]; None where the policy is its own reference throughout
-    cu_seqlens: Tensor  # [S+1] of the responses, on the host; [0] where it is not needed
-    values: Tensor  # [S], the advantages of the updates so far
-    metrics: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
+    ref_logprobs: Tensor | None  # [T]; None if the policy is its own reference
+    cu_seqlens: Tensor  # [S+1] of the responses, on the host; [0] if not needed
+    values: Tensor  # [S] advantages, filled in by each update
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)  # one dict per update
 
 
 @dataclass
 class PacsObjective:
-    """PACS.
+    """The objectives pacs and pacs_paper.
 
     Args:
         beta: scale of the reward proxies, in reward per nat of log-ratio.
         score, class_weight: score and weight of ops.pacs_loss.
         updates_per_step: with one, the policy is its own reference and no forward pass is needed.
-        has_actor: `pacs_paper`: with the actor term and a frozen reference policy; otherwise the reference is the policy that
-            sampled.
-        ref_reset_interval: steps after which the policy becomes that reference policy and the optimizer restarts; 0: never.
+        has_actor: `pacs_paper`, with the actor term and a frozen reference policy; otherwise the reference is the sampling
+            policy.
+        ref_reset_interval: number of steps after which the policy becomes the reference policy and the optimizer restarts; 0:
+            never.
     """
 
     beta: float = 1.0

@@ -1,4 +1,4 @@
-"""PPO with a critic: the advantage of every token from a learned value function, which learns after each step's updates."""
+"""PPO with a critic: token advantages from a learned value function, which is trained after each step's policy updates."""
 
 import contextlib
 import math
@@ -32,27 +32,22 @@ class CriticError(NonFiniteError):
 
 @dataclass
 class _Step:
-    """What a step's updates of the critic need."""
-
     batch: RolloutBatch
     learner: Learner
-    values: Tensor  # [T] before the step
+    values: Tensor  # [T] of the critic before the step
     returns: Tensor  # [T]
-    counts: Tensor  # bool [T], the tokens of responses whose reward is known
-    minibatches: list[Tensor] = field(default_factory=list)  # the samples of each update of the policy
+    counts: Tensor  # bool [T], tokens of responses whose reward is known
+    minibatches: list[Tensor] = field(default_factory=list)  # the samples of each policy update
 
 
 @dataclass
 class PpoObjective:
     """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347).
 
-    The advantage of a token is that of gae.gae_advantages, whitened over the tokens of the step whose reward is known. The
-    critic learns the returns A + V, A before whitening, after the updates of the policy and on the same minibatches.
+    Token advantages come from gae.gae_advantages and are whitened over the step's tokens whose reward is known. The critic
+    learns the returns A + V, with A before whitening, after the policy updates and on the same minibatches.
 
-    The learner takes an advantage per response, here 1, and a factor per token, here the advantage.
-
-    Args:
-        gamma, gae_lambda: of gae_advantages.
+    The learner takes an advantage per response, here 1, and a factor per token, here the token's advantage.
     """
 
     gamma: float = 1.0
@@ -68,7 +63,7 @@ class PpoObjective:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        return {}  # the learner keeps the critic
+        return {}  # checkpoints store the critic with the learner
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
@@ -105,7 +100,7 @@ class PpoObjective:
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
-    """Return the critic's values of the states before each token of the samples, float32 [T], the same on all ranks."""
+    """Return the critic's value of the state before each token, float32 [T], the same on all ranks; all must call this."""
     assert learner.critic is not None
 
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -117,19 +112,18 @@ def state_values(learner: Learner, samples: Samples) -> Tensor:
 def update_critic(
     learner: Learner, samples: Samples, old_values: Tensor, returns: Tensor, sequences: Tensor, *, when: str
 ) -> tuple[float, float]:
-    """Take one optimizer step of the learner's critic on some of the samples, the same step on all ranks.
+    """Take one optimizer step of the critic on some of the samples, the same step on all ranks, which must all call this.
 
     Args:
         old_values, returns: [T] of all samples.
-        sequences: int64 on the host, ascending: the samples of this update. The loss is the mean over their tokens; without any
-            token there is no step.
-        when: for messages.
+        sequences: int64 on the host, ascending: the samples of this update. The loss is the mean over their tokens; without
+            tokens there is no step.
 
     Returns:
-        the loss, and the norm of the gradient before clipping.
+        The loss, and the gradient norm before clipping.
 
     Raises:
-        NonFiniteError: if one of them is not finite; the critic's weights are left as they were.
+        NonFiniteError: if one of them is not finite; the critic's weights are unchanged.
     """
     critic = learner.critic
     assert critic is not None
@@ -159,7 +153,6 @@ def update_critic(
 
 
 def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
-    """Raise NonFiniteError naming the first prompt with a state whose value is not finite."""
     broken = (~values.isfinite()).nonzero()
     if len(broken):
         token = int(broken[0])

@@ -1,4 +1,4 @@
-"""The objectives by name: what each is, its options, and the objective made of them."""
+"""The objectives by name, their options, and how they are built."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,19 +35,19 @@ from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from maxrl_fast.training.objectives.zvp import ZvpObjective
 
 DEFAULT_K = 4
-_BASELINES = ("leave_two_out",)  # alone they have no gradient
+_BASELINES = ("leave_two_out",)  # a baseline only; its gradient is zero
 
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """An objective that is not an estimator. The texts mean the same in both tables.
+    """An objective that is not an estimator.
 
     Args:
-        make: returns the objective from the updates per step; its keyword-only parameters are the objective's options.
-        formula, needs, source: of its advantages, as `python -m maxrl_fast.objectives` prints them.
+        make: builds the objective from the updates per step; its keyword-only parameters are the objective's options.
+        formula, needs, source: texts that `python -m maxrl_fast.objectives` prints, as for estimators.
         loss: its token loss without --loss.
         min_rollouts: smallest N.
-        takes_one_naive: whether it takes N = 1 with --score naive.
+        takes_one_naive: whether N = 1 is allowed with --score naive.
     """
 
     make: Callable[..., Objective]
@@ -194,15 +194,13 @@ OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
 
 
 def is_custom(name: str) -> bool:
-    """Return whether an objective is a function of the user's: FILE.py:FUNCTION, or the name of an installed one."""
     return name not in OBJECTIVES and (is_file(name) or is_installed("objective", name))
 
 
 def objective_options(name: str) -> dict[str, Option]:
-    """Return the options of an objective: those in the signature of its function.
+    """Return an objective's options: the ones in the signature of its function.
 
-    Raises:
-        InputError: where there is no such objective, or a custom one cannot be loaded.
+    Raises InputError if there is no such objective, or a custom one cannot be loaded.
     """
     if name not in OBJECTIVES and not is_custom(name):
         raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}")
@@ -213,8 +211,11 @@ def objective_options(name: str) -> dict[str, Option]:
 
 
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
-    """Return the defaults of its options at N rollouts; None where one must be given, or where the configuration works it
-    out. Raises InputError as `objective_options`."""
+    """Return the defaults of an objective's options at N rollouts; None where one must be given or the configuration works it
+    out.
+
+    Raises InputError as `objective_options`.
+    """
     defaults = {option: row.default for option, row in objective_options(name).items()}
     size = None if name in OWN else _row(name).size
     if size is not None:
@@ -224,7 +225,6 @@ def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
 
 
 def _row(name: str) -> Estimator:
-    """Return the estimator of a name, FILE.py:FUNCTION or an installed one; raises InputError where it cannot be loaded."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     function = load_plugin("objective", name, "FUNCTION")
@@ -237,7 +237,6 @@ def _row(name: str) -> Estimator:
 
 
 def default_loss(name: str) -> str:
-    """Return the token loss of an objective without --loss."""
     if name in OWN:
         return OWN[name].loss
     takes_ratios = (name in ESTIMATORS or is_custom(name)) and "log_ratios" in _row(name).inputs
@@ -245,14 +244,11 @@ def default_loss(name: str) -> str:
 
 
 def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:
-    """Return the objective of a run.
-
-    Args:
-        given: options by name; those not given have their defaults.
-        num_rollouts: N.
+    """Build the objective of a run; options that are not `given` take their defaults.
 
     Raises:
-        ValueError: where an option does not fit the objective or N, with a sentence.
+        ValueError: if an option does not fit the objective or N.
+        InputError: if a custom objective cannot be loaded.
     """
     options = objective_defaults(name, num_rollouts) | dict(given)
     if name in OWN:

@@ -1,4 +1,4 @@
-"""VeriFree: the reward of a response's reasoning is the probability of the reference answer, which is learned too."""
+"""VeriFree: the probability of the reference answer is the reward of the reasoning, and is itself trained."""
 
 from dataclasses import dataclass, field
 
@@ -13,15 +13,15 @@ from maxrl_fast.training.objectives.objective import Needs
 
 @dataclass
 class VerifreeObjective:
-    """VeriFree (Zhou et al. 2025, arXiv:2505.21493): the gradient of E_z pi(y* | x, z) is the mean over responses of
+    """VeriFree (Zhou et al. 2025, arXiv:2505.21493). The gradient of E_z pi(y* | x, z) is the mean over responses of
 
         A grad log pi(z | x) + R grad log pi(y* | x, z),
 
-    where z is the sampled reasoning, y* the reference answer, R = pi(y* | x, z) without a gradient, and A the advantage of R by
-    rloo. The update is on z + y* instead of what was sampled. A response that does not lead to an answer has R = 0 and is z as
-    a whole.
+    where z is the sampled reasoning, y* the reference answer, R = pi(y* | x, z) without a gradient, and A the rloo advantage of
+    R. The update trains on z + y* instead of the sampled response. A response that does not lead to an answer has R = 0 and
+    counts as z entirely.
 
-    The learner takes an advantage per response, here 1, or 0 where nothing has a gradient, and a factor per token.
+    The learner takes an advantage per response, here 1, or 0 if it has no gradient, and a factor per token.
     """
 
     loss: str = "reinforce"
@@ -45,7 +45,7 @@ class VerifreeObjective:
         assert answer_lengths is not None, "the collector scores by the policy"
         rewards = batch.rewards.flatten()  # [S]
         advantages = group_advantage(batch.rewards, "rloo").flatten()
-        factors = torch.stack([advantages, rewards], 1).flatten()  # of z and of y*, in turn
+        factors = torch.stack([advantages, rewards], 1).flatten()  # [2S]: z and y* of each response, alternating
         parts = torch.stack([rollouts.lengths - answer_lengths, answer_lengths], 1).flatten()
         self._values = ((parts > 0) & (factors != 0)).view(-1, 2).any(1).float()
         return batch.weighted(factors.repeat_interleave(parts, output_size=len(rollouts.tokens)))

@@ -1,4 +1,4 @@
-"""RL-ZVP: grpo, and for groups whose rewards are all equal a push of every token by its entropy."""
+"""RL-ZVP: grpo, plus entropy-based token advantages in groups whose rewards are all equal."""
 
 from dataclasses import dataclass, field
 
@@ -17,15 +17,11 @@ from maxrl_fast.training.objectives.objective import Needs
 class ZvpObjective:
     """RL-ZVP (Le et al. 2025, arXiv:2509.21880), for rewards 0 or 1.
 
-    A token t of a response has the advantage alpha H_t where all rewards of the group are 1, and -alpha (max_s H_s - H_t) where
-    all are 0, with s over the tokens of its response and H_t the entropy of the policy that t was sampled from, in nats. Other
-    groups have the advantages of grpo.
+    If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha (max_s H_s - H_t), with s over
+    the tokens of its response. H_t is the entropy, in nats, of the policy's distribution of token t. Other groups have the
+    advantages of grpo, with its eps and ddof.
 
     The learner takes an advantage per response, here 1 or -1, and a factor per token.
-
-    Args:
-        alpha: weight of the entropies.
-        eps, ddof: of grpo.
     """
 
     alpha: float = 0.1
@@ -38,7 +34,7 @@ class ZvpObjective:
 
     @property
     def needs(self) -> Needs:
-        return Needs(binary=True, token_weights=True, logprob_passes=1)  # at most: only groups with equal rewards
+        return Needs(binary=True, token_weights=True, logprob_passes=1)  # at most: only groups with equal rewards need it
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -57,12 +53,12 @@ class ZvpObjective:
         return batch.weighted(self._by_entropy(batch, learner, chosen)) if len(chosen) else batch
 
     def _by_entropy(self, batch: RolloutBatch, learner: Learner, sequences: Tensor) -> Tensor:
-        """Return the factor of each token [T], 1 but in the chosen sequences."""
+        """Return the factor of each token [T], 1 outside the chosen sequences."""
         rollouts, chosen = batch.rollouts, sequences.cpu()
         entropies = learner.passes.entropies(learner.model, batch, chosen)  # [tokens of the sequences]
         index, cu_seqlens = to_device(entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen))
         lengths = cu_seqlens.diff()
-        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)
+        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)  # [sequences]
         is_correct = (batch.rewards.flatten()[sequences] == 1).repeat_interleave(lengths, output_size=len(index))
         below = largest.repeat_interleave(lengths, output_size=len(index)) - entropies
         factors = self.alpha * torch.where(is_correct, entropies, below)

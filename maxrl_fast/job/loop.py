@@ -11,6 +11,7 @@ from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.records import Samples
@@ -19,7 +20,6 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.diagnostics import diagnostics_record
 from maxrl_fast.training.metrics import summary
-from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import StepRecord, Trainer
 from maxrl_fast.training.warm_start import WarmStart

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.model.attention import shared_prompt_attention
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
@@ -26,7 +27,6 @@ from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.pacs import PacsObjective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
-from maxrl_fast.training.rollout_records import rollout_records
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU

@@ -8,11 +8,11 @@ import zlib
 import pytest
 import torch
 
+from maxrl_fast.job.rollout_records import first_groups, rollout_records
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.rollout_records import first_groups, rollout_records
 from tests.batches import collected, make_prompts
 from tests.job.test_resume import run
 from tests.test_train import read

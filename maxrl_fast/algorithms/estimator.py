@@ -180,7 +180,7 @@ class Estimator:
         given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
         for option, value in given.items():
             if value is not None and option != taken:
-                raise ValueError(f"{self.name} takes no {option}, got {option}={value!r:.80}")
+                raise ValueError(f"{self.name} does not use {option}, got {option}={value!r:.80}")
         size = given.get(taken)
         if self.size is None or (size is None and not self.size.required):
             return 0

@@ -111,7 +111,7 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
 def _check_correction(config: Config, objective: Objective) -> None:
     options, name, whose = config.rollout, correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
-        raise InputError(f"{whose} does not support --correction: its loss takes no token weights, got {name}")
+        raise InputError(f"{whose} does not support --correction: its loss does not use token weights, got {name}")
     if name == "sequence_mask" and objective.needs.token_weights:
         raise InputError(f"{whose} weights single tokens by either sign, so correction cannot be sequence_mask")
     if options.rollout == "vllm" and options.top_p < 1 and options.temperature != 1:
@@ -153,7 +153,7 @@ def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str
     if not objective.owns_loss:
         return
     if options["top_entropy"] != 1:
-        raise InputError(f"{name} does not support --top-entropy: its loss takes no token weights")
+        raise InputError(f"{name} does not support --top-entropy: its loss does not use token weights")
     _check_part_of_loss(name, "loss", objective.loss, options)
     _check_part_of_loss(name, "aggregation", objective.aggregation, options)
 

@@ -91,7 +91,7 @@ class HuggingFacePolicy(PolicyModel):
         try:
             self.hf.set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
-            raise InputError(f"{self.config.model_type} takes no attention function of ours: {error}") from error
+            raise InputError(f"{self.config.model_type} does not support our attention function: {error}") from error
 
     def forward(
         self,

@@ -147,7 +147,7 @@ def _resolve(
     check_flag("scale_by_k", scale_by_k)
     numbers = check_options(row.name, row.options, dict(options))
     if scale_by_k and not row.scales_by_k:
-        raise ValueError(f"{row.name} takes no scale_by_k")
+        raise ValueError(f"{row.name} does not use scale_by_k")
     is_alone = n == 1 and row.centred  # its advantage is 0, whatever the size
     return row.resolve_size(None if is_alone else n, k, order), numbers
 
@@ -159,9 +159,9 @@ def _inputs(row: Estimator, given: dict[str, Any], reward_weights: Sequence[floa
     """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or unexpected."""
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
-            raise ValueError(f"{row.name} {'needs' if value is None else 'takes no'} {name}")
+            raise ValueError(f"{row.name} {'needs' if value is None else 'does not use'} {name}")
     if reward_weights is not None and "reward_parts" not in row.inputs:
-        raise ValueError(f"{row.name} takes no reward_weights")
+        raise ValueError(f"{row.name} does not use reward_weights")
     return {name: value for name, value in given.items() if value is not None}
 
 

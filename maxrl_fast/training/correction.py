@@ -119,7 +119,7 @@ def correction_numbers(name: str, cap: float | None, given: Mapping[str, float])
     """
     spec = CORRECTIONS[name]
     if unknown := [option for option in given if option not in spec.options]:
-        wanted = f"must be among {', '.join(spec.options)}" if spec.options else "are not taken"
+        wanted = f"must be among {', '.join(spec.options)}" if spec.options else "do not exist"
         raise ValueError(f"correction_options of {name} {wanted}, got {unknown[0]!r:.80}")
     if spec.has_cap:
         high = check_number(f"importance_cap of {name}", cap, "finite and above 0", lambda x: 0 < x < math.inf)

@@ -326,7 +326,7 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--loss clip_cov --loss-options coef=2", "loss clip_cov takes the options share, low, high, got 'coef'"),
         ("--loss clip_cov --loss-options low=2 high=1", "low of clip_cov must be below its high, 1, got 2"),
         ("--loss simko --loss-options k=2.5", "k of loss simko must be an integer from 1 to 8, got 2.5"),
-        ("--objective pacs --top-entropy .2", "pacs does not support --top-entropy: its loss takes no token weights"),
+        ("--objective pacs --top-entropy .2", "pacs does not support --top-entropy: its loss does not use token weights"),
         ("--objective pacs --clip-high 0.3", "--clip-high is not used by loss reinforce"),  # its loss has no ratio to clip
         ("--beta2 1", "beta2 must be a number of at least 0 and below 1"),
         ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),

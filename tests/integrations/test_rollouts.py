@@ -60,5 +60,5 @@ def test_missing_prompts_and_wrong_options_are_refused_with_a_sentence():
         rollout_advantages("rloo", {}, rewards, ["a", "a", "b"], lengths)
     with pytest.raises(ValueError, match="maxpo needs k"):
         rollout_advantages("maxpo", {}, rewards, ["a", "a"], lengths)
-    with pytest.raises(ValueError, match="rloo takes no k"):
+    with pytest.raises(ValueError, match="rloo does not use k"):
         rollout_advantages("rloo", {"k": 2}, rewards, ["a", "a"], lengths)

@@ -156,7 +156,7 @@ def test_options_come_from_verls_command_line():
     torch.testing.assert_close(got, expected[:, None] * batch.mask)
     with pytest.raises(ValueError, match="maxpo needs k"):
         compute(batch, "maxrl_fast/maxpo", configuration().algorithm)
-    with pytest.raises(ValueError, match="rloo takes no k"):
+    with pytest.raises(ValueError, match="rloo does not use k"):
         compute(batch, "maxrl_fast/rloo", config)
 
 

@@ -65,7 +65,7 @@ def test_a_function_gets_the_inputs_it_asks_for():
         ops.group_advantage(REWARDS, "asking", k=3, logprobs=inputs["logprobs"], prompts=["a", "b", "c"])
     with pytest.raises(ValueError, match="asking needs k"):
         ops.group_advantage(REWARDS, "asking", **inputs)
-    with pytest.raises(ValueError, match="rloo takes no prompts"):
+    with pytest.raises(ValueError, match="rloo does not use prompts"):
         ops.group_advantage(REWARDS, "rloo", prompts=["a", "b", "c"])
     ops.register_estimator("mine", centred)
     with pytest.raises(ValueError, match="mine has no parameter valid, so all rewards must be there"):

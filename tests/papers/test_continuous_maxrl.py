@@ -215,7 +215,7 @@ def test_the_same_seed_gives_the_same_results():
         ("--rate 0", "--rate must be above 0 and finite, got 0.0"),
         ("--objectives maxrl-16", "--objectives maxrl-16: maxrl needs 1 <= order <= N-1 = 15 for N = 16 rollouts, got 16"),
         ("--objectives best", "--objectives must be names of estimators"),
-        ("--objectives grpo-2", "--objectives grpo-2: grpo takes no k"),
+        ("--objectives grpo-2", "--objectives grpo-2: grpo does not use k"),
         ("--objectives rloo rloo", "--objectives must be different ones, got rloo rloo"),
         ("--maze 6", "maze size must be an odd number from 5 to 31, got 6"),
         ("--arms 40", "--arms and --rollouts must give at most 500000 groups to enumerate"),

@@ -125,7 +125,9 @@ class Job:
                 if line:
                     screen.say(line)
             trained = Trained(config, model, engine)
-            return self._train(trained, scorer, files, saved, fingerprints), trained
+            with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (loop, ending):
+                loop.run()
+            return close(files, loop.progress, loop.clock, screen, ending), trained
 
     def _check_rewards(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
         """Try the rewards before anything is written. Return an error if all fail; raise InputError if they do not suit the
@@ -140,9 +142,11 @@ class Job:
             return RewardError(f"{error}. Fix the reward; the same command then starts the run.")
         return None
 
-    def _train(
+    @contextlib.contextmanager
+    def _supervised_loop(
         self, trained: Trained, scorer: Scorer, files: RunFiles, saved: Saved | None, fingerprints: dict[str, str]
-    ) -> ExitStatus:
+    ) -> Iterator[tuple[RunLoop, ExitStatus]]:
+        """Give the loop that trains, under the watchdog and the signal handlers, and how it ended, known afterwards."""
         config, model, engine = trained.config, trained.model, trained.engine
         task, ranks, screen, watch, options = self.task, self.ranks, self.screen, self.watch, config.run
         progress = saved.progress if saved else Progress()
@@ -182,8 +186,7 @@ class Job:
                 config.evaluation.keep_rollouts,
             )
             with supervise(checkpoints, progress, files, screen, is_alone=watch is None) as ending:
-                loop.run()
-        return close(files, progress, clock, screen, ending)
+                yield loop, ending
 
 
 def check_rewards(collector: RolloutCollector) -> str:

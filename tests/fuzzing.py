@@ -49,7 +49,8 @@ def settings(max_examples: int) -> hypothesis.settings:
 
 def assert_explains(error: BaseException) -> None:
     """Check that the message says what was wanted. Python's own conversion and comparison errors do not say that."""
-    assert re.search(r"\b(must|needs|does not use|takes|more than|give offsets or)\b", str(error)), f"{type(error).__name__}: {error}"
+    wanted = r"\b(must|needs|does not use|takes|more than|give offsets or)\b"
+    assert re.search(wanted, str(error)), f"{type(error).__name__}: {error}"
     assert len(str(error)) < 1000
 
 

@@ -1,4 +1,6 @@
-"""Builds maxrl_fast._C by handing CMakeLists.txt to CMake; sources, flags and architectures live there."""
+"""Builds maxrl_fast._C by handing CMakeLists.txt to CMake; sources, flags and architectures live
+there.
+"""
 
 import os
 import subprocess
@@ -16,11 +18,14 @@ class CMakeBuild(build_ext):
         import pybind11
 
         out = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"  # kept: the next build compiles what has changed
+        # kept: the next build compiles what has changed
+        build = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
         configure = [
             "cmake", "-S", ROOT, "-B", build, "-G", "Ninja",
             "-UCMAKE_MAKE_PROGRAM",  # the ninja of an isolated build is gone by the next
-            "-UCMAKE_CUDA_*",  # a kept folder remembers a compiler that was missing, and one architecture instead of all
+            # a kept folder remembers a compiler that was missing, and one architecture instead of
+            # all
+            "-UCMAKE_CUDA_*",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",

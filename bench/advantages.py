@@ -1,9 +1,11 @@
-"""`python -m bench.advantages`: every group advantage, beside other implementations and beside the cost of any operator.
+"""`python -m bench.advantages`: every group advantage, beside other implementations and beside the
+cost of any operator.
 
-The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups as in verl, and view, mean and std as in TRL. All
-are timed in turn, in one process, after their results were compared. There are two floors: an operator with the same arguments
-that does nothing, and a copy of the rewards. With --device cuda launches are counted too, and the floor is the launch of an
-empty kernel. The last line is one JSON document.
+The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups as in verl, and view,
+mean and std as in TRL. All are timed in turn, in one process, after their results were compared.
+There are two floors: an operator with the same arguments that does nothing, and a copy of the
+rewards. With --device cuda launches are counted too, and the floor is the launch of an empty
+kernel. The last line is one JSON document.
 
 It takes some minutes on two cores, and `make gpu` gives it 15 seconds.
 """
@@ -69,17 +71,23 @@ def view_mean_std(rewards: Tensor, n: int) -> Tensor:
 
 
 def matrix_weights(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return the weights of `matrix_form`: [n], of each rank as the maximum of k - 1 others; [n, n], of rank j without i."""
-    weights = torch.cat([subset_ratios(n - 1, k - 1).diff(), torch.zeros(1)])  # nothing exceeds the largest
+    """Return the weights of `matrix_form`: [n], of each rank as the maximum of k - 1 others; [n,
+    n], of rank j without i.
+    """
+    # nothing exceeds the largest
+    weights = torch.cat([subset_ratios(n - 1, k - 1).diff(), torch.zeros(1)])
     fewer = torch.cat([subset_ratios(n - 2, k - 1).diff(), torch.zeros(2)])
     j, i = torch.arange(n), torch.arange(n)[:, None]
     return weights, fewer[(j - (i < j).long()).clamp_min(0)] * (i != j)
 
 
 def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
-    """Return EI - L2O by the MaxPO paper's appendix E: weighted sums over the [G, N, N] matrix of reward differences."""
+    """Return EI - L2O by the MaxPO paper's appendix E: weighted sums over the [G, N, N] matrix of
+    reward differences.
+    """
     ordered, order = rewards.sort(-1)
-    differences = (ordered[:, :, None] - ordered[:, None, :]).clamp_min(0)  # row i, column j: (r_i - r_j)_+
+    # row i, column j: (r_i - r_j)_+
+    differences = (ordered[:, :, None] - ordered[:, None, :]).clamp_min(0)
     improvement = differences @ weights
     others = differences.sum(1, keepdim=True) - differences
     baseline = (without * others).sum(-1) / (rewards.shape[1] - 1)
@@ -88,13 +96,22 @@ def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
 
 def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
-    known = {"lengths": lengths, "logprobs": -torch.rand(rewards.shape).to(rewards.device), "greedy_correct": rewards > 0.5}
+    known = {
+        "lengths": lengths,
+        "logprobs": -torch.rand(rewards.shape).to(rewards.device),
+        "greedy_correct": rewards > 0.5,
+    }
     known |= {"log_ratios": torch.randn(rewards.shape).mul(0.1).to(rewards.device)}
-    known |= {"greedy_rewards": rewards.flip(-1), "reward_parts": torch.stack([(rewards > 0.5).float(), rewards.flip(-1)])}
+    known |= {
+        "greedy_rewards": rewards.flip(-1),
+        "reward_parts": torch.stack([(rewards > 0.5).float(), rewards.flip(-1)]),
+    }
 
     def call(name: str) -> Callable[[], Tensor]:
         row = ESTIMATORS[name]
-        keywords: dict[str, Any] = {key: known[key] for key in row.inputs} | layout | OPTIONS.get(name, {})
+        keywords: dict[str, Any] = (
+            {key: known[key] for key in row.inputs} | layout | OPTIONS.get(name, {})
+        )
         if row.size is not None and row.size.required:
             keywords["k"] = K
         values = (rewards > 0.5).float() if row.binary else rewards
@@ -114,19 +131,28 @@ def family(name: str) -> str:
 def nothing_operator() -> Callable[[Tensor], Tensor]:
     """Return an operator with the same arguments and result whose kernel does nothing."""
     torch.library.define("maxrl_bench::nothing", SCHEMA)
-    torch.library.impl("maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards))
+    torch.library.impl(
+        "maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards)
+    )
     nothing = torch.ops.maxrl_bench.nothing.default
     return lambda rewards: nothing(rewards, None, None, None, "grpo", 0, [1e-6, 1.0], 0)
 
 
 def check_agreement(rewards: Tensor) -> None:
-    """Raise RuntimeError if an implementation differs from group_advantage, or the comparison is empty."""
+    """Raise RuntimeError if an implementation differs from group_advantage, or the comparison is
+    empty.
+    """
     exact = rewards.double()
     n = rewards.shape[1]
     pairs = {
-        "matrix form": (matrix_form(exact, *matrix_weights(n, K)), group_advantage(exact, "maxpo", k=K)),
+        "matrix form": (
+            matrix_form(exact, *matrix_weights(n, K)),
+            group_advantage(exact, "maxpo", k=K),
+        ),
         "loop": (
-            loop_over_groups(exact.flatten(), torch.arange(exact.numel()).div(n, rounding_mode="floor").tolist()),
+            loop_over_groups(
+                exact.flatten(), torch.arange(exact.numel()).div(n, rounding_mode="floor").tolist()
+            ),
             group_advantage(exact, "grpo").flatten(),
         ),
         "view": (view_mean_std(exact.flatten(), n), group_advantage(exact, "grpo").flatten()),
@@ -138,13 +164,18 @@ def check_agreement(rewards: Tensor) -> None:
 
 
 def growth(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return maxpo's nanoseconds per rollout by N at a constant 32768 rollouts, and their linear fit in log2 N.
+    """Return maxpo's nanoseconds per rollout by N at a constant 32768 rollouts, and their linear
+    fit in log2 N.
 
     At a cost of N log N per group they are linear in log2 N, at N^2 linear in N.
     """
     sizes = [64, 128, 256, 512, 1024, 2048, 4096]
     rewards = {n: torch.randn(32768 // n, n, device=device) for n in sizes}
-    times = microseconds({str(n): partial(group_advantage, r, "maxpo", k=K) for n, r in rewards.items()}, rounds, device)
+    times = microseconds(
+        {str(n): partial(group_advantage, r, "maxpo", k=K) for n, r in rewards.items()},
+        rounds,
+        device,
+    )
     per_rollout = [times[str(n)] / 32768 * 1e3 for n in sizes]  # ns
     x = [math.log2(n) for n in sizes]
     slope, intercept = statistics.linear_regression(x, per_rollout)
@@ -177,30 +208,50 @@ def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, floa
     return times
 
 
-def uneven_groups(sizes: Tensor, generator: torch.Generator, rounds: int, device: torch.device) -> dict[str, float]:
+def uneven_groups(
+    sizes: Tensor, generator: torch.Generator, rounds: int, device: torch.device
+) -> dict[str, float]:
     ids = torch.repeat_interleave(sizes)
     rewards = torch.randn(len(ids), generator=generator).to(device)
-    offsets, shuffled = cumulative(sizes).to(device), ids[torch.randperm(len(ids), generator=generator)].to(device)
+    offsets, shuffled = (
+        cumulative(sizes).to(device),
+        ids[torch.randperm(len(ids), generator=generator)].to(device),
+    )
     functions: dict[str, Callable[[], object]] = {
         "floor: an operator that does nothing": partial(nothing_operator(), rewards),
         "floor: a copy of the rewards": rewards.clone,
         **estimator_calls(rewards, {"offsets": offsets}),
-        "maxpo, ids in any order": lambda: group_advantage(rewards, "maxpo", k=K, group_ids=shuffled),
-        "peer: maxpo by its function": lambda: group_advantage(rewards, ESTIMATORS["maxpo"], k=K, offsets=offsets),
+        "maxpo, ids in any order": lambda: group_advantage(
+            rewards, "maxpo", k=K, group_ids=shuffled
+        ),
+        "peer: maxpo by its function": lambda: group_advantage(
+            rewards, ESTIMATORS["maxpo"], k=K, offsets=offsets
+        ),
     }
     times = microseconds(functions, rounds, device)
     if device.type == "cpu":
         listed = ids.tolist()
-        times |= microseconds({"peer: grpo by a loop over groups": lambda: loop_over_groups(rewards, listed)}, 3, device)
+        times |= microseconds(
+            {"peer: grpo by a loop over groups": lambda: loop_over_groups(rewards, listed)},
+            3,
+            device,
+        )
     return times
 
 
 def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return the launches per call of every estimator, and the time of maxpo and of an empty kernel in a CUDA graph."""
+    """Return the launches per call of every estimator, and the time of maxpo and of an empty kernel
+    in a CUDA graph.
+    """
     one, rewards = torch.zeros(1, device=device), torch.randn(1024, 16, device=device)
-    pair = {"empty kernel": lambda: one.zero_(), "maxpo": lambda: group_advantage(rewards, "maxpo", k=K)}
+    pair = {
+        "empty kernel": lambda: one.zero_(),
+        "maxpo": lambda: group_advantage(rewards, "maxpo", k=K),
+    }
     return {
-        "launches": {name: launches(function) for name, function in estimator_calls(rewards, {}).items()},
+        "launches": {
+            name: launches(function) for name, function in estimator_calls(rewards, {}).items()
+        },
         "microseconds_in_a_graph": microseconds_in_a_graph(pair, rounds, device),
     }
 
@@ -211,10 +262,15 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
     shapes: dict[str, Any] = {}
     for g, n in SHAPES:
         rewards = torch.randn(g, n, generator=generator).to(device)
-        # On a GPU a call of the loop takes seconds, as every element is a launch: there it is timed once.
-        shapes[f"{g}x{n}"] = even_groups(rewards, rounds, with_loop=device.type == "cpu" or not shapes)
+        # On a GPU a call of the loop takes seconds, as every element is a launch: there it is timed
+        # once.
+        shapes[f"{g}x{n}"] = even_groups(
+            rewards, rounds, with_loop=device.type == "cpu" or not shapes
+        )
     sizes = torch.randint(1, 32, (1024,), generator=generator)
-    shapes[f"uneven, {int(sizes.sum())} rollouts in 1024 groups of 1 to 31"] = uneven_groups(sizes, generator, rounds, device)
+    shapes[f"uneven, {int(sizes.sum())} rollouts in 1024 groups of 1 to 31"] = uneven_groups(
+        sizes, generator, rounds, device
+    )
     result: dict[str, Any] = {
         "benchmark": "advantages",
         "machine": machine(device),
@@ -228,8 +284,13 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> None:
     print(describe(result["machine"]))
     for shape, times in result["microseconds"].items():
-        nothing, copy = (times[f"floor: {floor}"] for floor in ("an operator that does nothing", "a copy of the rewards"))
-        print(f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, copying {copy:.1f}")
+        nothing, copy = (
+            times[f"floor: {floor}"]
+            for floor in ("an operator that does nothing", "a copy of the rewards")
+        )
+        print(
+            f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, copying {copy:.1f}"
+        )
         families: dict[str, list[str]] = defaultdict(list)
         for name in (name for name in times if name in ESTIMATORS):
             families[family(name)].append(name)
@@ -238,13 +299,18 @@ def report(result: dict[str, Any]) -> None:
         for name, time_of_peer in times.items():
             if name.startswith("peer: "):
                 ours = "maxpo" if "maxpo" in name else "grpo"
-                print(f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times {ours} here")
+                print(
+                    f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times {ours} here"
+                )
             elif name not in ESTIMATORS and not name.startswith("floor"):
                 print(f"  {name}: {times[name]:.1f}")
     fit = result["growth"]
     print(
         "\nmaxpo, 32768 rollouts in groups of N, ns per rollout: "
-        + ", ".join(f"{n}: {t:.1f}" for n, t in zip(fit["sizes"], fit["nanoseconds_per_rollout"], strict=True))
+        + ", ".join(
+            f"{n}: {t:.1f}"
+            for n, t in zip(fit["sizes"], fit["nanoseconds_per_rollout"], strict=True)
+        )
     )
     print(
         f"  fit {fit['fit']}, correlation {fit['correlation_with_log2_n']:.3f}; "

@@ -1,8 +1,10 @@
-"""`python -m bench.against COMMIT`: this tree beside another commit on a CPU, built here with the same interpreter.
+"""`python -m bench.against COMMIT`: this tree beside another commit on a CPU, built here with the
+same interpreter.
 
-The commit is checked out into a folder under build/, which is removed at the end; --checkout takes a built one instead. Both
-sides answer in turn, in the order A B B A, after their results on the same weights, prompts and responses were compared. A
-ratio is the median over rounds of the commit's time to ours. Cases:
+The commit is checked out into a folder under build/, which is removed at the end; --checkout takes
+a built one instead. Both sides answer in turn, in the order A B B A, after their results on the
+same weights, prompts and responses were compared. A ratio is the median over rounds of the commit's
+time to ours. Cases:
 
     job         the default job by the command line, `--objective maxpo --k 4`, in float32; --short: 20 and 10 steps of it
     update      an update of the default job, 9x9 mazes, 32 x 16, in which every rollout has a gradient
@@ -11,9 +13,9 @@ ratio is the median over rounds of the commit's time to ours. Cases:
     attention   bench.attention: this tree's kernel beside the FlashAttention calls that the commit made
     operators   the operators that a layer of the default job calls in a forward and a backward pass, by the profiler
 
-The floor of an update and of a rollout is the FLOPs of its matrix multiplications at the GEMM throughput measured between
-rounds, and MFU is floor over time. With one thread, times are CPU time, except the job's. The last line is one JSON document.
-All cases take about 10 minutes on two cores.
+The floor of an update and of a rollout is the FLOPs of its matrix multiplications at the GEMM
+throughput measured between rounds, and MFU is floor over time. With one thread, times are CPU time,
+except the job's. The last line is one JSON document. All cases take about 10 minutes on two cores.
 """
 
 import argparse
@@ -50,7 +52,10 @@ LIMIT_SECONDS = 3600.0  # of a build, a job and one answer
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 DEFAULT = DecoderConfig(32, 128, 256, 4, 8, 4, 16, max_position_embeddings=128)
 PAPER = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, max_position_embeddings=512)
-UPDATES = {"update": (DEFAULT, attention.CASES["default job"]), "update17": (PAPER, attention.CASES["17x17 maze"])}
+UPDATES = {
+    "update": (DEFAULT, attention.CASES["default job"]),
+    "update17": (PAPER, attention.CASES["17x17 maze"]),
+}
 ROLLOUTS = ("maze7", "default", "maze17")  # of bench.rollout
 JOB = ["--objective", "maxpo", "--k", "4", "--dtype", "float32", "--seed", "0", "--device", "cpu"]
 SHORT = ["--sft-steps", "20", "--steps", "10", "--eval-every", "0"]
@@ -65,7 +70,8 @@ class Side:
     process: "subprocess.Popen[str]" = field(init=False)
 
     def __enter__(self) -> "Side":
-        # The folder of against_side.py comes last in the path: its other files must not hide packages.
+        # The folder of against_side.py comes last in the path: its other files must not hide
+        # packages.
         program = "import sys; sys.path.append(sys.argv[1]); import against_side; against_side.main(int(sys.argv[2]))"
         command = [sys.executable, "-c", program, str(Path(__file__).parent), str(self.threads)]
         # A separate session: Ctrl-C ends this process, which ends the side.
@@ -81,7 +87,9 @@ class Side:
         package = Path(self._answer()["package"])
         if not package.is_relative_to(self.folder.resolve()):
             self.__exit__()
-            raise RuntimeError(f"{self.name} must import maxrl_fast from {self.folder}, got {package}")
+            raise RuntimeError(
+                f"{self.name} must import maxrl_fast from {self.folder}, got {package}"
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,29 +119,54 @@ class Side:
         finally:
             timer.cancel()
         if not line:
-            raise RuntimeError(f"{self.name} gave no answer, and ended with exit code {self.process.wait(10)}")
+            raise RuntimeError(
+                f"{self.name} gave no answer, and ended with exit code {self.process.wait(10)}"
+            )
         return json.loads(line)
 
     def run_job(self, flags: Sequence[str]) -> tuple[float, dict[str, Any], dict[str, float]]:
-        """Train by the command line. Return the seconds, the first step's metrics, and the seconds of each stage."""
+        """Train by the command line. Return the seconds, the first step's metrics, and the seconds
+        of each stage.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "maxrl_fast.train", *JOB, *flags, "--out", f"{folder}/run"]
+            command = [
+                sys.executable,
+                "-m",
+                "maxrl_fast.train",
+                *JOB,
+                *flags,
+                "--out",
+                f"{folder}/run",
+            ]
             start = time.perf_counter()
             done = subprocess.run(
-                command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS
+                command,
+                cwd=self.folder,
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_SECONDS,
             )
             seconds = time.perf_counter() - start
             if done.returncode:
-                raise RuntimeError(f"{self.name} ended the job with exit code {done.returncode}: {done.stderr[-500:]}")
+                raise RuntimeError(
+                    f"{self.name} ended the job with exit code {done.returncode}: {done.stderr[-500:]}"
+                )
             first = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()[0]
-            return seconds, json.loads(first), json.loads((Path(folder) / "run/timings.json").read_text())
+            return (
+                seconds,
+                json.loads(first),
+                json.loads((Path(folder) / "run/timings.json").read_text()),
+            )
 
 
 Sides = tuple[Side, Side]  # this tree, the commit
 
 
 def git(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], check=check, capture_output=True, text=True)
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], check=check, capture_output=True, text=True
+    )
 
 
 def build(folder: Path) -> None:
@@ -142,7 +175,8 @@ def build(folder: Path) -> None:
     Raises:
         RuntimeError: if that fails, with the end of the compiler's output.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # for cmake and ninja
+    # for cmake and ninja
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     process = subprocess.Popen(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=folder,
@@ -155,7 +189,8 @@ def build(folder: Path) -> None:
     try:
         output, _ = process.communicate(timeout=LIMIT_SECONDS)
     finally:
-        if process.poll() is None:  # Ctrl-C: its compilers must not write into a folder that is being removed
+        # Ctrl-C: its compilers must not write into a folder that is being removed
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)  # which ninja passes on to them
             process.communicate(timeout=60)
     if process.returncode:
@@ -164,12 +199,15 @@ def build(folder: Path) -> None:
 
 @contextmanager
 def built_worktree(commit: str) -> Iterator[Path]:
-    """Yield a folder with the commit and its built extension; remove it at the end, also after an error or Ctrl-C.
+    """Yield a folder with the commit and its built extension; remove it at the end, also after an
+    error or Ctrl-C.
 
     Raises:
         InputError: if there is no such commit.
     """
-    found = git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}", check=False)
+    found = git(
+        "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}", check=False
+    )
     if found.returncode:
         raise InputError(f"COMMIT must name a commit of this repository, got {commit!r:.80}")
     (ROOT / "build").mkdir(exist_ok=True)
@@ -191,7 +229,9 @@ def existing(folder: Path) -> Iterator[Path]:
         InputError: if the extension is not built.
     """
     if not list(folder.glob("maxrl_fast/_C.*")):
-        raise InputError(f"--checkout must be a tree with a built extension, maxrl_fast/_C*, got {str(folder)!r}")
+        raise InputError(
+            f"--checkout must be a tree with a built extension, maxrl_fast/_C*, got {str(folder)!r}"
+        )
     yield folder.resolve()
 
 
@@ -222,13 +262,26 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(x / y for x, y in zip(slow, fast, strict=True))
 
 
-def time_work(sides: Sides, kind: str, name: str, case: dict[str, Any], flops: float, options: argparse.Namespace) -> Any:
-    """Return and print the figures of an update or a rollout in each dtype; all are timed in turn."""
+def time_work(
+    sides: Sides,
+    kind: str,
+    name: str,
+    case: dict[str, Any],
+    flops: float,
+    options: argparse.Namespace,
+) -> Any:
+    """Return and print the figures of an update or a rollout in each dtype; all are timed in
+    turn.
+    """
     calls: dict[str, Callable[[], float]] = {}
     for dtype in options.dtypes:
         key = f"{name} {dtype}"
         arguments = {"name": key, "kind": kind, "case": case | {"dtype": dtype}}
-        agree(key, {side.name: side.ask(do="prepare", **arguments) for side in sides}, TOLERANCE[dtype])
+        agree(
+            key,
+            {side.name: side.ask(do="prepare", **arguments) for side in sides},
+            TOLERANCE[dtype],
+        )
         calls |= {f"{side.name} {dtype}": partial(side.ask, do="time", name=key) for side in sides}
         calls[dtype] = partial(attention.throughput, getattr(torch, dtype))
     for call in calls.values():  # a warm-up
@@ -238,7 +291,9 @@ def time_work(sides: Sides, kind: str, name: str, case: dict[str, Any], flops: f
     for dtype in options.dtypes:
         ours, theirs = (values[f"{side.name} {dtype}"] for side in sides)
         throughput = statistics.median(values[dtype])  # FLOPs in a millisecond
-        times = {side.name: statistics.median(x) for side, x in zip(sides, (ours, theirs), strict=True)}
+        times = {
+            side.name: statistics.median(x) for side, x in zip(sides, (ours, theirs), strict=True)
+        }
         floor = flops / throughput
         figures[dtype] = {
             "milliseconds": times,
@@ -246,16 +301,29 @@ def time_work(sides: Sides, kind: str, name: str, case: dict[str, Any], flops: f
             "gemm_gflops": throughput * 1e-6,
             "floor_milliseconds": floor,
             "share_of_floor": {side: floor / x for side, x in times.items()},
-            "of_our_float32": ratio(values[f"{sides[0].name} float32"], ours) if "float32" in options.dtypes else None,
+            "of_our_float32": ratio(values[f"{sides[0].name} float32"], ours)
+            if "float32" in options.dtypes
+            else None,
         }
         report(f"{name}, {dtype}", figures[dtype])
     return figures
 
 
 def report(name: str, x: Mapping[str, Any]) -> None:
-    times = ", ".join(f"{side} {t:,.1f} ms ({x['share_of_floor'][side]:.0%} MFU)" for side, t in x["milliseconds"].items())
+    times = ", ".join(
+        f"{side} {t:,.1f} ms ({x['share_of_floor'][side]:.0%} MFU)"
+        for side, t in x["milliseconds"].items()
+    )
     line = f"{name}: {times}, {x['ratio']:.2f} x; floor {x['floor_milliseconds']:,.1f} ms at {x['gemm_gflops']:,.0f} GFLOP/s"
-    print(line + ("" if x["of_our_float32"] in (None, 1.0) else f"; {x['of_our_float32']:.2f} x our float32"), flush=True)
+    print(
+        line
+        + (
+            ""
+            if x["of_our_float32"] in (None, 1.0)
+            else f"; {x['of_our_float32']:.2f} x our float32"
+        ),
+        flush=True,
+    )
 
 
 def update_case(name: str) -> dict[str, Any]:
@@ -273,7 +341,9 @@ def update_case(name: str) -> dict[str, Any]:
 def update(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     case = update_case(name)
     here = Update(**case, dtype="float32")
-    batch = Packer(here.prompts, here.rollouts, here.advantages).pack(torch.arange(len(here.advantages)))
+    batch = Packer(here.prompts, here.rollouts, here.advantages).pack(
+        torch.arange(len(here.advantages))
+    )
     return time_work(sides, "update", name, case, update_flops(here.model.config, batch), options)
 
 
@@ -298,11 +368,16 @@ def rollouts(name: str, sides: Sides, options: argparse.Namespace) -> Any:
 def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     """Return and print the seconds of the default job, whole and by stage.
 
-    Only the first step, after three warm-start steps, is compared, because rounding differences grow.
+    Only the first step, after three warm-start steps, is compared, because rounding differences
+    grow.
     """
     compared = {side.name: side.run_job(COMPARED)[1] for side in sides}
     names = ("entropy", "response_length_mean")
-    agree(name, {side: {key: metrics[key] for key in names} for side, metrics in compared.items()}, 1e-3)
+    agree(
+        name,
+        {side: {key: metrics[key] for key in names} for side, metrics in compared.items()},
+        1e-3,
+    )
     stages: dict[str, dict[str, float]] = {}
 
     def seconds(side: Side) -> float:
@@ -312,31 +387,59 @@ def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     times = in_turn({side.name: partial(seconds, side) for side in sides}, min(options.rounds, 2))
     ours, theirs = times.values()
     medians = {side: statistics.median(x) for side, x in times.items()}
-    print(f"{name}: {', '.join(f'{side} {x:.1f} s' for side, x in medians.items())}, {ratio(theirs, ours):.2f} x", flush=True)
-    return {"short": options.short, "seconds": medians, "ratio": ratio(theirs, ours), "last_stages": stages}
+    print(
+        f"{name}: {', '.join(f'{side} {x:.1f} s' for side, x in medians.items())}, {ratio(theirs, ours):.2f} x",
+        flush=True,
+    )
+    return {
+        "short": options.short,
+        "seconds": medians,
+        "ratio": ratio(theirs, ours),
+        "last_stages": stages,
+    }
 
 
 def alone(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    return {dtype: attention.measure_cases(getattr(torch, dtype), options.rounds) for dtype in options.dtypes}
+    return {
+        dtype: attention.measure_cases(getattr(torch, dtype), options.rounds)
+        for dtype in options.dtypes
+    }
 
 
 def operators(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     case = update_case("update") | {"dtype": "float32"}
     counts = {side.name: side.ask(do="operators", case=case) for side in sides}
-    print(f"{name} of a layer, forward and backward: {', '.join(f'{side} {n}' for side, n in counts.items())}")
+    print(
+        f"{name} of a layer, forward and backward: {', '.join(f'{side} {n}' for side, n in counts.items())}"
+    )
     return counts
 
 
-CASES = {"job": job, "update": update, "update17": update, "rollout": rollouts, "attention": alone, "operators": operators}
+CASES = {
+    "job": job,
+    "update": update,
+    "update17": update,
+    "rollout": rollouts,
+    "attention": alone,
+    "operators": operators,
+}
 
 
 def arguments() -> argparse.Namespace:
     parser = argument_parser("against", __doc__, rounds=10)
     other = parser.add_mutually_exclusive_group(required=True)
-    other.add_argument("commit", nargs="?", metavar="COMMIT", help="any name of a commit that git takes")
-    other.add_argument("--checkout", type=Path, metavar="DIR", help="instead: a tree with its extension built")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
-    parser.add_argument("--dtypes", nargs="+", choices=list(TOLERANCE), default=["float32"], help="default: float32")
+    other.add_argument(
+        "commit", nargs="?", metavar="COMMIT", help="any name of a commit that git takes"
+    )
+    other.add_argument(
+        "--checkout", type=Path, metavar="DIR", help="instead: a tree with its extension built"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(TOLERANCE), default=["float32"], help="default: float32"
+    )
     parser.add_argument("--short", action="store_true", help="a short job")
     options = parser.parse_args()
     options.device = "cpu"
@@ -347,10 +450,22 @@ def main() -> int:
     options = arguments()
     about = machine(prepare(options))
     print(describe(about), flush=True)
-    with existing(options.checkout) if options.checkout else built_worktree(options.commit) as folder:
-        commit = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        result: dict[str, Any] = {"benchmark": "against", "machine": about, "commit": commit or str(folder), "cases": {}}
-        with Side("ours", ROOT, about["threads"]) as ours, Side("theirs", folder, about["threads"]) as theirs:
+    with (
+        existing(options.checkout) if options.checkout else built_worktree(options.commit) as folder
+    ):
+        commit = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
+        result: dict[str, Any] = {
+            "benchmark": "against",
+            "machine": about,
+            "commit": commit or str(folder),
+            "cases": {},
+        }
+        with (
+            Side("ours", ROOT, about["threads"]) as ours,
+            Side("theirs", folder, about["threads"]) as theirs,
+        ):
             for name in options.cases:
                 result["cases"][name] = CASES[name](name, (ours, theirs), options)
                 keep(result)

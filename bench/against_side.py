@@ -1,7 +1,9 @@
-"""One side of bench.against: a process that imports either commit and answers requests, one JSON line each.
+"""One side of bench.against: a process that imports either commit and answers requests, one JSON
+line each.
 
-It imports nothing of `bench`, which differs at the other commit. What differs between the commits in `maxrl_fast` is at the
-top; below are only names that both have. Weights, prompts and responses come from seeds, so that both sides compute the same.
+It imports nothing of `bench`, which differs at the other commit. What differs between the commits
+in `maxrl_fast` is at the top; below are only names that both have. Weights, prompts and responses
+come from seeds, so that both sides compute the same.
 """
 
 import importlib
@@ -22,7 +24,8 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 
 PACKAGE = Path(maxrl_fast.__file__).parent
-IS_FLAT = not (PACKAGE / "training").is_dir()  # bc21ff5: no packages for stages, and no record Samples
+# bc21ff5: no packages for stages, and no record Samples
+IS_FLAT = not (PACKAGE / "training").is_dir()
 
 
 def module(name: str, flat_name: str) -> Any:
@@ -36,7 +39,9 @@ def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
     if IS_FLAT:
         optimizer = learning.make_optimizer(model, module("", "options").OptimizerOptions())
     else:
-        optimizer = module("training.optimizer", "").make_optimizer(model, beta2=0.99, weight_decay=0.01)
+        optimizer = module("training.optimizer", "").make_optimizer(
+            model, beta2=0.99, weight_decay=0.01
+        )
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 
@@ -47,12 +52,15 @@ def samples(prompts: Prompts, rollouts: Rollouts) -> tuple[Any, ...]:
 
 
 def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:
-    tokens = torch.randint(vocabulary, (count * length,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        vocabulary, (count * length,), generator=torch.Generator().manual_seed(0)
+    )
     return Prompts(tokens, torch.arange(count + 1) * length, torch.arange(count))
 
 
 class Update:
-    """An update in which every rollout has a gradient. Its learning rate is 0: every call starts from the same weights.
+    """An update in which every rollout has a gradient. Its learning rate is 0: every call starts
+    from the same weights.
 
     Responses have random tokens, and lengths uniform between `shortest` and `longest`.
     """
@@ -77,21 +85,30 @@ class Update:
         self.model = Decoder(DecoderConfig(**config))
         self.model.initialise(0)
         settings = learning.LossSettings(loss="reinforce", aggregation="token_mean")
-        self.learner = learning.Learner(self.model, make_optimizer(self.model), settings, 1.0, 4096, getattr(torch, dtype))
+        self.learner = learning.Learner(
+            self.model, make_optimizer(self.model), settings, 1.0, 4096, getattr(torch, dtype)
+        )
         self.metrics: Any = None
 
     def __call__(self) -> None:
         everything = torch.arange(len(self.advantages))
         self.metrics = self.learner.update(
-            *samples(self.prompts, self.rollouts), self.advantages, everything, when="update", lr=0.0
+            *samples(self.prompts, self.rollouts),
+            self.advantages,
+            everything,
+            when="update",
+            lr=0.0,
         )
 
     def results(self) -> dict[str, float]:
         return {"loss": self.metrics.loss, "gradient norm": self.metrics.grad_norm}
 
     def operators(self) -> int:
-        """Return the number of operators that forward and backward of four prompts call, without autograd's."""
-        owner: Any = getattr(self.learner, "passes", self.learner)  # older commits have the cost in the learner
+        """Return the number of operators that forward and backward of four prompts call, without
+        autograd's.
+        """
+        # older commits have the cost in the learner
+        owner: Any = getattr(self.learner, "passes", self.learner)
         cost = owner.merge_cost if hasattr(owner, "merge_cost") else owner._merge_cost
         packer = packing.Packer(self.prompts, self.rollouts, self.advantages, cost)
         sequences = torch.arange(4 * packer.num_rollouts)
@@ -101,38 +118,57 @@ class Update:
         )  # an older commit takes the number
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             self.learner.loss(batch, plan)[0].backward()
-        return sum("::" in e.name and not e.name.startswith("autograd::") for e in profiler.events() or ())
+        return sum(
+            "::" in e.name and not e.name.startswith("autograd::") for e in profiler.events() or ()
+        )
 
 
 class Rollout:
     """Responses of the native engine, all up to the length limit."""
 
     def __init__(
-        self, config: dict[str, Any], count: int, prompt_length: int, num_rollouts: int, limit: int, dtype: str
+        self,
+        config: dict[str, Any],
+        count: int,
+        prompt_length: int,
+        num_rollouts: int,
+        limit: int,
+        dtype: str,
     ) -> None:
         model = Decoder(DecoderConfig(**config)).requires_grad_(False)
         model.initialise(0)
-        self.prompts, self.num_rollouts = make_prompts(config["vocab_size"], count, prompt_length), num_rollouts
+        self.prompts, self.num_rollouts = (
+            make_prompts(config["vocab_size"], count, prompt_length),
+            num_rollouts,
+        )
         self.sampling = Sampling(1.0, limit, ())
         self.engine = NativeEngine(model, getattr(torch, dtype))
         self.rollouts: Rollouts | None = None
 
     def __call__(self) -> None:
-        self.rollouts = self.engine.generate(self.prompts, self.num_rollouts, self.sampling, seed=0, step=1)
+        self.rollouts = self.engine.generate(
+            self.prompts, self.num_rollouts, self.sampling, seed=0, step=1
+        )
 
     def results(self) -> dict[str, float]:
         assert self.rollouts is not None
-        first = self.rollouts.cu_seqlens[:-1]  # after a token that rounding has changed, later ones differ
-        means = {"first tokens' log-prob": self.rollouts.logprobs[first], "log-prob": self.rollouts.logprobs}
-        return {name: float(x.double().mean()) for name, x in means.items()} | {"tokens": len(self.rollouts.tokens)}
+        # after a token that rounding has changed, later ones differ
+        first = self.rollouts.cu_seqlens[:-1]
+        means = {
+            "first tokens' log-prob": self.rollouts.logprobs[first],
+            "log-prob": self.rollouts.logprobs,
+        }
+        return {name: float(x.double().mean()) for name, x in means.items()} | {
+            "tokens": len(self.rollouts.tokens)
+        }
 
 
 KINDS: dict[str, type[Update | Rollout]] = {"update": Update, "rollout": Rollout}
 
 
 def operators_of_a_layer(**case: Any) -> int:
-    """Return the number of operators of a layer: what a third layer adds. The last differs: it computes only predicting
-    rows."""
+    """Return the number of operators of a layer: what a third layer adds. The last differs: it
+    computes only predicting rows."""
     counts = []
     for layers in (2, 3):
         case["config"]["num_hidden_layers"] = layers
@@ -143,7 +179,9 @@ def operators_of_a_layer(**case: Any) -> int:
 
 
 def clock() -> float:
-    """Return seconds of CPU time with one thread, which other programs do not affect; else of wall time."""
+    """Return seconds of CPU time with one thread, which other programs do not affect; else of wall
+    time.
+    """
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 

@@ -1,9 +1,11 @@
-"""`python -m bench.attention`: shared-prompt attention on a CPU, our kernel beside FlashAttention calls and a merge.
+"""`python -m bench.attention`: shared-prompt attention on a CPU, our kernel beside FlashAttention
+calls and a merge.
 
-Both compute the same packed stream in turn, in one process, after their results were compared. The floor is 4 D floating-point
-operations for each pair of a query and a key that it sees, 10 D backward, at the measured throughput of a matrix multiplication
-of 1024 x 1024. With one thread, times are that thread's CPU time, which does not count waiting for other processes. A
-ratio is the median over rounds. The last line is one JSON document. It takes about a minute.
+Both compute the same packed stream in turn, in one process, after their results were compared. The
+floor is 4 D floating-point operations for each pair of a query and a key that it sees, 10 D
+backward, at the measured throughput of a matrix multiplication of 1024 x 1024. With one thread,
+times are that thread's CPU time, which does not count waiting for other processes. A ratio is the
+median over rounds. The last line is one JSON document. It takes about a minute.
 """
 
 import json
@@ -24,8 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """A stream: prompts of one length, each with the same number of responses; response lengths are uniform between two
-    bounds."""
+    """A stream: prompts of one length, each with the same number of responses; response lengths are
+    uniform between two bounds."""
 
     prompts: int
     prompt_length: int
@@ -38,7 +40,9 @@ class Case:
 
     def layout(self) -> SharedPromptLayout:
         count = self.prompts * self.responses
-        lengths = torch.randint(self.shortest, self.longest + 1, (count,), generator=torch.Generator().manual_seed(0))
+        lengths = torch.randint(
+            self.shortest, self.longest + 1, (count,), generator=torch.Generator().manual_seed(0)
+        )
         prompt_index = torch.arange(self.prompts).repeat_interleave(self.responses)
         prompts = torch.full((self.prompts,), self.prompt_length)
         return SharedPromptLayout(prompts, lengths, prompt_index, torch.device("cpu"))
@@ -46,7 +50,11 @@ class Case:
     def pairs(self) -> int:
         """Return the number of pairs of a query, per head, and a key that it attends to."""
         layout = self.layout()
-        prompts, lengths, prompt_index = layout.lengths, layout.response_lengths, layout.prompt_index
+        prompts, lengths, prompt_index = (
+            layout.lengths,
+            layout.response_lengths,
+            layout.prompt_index,
+        )
         own = (prompts * (prompts + 1) // 2).sum() + (lengths * (lengths + 1) // 2).sum()
         return self.heads * int(own + (lengths * prompts[prompt_index]).sum())
 
@@ -77,7 +85,9 @@ def clock() -> float:
 
 
 def timed(work: Callable[[], object], least: float = 30.0) -> float:
-    """Return the median milliseconds of a call, over calls that take about `least` together, at least one."""
+    """Return the median milliseconds of a call, over calls that take about `least` together, at
+    least one.
+    """
     times: list[float] = []
     while sum(times) < least:
         start = clock()
@@ -94,7 +104,10 @@ def throughput(dtype: torch.dtype = torch.float32) -> float:
 
 def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     layout, generator = case.layout(), torch.Generator().manual_seed(1)
-    shapes = [(sum(layout.sizes), heads, case.head_dim) for heads in (case.heads, case.key_heads, case.key_heads, case.heads)]
+    shapes = [
+        (sum(layout.sizes), heads, case.head_dim)
+        for heads in (case.heads, case.key_heads, case.key_heads, case.heads)
+    ]
     *inputs, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     ours = Side(lambda q, k, v: shared_prompt_attention(q, k, v, layout), inputs, grad)
     calls = Side(lambda q, k, v: merged_attention(q, k, v, layout), inputs, grad)
@@ -102,8 +115,16 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
         torch.testing.assert_close(x, y, rtol=0.05, atol=0.05 * float(y.detach().abs().max()))
     figures: dict[str, Any] = {"tokens": len(grad), "pairs": case.pairs()}
     for name, of_pair in (("forward", 4), ("backward", 10)):
-        times = [(timed(getattr(ours, name)), timed(getattr(calls, name)), throughput()) for _ in range(rounds)]
-        floor = of_pair * case.head_dim * figures["pairs"] / statistics.median(rate for *_, rate in times)
+        times = [
+            (timed(getattr(ours, name)), timed(getattr(calls, name)), throughput())
+            for _ in range(rounds)
+        ]
+        floor = (
+            of_pair
+            * case.head_dim
+            * figures["pairs"]
+            / statistics.median(rate for *_, rate in times)
+        )
         milliseconds = statistics.median(x for x, *_ in times)
         figures[name] = {
             "milliseconds": milliseconds,

@@ -1,8 +1,8 @@
 """`python -m bench.ceilings`: the machine's upper limits, memory bandwidth and GEMM throughput.
 
-The other figures are compared with these, measured on the same machine in the same hour. A copy moves each byte twice, by one
-read and one write. The matrices are random: zeros would be faster, because a GPU at its power limit then clocks down less. The
-last line is one JSON document.
+The other figures are compared with these, measured on the same machine in the same hour. A copy
+moves each byte twice, by one read and one write. The matrices are random: zeros would be faster,
+because a GPU at its power limit then clocks down less. The last line is one JSON document.
 
 It takes a few seconds.
 """
@@ -13,15 +13,26 @@ from typing import Any
 
 import torch
 
-from bench.measure import argument_parser, gemm_throughput, machine, milliseconds, prepare, run_command
+from bench.measure import (
+    argument_parser,
+    gemm_throughput,
+    machine,
+    milliseconds,
+    prepare,
+    run_command,
+)
 from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Return bytes per second, read plus written, of a copy within the device's memory; the best of three medians."""
+    """Return bytes per second, read plus written, of a copy within the device's memory; the best of
+    three medians.
+    """
     source = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
     target = torch.zeros_like(source)
-    best = min(milliseconds({"copy": lambda: target.copy_(source)}, 5, device)["copy"] for _ in range(3))
+    best = min(
+        milliseconds({"copy": lambda: target.copy_(source)}, 5, device)["copy"] for _ in range(3)
+    )
     return 2 * num_bytes / best * 1e3
 
 

@@ -1,10 +1,12 @@
-"""`python -m bench.counters`: hardware counters of this project's kernels, by Nsight Compute (ncu), which must be installed.
+"""`python -m bench.counters`: hardware counters of this project's kernels, by Nsight Compute (ncu),
+which must be installed.
 
-ncu runs `python -m bench.counters --run`, which computes a token loss on [4096, 151936] bfloat16 logits and samples eight
-tokens for the paper's maze job, 32 x 128. The last line is one JSON document; for each kernel it has the medians over its
-launches of four numbers: time, throughput of the device's memory as a share of its peak, throughput of the multiprocessors,
-and registers per thread. The clocks are left as they are, so that times can be compared with those of the other benchmarks;
-caches are flushed before each launch.
+ncu runs `python -m bench.counters --run`, which computes a token loss on [4096, 151936] bfloat16
+logits and samples eight tokens for the paper's maze job, 32 x 128. The last line is one JSON
+document; for each kernel it has the medians over its launches of four numbers: time, throughput of
+the device's memory as a share of its peak, throughput of the multiprocessors, and registers per
+thread. The clocks are left as they are, so that times can be compared with those of the other
+benchmarks; caches are flushed before each launch.
 
 `make gpu-profile` gives it 90 seconds.
 """
@@ -45,12 +47,19 @@ def run(device: torch.device) -> None:
     (maze_size, num_prompts, num_samples), sizes = CASES["maze17x32"]
     task = MazeTask(maze_size, 0)
     engine = NativeEngine(policy(task, *sizes).to(device), torch.bfloat16)
-    engine.generate(task.prompts("train", 0, num_prompts).to(device), num_samples, Sampling(1.0, 8, ()), seed=0, step=1)
+    engine.generate(
+        task.prompts("train", 0, num_prompts).to(device),
+        num_samples,
+        Sampling(1.0, 8, ()),
+        seed=0,
+        step=1,
+    )
     torch.cuda.synchronize()
 
 
 def kernels(text: str) -> dict[str, dict[str, float]]:
-    """Return each kernel's metrics, medians over its launches, from ncu's output, which has a CSV table after other lines.
+    """Return each kernel's metrics, medians over its launches, from ncu's output, which has a CSV
+    table after other lines.
 
     Raises:
         InputError: if there is no table, or none of our kernels is in it.
@@ -63,7 +72,9 @@ def kernels(text: str) -> dict[str, dict[str, float]]:
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if row.get("Metric Name") in METRICS:
             of_kernel = values.setdefault(row["Kernel Name"], {})
-            of_kernel.setdefault(METRICS[row["Metric Name"]], []).append(float(row["Metric Value"].replace(",", "")))
+            of_kernel.setdefault(METRICS[row["Metric Name"]], []).append(
+                float(row["Metric Value"].replace(",", ""))
+            )
     if not values:
         raise InputError("ncu counted none of the kernels")
     return {
@@ -74,14 +85,31 @@ def kernels(text: str) -> dict[str, dict[str, float]]:
 
 
 def command(ncu: str) -> list[str]:
-    options = ["--csv", "--print-units", "base", "--clock-control", "none", "--launch-count", str(LAUNCHES)]
-    options += ["--kernel-name-base", "demangled", "--kernel-name", "regex:maxrl::", "--metrics", ",".join(METRICS)]
+    options = [
+        "--csv",
+        "--print-units",
+        "base",
+        "--clock-control",
+        "none",
+        "--launch-count",
+        str(LAUNCHES),
+    ]
+    options += [
+        "--kernel-name-base",
+        "demangled",
+        "--kernel-name",
+        "regex:maxrl::",
+        "--metrics",
+        ",".join(METRICS),
+    ]
     return [ncu, *options, sys.executable, "-m", "bench.counters", "--device", "cuda", "--run"]
 
 
 def main() -> int:
     parser = argument_parser("counters", __doc__)
-    parser.add_argument("--run", action="store_true", help="launch the kernels; ncu calls the command so")
+    parser.add_argument(
+        "--run", action="store_true", help="launch the kernels; ncu calls the command so"
+    )
     options = parser.parse_args()
     device = prepare(options)
     if device.type != "cuda":
@@ -93,7 +121,9 @@ def main() -> int:
         raise InputError("bench.counters needs Nsight Compute, and ncu is not installed")
     result: dict[str, Any] = {"benchmark": "counters", "machine": machine(device)}
     print(describe(result["machine"]), flush=True)
-    counted = subprocess.run(command(ncu), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    counted = subprocess.run(
+        command(ncu), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if counted.returncode:
         print(counted.stdout[-3000:])
         return 1

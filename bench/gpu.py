@@ -1,22 +1,27 @@
-"""`python -m bench.gpu [--part figures|profile|races|maze]`: what this machine's GPU is for, within nine minutes.
+"""`python -m bench.gpu [--part figures|profile|races|maze]`: what this machine's GPU is for, within
+nine minutes.
 
-Every part begins with the extension: the one that was carried here, or one that is built here. `figures` then has the tests
-and everything that has an aim; `profile` has profiles, hardware counters, torch.compile and peers; `races` has
-compute-sanitizer's memcheck, racecheck and synccheck on the smallest tests; `maze` continues the MaxRL paper's maze experiment
-in runs/maze_table (examples/papers/maze_table.py).
+Every part begins with the extension: the one that was carried here, or one that is built here.
+`figures` then has the tests and everything that has an aim; `profile` has profiles, hardware
+counters, torch.compile and peers; `races` has compute-sanitizer's memcheck, racecheck and synccheck
+on the smallest tests; `maze` continues the MaxRL paper's maze experiment in runs/maze_table
+(examples/papers/maze_table.py).
 
-Steps run one after another, each in its own process and with its own time limit, at most 9 minutes in all. A step that exceeds
-its limit is killed with all its processes, and the next one starts. The output of tests and benchmarks is shown and kept in a
-log. One JSON document has the machine, the versions and every figure; it is written again after each step. The last lines are a
-table of figures, aims, floors and peers; the aims are for an H200.
+Steps run one after another, each in its own process and with its own time limit, at most 9 minutes
+in all. A step that exceeds its limit is killed with all its processes, and the next one starts. The
+output of tests and benchmarks is shown and kept in a log. One JSON document has the machine, the
+versions and every figure; it is written again after each step. The last lines are a table of
+figures, aims, floors and peers; the aims are for an H200.
 
-Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as gpu_NAME_PART.json and
-gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not installed is left out, and so is a step that needs a
-missing package. On a machine that can install nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come
-before the installed packages; `make gpu-wheels` fetches them.
+Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as
+gpu_NAME_PART.json and gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not
+installed is left out, and so is a step that needs a missing package. On a machine that can install
+nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come before the
+installed packages; `make gpu-wheels` fetches them.
 
-Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on wrong input; 130 and 143
-after Ctrl-C and SIGTERM, which end the step's processes. A figure that misses its aim is not a failure.
+Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on
+wrong input; 130 and 143 after Ctrl-C and SIGTERM, which end the step's processes. A figure that
+misses its aim is not a failure.
 """
 
 import argparse
@@ -45,7 +50,16 @@ from maxrl_fast.runtime.files import write_json
 
 VARIABLE = "MAXRL_FAST_GPU_RESULTS"
 NEEDED = ("numpy", "safetensors", "pytest")
-PACKAGES = ("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy", "vllm", "flash-attn")
+PACKAGES = (
+    "triton",
+    "transformers",
+    "numpy",
+    "trl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "vllm",
+    "flash-attn",
+)
 
 
 def output_of(*command: str) -> str | None:
@@ -63,12 +77,17 @@ def version_of(package: str) -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    commit, changes = output_of("git", "rev-parse", "HEAD"), output_of("git", "status", "--porcelain")
+    commit, changes = (
+        output_of("git", "rev-parse", "HEAD"),
+        output_of("git", "status", "--porcelain"),
+    )
     return versions() | {
         "device": str(device),
         "memory_bytes": memory_bytes(device),
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "compute_capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        "compute_capability": torch.cuda.get_device_capability(device)
+        if device.type == "cuda"
+        else None,
         "cpu_cores": os.cpu_count(),
         "packages": {name: version_of(name) for name in PACKAGES},
         "commit": commit,
@@ -84,11 +103,15 @@ def check(device: torch.device) -> None:
         )
     absent = [package for package in NEEDED if missing(package)]
     if absent:
-        raise InputError(f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install {' '.join(absent)}")
+        raise InputError(
+            f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install {' '.join(absent)}"
+        )
 
 
 def use_wheels() -> None:
-    """Unpack the wheels in MAXRL_FAST_WHEELS and put them before the installed packages, here and in the steps' processes."""
+    """Unpack the wheels in MAXRL_FAST_WHEELS and put them before the installed packages, here and
+    in the steps' processes.
+    """
     folder = os.environ.get(WHEELS)
     if not folder:
         return
@@ -101,17 +124,25 @@ def use_wheels() -> None:
         try:
             zipfile.ZipFile(wheel).extractall(unpacked)
         except (OSError, zipfile.BadZipFile) as error:
-            raise InputError(f"the wheel {wheel} of {WHEELS} cannot be unpacked: {error}") from error
+            raise InputError(
+                f"the wheel {wheel} of {WHEELS} cannot be unpacked: {error}"
+            ) from error
     sys.path.insert(0, str(unpacked))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(unpacked), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(unpacked), os.environ.get("PYTHONPATH")])
+    )
 
 
 def results_folder(is_dry: bool) -> Path:
-    folder = Path(os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu"))
+    folder = Path(
+        os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu")
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{VARIABLE} must be a folder that can be written to, got {folder}: {error}") from error
+        raise InputError(
+            f"{VARIABLE} must be a folder that can be written to, got {folder}: {error}"
+        ) from error
     return folder
 
 
@@ -150,7 +181,9 @@ def earlier_steps(file: Path) -> dict[str, Any]:
         steps = json.loads(file.read_text())["steps"]
         return {name: record | {"is_earlier": True} for name, record in steps.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"--only keeps the other steps' results in {file}, which cannot be read: {error!r}") from error
+        raise InputError(
+            f"--only keeps the other steps' results in {file}, which cannot be read: {error!r}"
+        ) from error
 
 
 def _stop(*_: object) -> None:
@@ -165,45 +198,71 @@ def chosen_steps(steps: list[Step], part: str, only: list[str] | None) -> list[S
     """
     names = [step.name for step in steps]
     if unknown := set(only or ()) - set(names):
-        raise InputError(f"--only must name steps of --part {part}, {', '.join(names)}; got {', '.join(sorted(unknown))}")
+        raise InputError(
+            f"--only must name steps of --part {part}, {', '.join(names)}; got {', '.join(sorted(unknown))}"
+        )
     return [step for step in steps if only is None or step.name in only]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", choices=PARTS, default=PARTS[0], help="default: %(default)s")
     parser.add_argument(
-        "--only", nargs="+", metavar="STEP", help="run these steps, and keep the last results of the part's others"
+        "--only",
+        nargs="+",
+        metavar="STEP",
+        help="run these steps, and keep the last results of the part's others",
     )
     parser.add_argument(
-        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run at tiny sizes (default: cuda)"
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu: a dry run at tiny sizes (default: cuda)",
     )
-    parser.add_argument("--stretch", type=float, default=1.0, help="factor on all limits, for a slower GPU (default: 1)")
+    parser.add_argument(
+        "--stretch",
+        type=float,
+        default=1.0,
+        help="factor on all limits, for a slower GPU (default: 1)",
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     try:
         use_wheels()
         check(device)
-        by_part = gpu_steps() if device.type == "cuda" else dry_steps()  # after use_wheels: steps need packages
+        # after use_wheels: steps need packages
+        by_part = gpu_steps() if device.type == "cuda" else dry_steps()
         steps = chosen_steps(by_part[options.part], options.part, options.only)
         if not 0 < options.stretch <= 1000:
             raise InputError(f"--stretch must be above 0 and at most 1000, got {options.stretch:g}")
         folder = results_folder(is_dry=device.type == "cpu")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "dry run"
-        file = folder / f"gpu_{re.sub('[^a-z0-9]+', '_', name.lower()).strip('_')}_{options.part}.json"
+        file = (
+            folder / f"gpu_{re.sub('[^a-z0-9]+', '_', name.lower()).strip('_')}_{options.part}.json"
+        )
         earlier = earlier_steps(file) if options.only else {}
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _stop)
-    result: dict[str, Any] = {"benchmark": "gpu", "part": options.part, "machine": machine(device), "steps": earlier}
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "part": options.part,
+        "machine": machine(device),
+        "steps": earlier,
+    }
     result["started"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if not options.only:
         file.with_suffix(".log").unlink(missing_ok=True)
     about = result["machine"]
-    print(f"{name}, driver {about['driver']}, torch {about['torch']}, CUDA {about['cuda']}; results in {file}", flush=True)
+    print(
+        f"{name}, driver {about['driver']}, torch {about['torch']}, CUDA {about['cuda']}; results in {file}",
+        flush=True,
+    )
     try:
         run_all(steps, result, file, options.stretch)
     except KeyboardInterrupt:

@@ -1,9 +1,12 @@
-"""`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried here or built here.
+"""`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried here or built
+here.
 
-`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER` writes it for that interpreter, of which
-only the headers are needed, with a digest of its sources. Without these options, on the machine with the GPU, an extension in
-the folder of MAXRL_FAST_WHEELS is used if it was built for this interpreter from the sources that are here. Otherwise the
-extension is built here; the reason is printed. The exit code is 1 where the extension cannot be built or has no CUDA kernels.
+`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER` writes it for
+that interpreter, of which only the headers are needed, with a digest of its sources. Without these
+options, on the machine with the GPU, an extension in the folder of MAXRL_FAST_WHEELS is used if it
+was built for this interpreter from the sources that are here. Otherwise the extension is built
+here; the reason is printed. The exit code is 1 where the extension cannot be built or has no CUDA
+kernels.
 
 A build takes minutes.
 """
@@ -24,7 +27,10 @@ ARCHITECTURE = "90a-real"  # Hopper, if the environment variable CUDAARCHS names
 
 
 def digest_of_sources() -> str:
-    files = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
+    files = [
+        ROOT / "CMakeLists.txt",
+        *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()),
+    ]
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
@@ -45,7 +51,9 @@ def carried(folder: Path) -> tuple[Path | None, str]:
 
 
 def build_for(python: str, folder: Path) -> None:
-    """Build the extension for another interpreter; write it and the digest of its sources into a folder."""
+    """Build the extension for another interpreter; write it and the digest of its sources into a
+    folder.
+    """
     import pybind11
 
     build = ROOT / "build/extension-gpu"
@@ -59,8 +67,14 @@ def build_for(python: str, folder: Path) -> None:
         "Ninja",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder.resolve()}",
     ]
-    configure += [f"-DPython_EXECUTABLE={shutil.which(python)}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
-    configure += ["-DMAXRL_FAST_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', ARCHITECTURE)}"]
+    configure += [
+        f"-DPython_EXECUTABLE={shutil.which(python)}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+    ]
+    configure += [
+        "-DMAXRL_FAST_CUDA=ON",
+        f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', ARCHITECTURE)}",
+    ]
     subprocess.run(configure, check=True)
     subprocess.run(["cmake", "--build", build], check=True)
     (folder / DIGEST).write_text(digest_of_sources() + "\n")
@@ -72,7 +86,9 @@ def has_kernels() -> bool:
 
 
 def install() -> bool:
-    """Copy the prebuilt extension into the package, or build it in place; return whether it has CUDA kernels."""
+    """Copy the prebuilt extension into the package, or build it in place; return whether it has
+    CUDA kernels.
+    """
     folder = os.environ.get(WHEELS)
     extension, why = carried(Path(folder)) if folder else (None, f"{WHEELS} is not set")
     if extension is not None:
@@ -83,24 +99,41 @@ def install() -> bool:
         why = f"{extension} does not load, or has no CUDA kernels"
     print(f"the extension is built here: {why}", flush=True)
     environment = {"CUDAARCHS": "native"} | os.environ | {"MAXRL_FAST_CUDA": "ON"}
-    subprocess.run([sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
     return has_kernels()
 
 
 def can_build_for(python: str) -> str:
     """Return "" if an interpreter runs here and has its headers; otherwise why not."""
-    code = "import sysconfig, os; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+    code = (
+        "import sysconfig, os; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
+    )
     try:
         run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     except OSError as error:
         return str(error)
-    return "" if run.stdout.strip() == "True" else f"{python} {'has no headers' if not run.returncode else 'does not run'} here"
+    return (
+        ""
+        if run.stdout.strip() == "True"
+        else f"{python} {'has no headers' if not run.returncode else 'does not run'} here"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_build", description=__doc__)
-    parser.add_argument("--for-python", metavar="PYTHON", help="build for this interpreter, and leave the package as it is")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where --for-python writes the extension")
+    parser.add_argument(
+        "--for-python",
+        metavar="PYTHON",
+        help="build for this interpreter, and leave the package as it is",
+    )
+    parser.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="where --for-python writes the extension"
+    )
     options = parser.parse_args()
     if (options.for_python is None) != (options.to is None):
         parser.error("--for-python and --to must be given together")

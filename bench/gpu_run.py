@@ -22,7 +22,12 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
 
     The record's `state` is "done", "failed", "past its limit" or "absent".
     """
-    record: dict[str, Any] = {"state": "absent", "why": step.absent, "command": " ".join(step.command), "limit_seconds": limit}
+    record: dict[str, Any] = {
+        "state": "absent",
+        "why": step.absent,
+        "command": " ".join(step.command),
+        "limit_seconds": limit,
+    }
     if step.absent:
         return record
     environment = environment_of(step)
@@ -31,9 +36,15 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
         output.write(f"\n== {step.name}: {record['command']}\n".encode())
         output.flush()
         begin = output.tell()
-        # A new session: its process group has every process that the step starts, and Ctrl-C in the terminal does not reach it.
+        # A new session: its process group has every process that the step starts, and Ctrl-C in the
+        # terminal does not reach it.
         process = subprocess.Popen(
-            step.command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            step.command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
     try:
         is_late = _follow(process, log, begin, start, limit)
@@ -46,7 +57,9 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
     if step.has_figures:
         record["figures"] = last_document(text)
     else:
-        record["figures"] = {kind.rstrip("s"): int(number) for number, kind in COUNT.findall(text[-2000:])}
+        record["figures"] = {
+            kind.rstrip("s"): int(number) for number, kind in COUNT.findall(text[-2000:])
+        }
     if is_late:
         record |= {"state": "past its limit", "why": f"killed after {limit:.0f} s"}
     elif process.returncode:
@@ -60,13 +73,18 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
     return record
 
 
-def _follow(process: "subprocess.Popen[bytes]", log: Path, begin: int, start: float, limit: float) -> bool:
-    """Show what a process writes to the log until it ends; return whether it exceeded its limit instead."""
+def _follow(
+    process: "subprocess.Popen[bytes]", log: Path, begin: int, start: float, limit: float
+) -> bool:
+    """Show what a process writes to the log until it ends; return whether it exceeded its limit
+    instead.
+    """
     rest, last_output = b"", time.monotonic()
     with log.open("rb") as written:
         written.seek(begin)
         while True:
-            has_ended = process.poll() is not None  # checked before reading, so that no output is missed
+            # checked before reading, so that no output is missed
+            has_ended = process.poll() is not None
             *lines, rest = (rest + written.read()).split(b"\n")
             for line in lines:
                 if not line.startswith(b'{"benchmark"'):  # figures go to the results
@@ -78,7 +96,10 @@ def _follow(process: "subprocess.Popen[bytes]", log: Path, begin: int, start: fl
             if now - start > limit:
                 return True
             if now - last_output > QUIET_SECONDS:
-                print(f"    ... running for {now - start:.0f} s, {limit - (now - start):.0f} s are left", flush=True)
+                print(
+                    f"    ... running for {now - start:.0f} s, {limit - (now - start):.0f} s are left",
+                    flush=True,
+                )
                 last_output = now
             time.sleep(0.1)
 

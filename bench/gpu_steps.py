@@ -1,4 +1,6 @@
-"""The steps of `make gpu`, `make gpu-profile` and `make gpu-races`: their commands and time limits."""
+"""The steps of `make gpu`, `make gpu-profile` and `make gpu-races`: their commands and time
+limits.
+"""
 
 import importlib.util
 import os
@@ -7,14 +9,17 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LIMIT_SECONDS = 540  # of all steps of a part together: a machine may be lent for ten minutes at a time
+# of all steps of a part together: a machine may be lent for ten minutes at a time
+LIMIT_SECONDS = 540
 NSIGHT = Path("/opt/nvidia/nsight-compute")
 PARTS = ("figures", "profile", "races", "maze")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command in its own process: it has the GPU's memory to itself, and a crash does not end the other steps."""
+    """A command in its own process: it has the GPU's memory to itself, and a crash does not end the
+    other steps.
+    """
 
     name: str
     command: list[str]
@@ -25,17 +30,25 @@ class Step:
 
 
 def bench(name: str, module: str, arguments: str, seconds: float, absent: str = "") -> Step:
-    return Step(name, [sys.executable, "-m", f"bench.{module}", *arguments.split()], seconds, absent=absent)
+    return Step(
+        name, [sys.executable, "-m", f"bench.{module}", *arguments.split()], seconds, absent=absent
+    )
 
 
 def missing(*packages: str) -> str:
     """Return why a step that needs these packages cannot run; "" if all are installed."""
     absent = [package for package in packages if not importlib.util.find_spec(package)]
-    return f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed" if absent else ""
+    return (
+        f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
+        if absent
+        else ""
+    )
 
 
 def cuda_tool(name: str) -> str | None:
-    """Return the path of a CUDA tool: on the PATH, next to nvcc, or in the newest folder of Nsight Compute."""
+    """Return the path of a CUDA tool: on the PATH, next to nvcc, or in the newest folder of Nsight
+    Compute.
+    """
     nvcc = shutil.which("nvcc")
     places = [Path(nvcc).resolve().parent / name] if nvcc else []
     places += sorted(NSIGHT.glob(f"*/{name}"), reverse=True)
@@ -43,30 +56,66 @@ def cuda_tool(name: str) -> str | None:
 
 
 def marked_gpu(seconds: float, absent: str = "") -> Step:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "--maxfail=30", "--durations=5", "tests/gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "--tb=short",
+        "--maxfail=30",
+        "--durations=5",
+        "tests/gpu",
+    ]
     return Step("tests", command, seconds, has_figures=False, absent=absent)
 
 
 def build(seconds: float, absent: str = "") -> Step:
-    """Return the step that installs the extension: a prebuilt one if it matches, else one built here."""
-    return Step("build", [sys.executable, "-m", "bench.gpu_build"], seconds, has_figures=False, absent=absent)
+    """Return the step that installs the extension: a prebuilt one if it matches, else one built
+    here.
+    """
+    return Step(
+        "build",
+        [sys.executable, "-m", "bench.gpu_build"],
+        seconds,
+        has_figures=False,
+        absent=absent,
+    )
 
 
-# For each kernel the smallest tests that launch it, with rows at odd addresses, rows of several sizes and all formulas.
+# For each kernel the smallest tests that launch it, with rows at odd addresses, rows of several
+# sizes and all formulas.
 SMALLEST = "any_address or bad_values or test_pacs or sampling_equals and not 151936 or attention_equals_float64 and dtype1"
-SMALLEST_FILES = ["tests/gpu/test_token_loss.py", "tests/gpu/test_advantage.py", "tests/gpu/test_rollout.py"]
+SMALLEST_FILES = [
+    "tests/gpu/test_token_loss.py",
+    "tests/gpu/test_advantage.py",
+    "tests/gpu/test_rollout.py",
+]
 
 
 def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
-    """Return a step that runs the smallest tests under a tool of compute-sanitizer, 10 to 100 times slower.
+    """Return a step that runs the smallest tests under a tool of compute-sanitizer, 10 to 100 times
+    slower.
 
-    Tests that capture graphs are left out: they need torch's memory cache, which is off so that memcheck sees where every
-    tensor ends.
+    Tests that capture graphs are left out: they need torch's memory cache, which is off so that
+    memcheck sees where every tensor ends.
     """
     found = cuda_tool("compute-sanitizer")
     command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", SMALLEST, "--tb=short", *SMALLEST_FILES]
+    command += [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-k",
+        SMALLEST,
+        "--tb=short",
+        *SMALLEST_FILES,
+    ]
     absent = absent or ("" if found else "compute-sanitizer is not installed")
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Step(tool, command, seconds, has_figures=False, absent=absent, environment=environment)
@@ -74,7 +123,8 @@ def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
 
 def maze(seconds: float, absent: str = "") -> Step:
     command = [sys.executable, "examples/papers/maze_table.py", "--out", "runs/maze_table"]
-    command += ["--minutes", f"{(seconds - 60) / 60:g}"]  # a minute for starting, saving and drawing
+    # a minute for starting, saving and drawing
+    command += ["--minutes", f"{(seconds - 60) / 60:g}"]
     return Step("maze", command, seconds, has_figures=False, absent=absent)
 
 
@@ -99,7 +149,13 @@ def gpu_steps() -> dict[str, list[Step]]:
         "profile": [
             build(60),
             bench("profiles", "profiles", "--device cuda", 75, no_options),
-            bench("counters", "counters", "--device cuda", 90, "" if cuda_tool("ncu") else "ncu is not installed"),
+            bench(
+                "counters",
+                "counters",
+                "--device cuda",
+                90,
+                "" if cuda_tool("ncu") else "ncu is not installed",
+            ),
             bench("rollout_compiled", "rollout", "--device cuda --peers", 55),
             bench("whole_step_compiled", "train_step", step17, 90, no_options),
             bench("token_loss_peers", "token_loss", "--device cuda", 90),
@@ -114,13 +170,19 @@ def gpu_steps() -> dict[str, list[Step]]:
             ),
             bench("trl", "peers", "--device cuda --turns 1", 40, absent=missing("trl")),
         ],
-        "races": [build(60), sanitizer("memcheck", 120), sanitizer("racecheck", 210), sanitizer("synccheck", 120)],
+        "races": [
+            build(60),
+            sanitizer("memcheck", 120),
+            sanitizer("racecheck", 210),
+            sanitizer("synccheck", 120),
+        ],
         "maze": [build(60), maze(480, missing("tyro", "docstring_parser", "rich", "matplotlib"))],
     }
 
 
 def dry_steps() -> dict[str, list[Step]]:
-    """Return the same steps at sizes that take a few seconds on a CPU, to test that everything runs and is recorded.
+    """Return the same steps at sizes that take a few seconds on a CPU, to test that everything runs
+    and is recorded.
 
     The limits are wide, because such a machine's cores may be busy.
     """
@@ -150,10 +212,17 @@ def dry_steps() -> dict[str, list[Step]]:
             bench("rollout_peer", "rollout", "", 30, no_gpu),
             bench("trl", "peers", "", 40, no_gpu),
         ],
-        "races": [build(60, no_gpu), *(sanitizer(tool, 120, no_gpu) for tool in ("memcheck", "racecheck", "synccheck"))],
+        "races": [
+            build(60, no_gpu),
+            *(sanitizer(tool, 120, no_gpu) for tool in ("memcheck", "racecheck", "synccheck")),
+        ],
         "maze": [build(60, no_gpu), maze(480, no_gpu)],
     }
 
 
 def environment_of(step: Step) -> dict[str, str]:
-    return os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} | step.environment
+    return (
+        os.environ
+        | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        | step.environment
+    )

@@ -17,9 +17,17 @@ class Row:
 
 
 def ceilings(x: Any) -> Iterator[Row]:
-    yield Row("copy bandwidth", f"{x['copy_bytes_per_second'] / 1e9:,.0f} GB/s", beside="H200's data sheet: 4,800")
+    yield Row(
+        "copy bandwidth",
+        f"{x['copy_bytes_per_second'] / 1e9:,.0f} GB/s",
+        beside="H200's data sheet: 4,800",
+    )
     name = x["machine"]["dtype"].removeprefix("torch.")
-    yield Row(f"{name} GEMM", f"{x['matrix_flops_per_second'] / 1e12:,.1f} TFLOP/s", beside="H200's data sheet: 989 in bf16")
+    yield Row(
+        f"{name} GEMM",
+        f"{x['matrix_flops_per_second'] / 1e12:,.1f} TFLOP/s",
+        beside="H200's data sheet: 989 in bf16",
+    )
 
 
 def launches(x: Any) -> Iterator[Row]:
@@ -30,26 +38,45 @@ def launches(x: Any) -> Iterator[Row]:
         started = "" if count is None else f"{count} launch{'' if count == 1 else 'es'}, "
         reached = None if count is None else count <= most and times[name] <= (most + 1) * empty
         aim = f"{most} launch{plural}, <= {most + 1} x empty"
-        yield Row(f"{name}, 1024 x 16", f"{started}{times[name]:.2f} us", aim, reached, f"empty kernel {empty:.2f} us")
+        yield Row(
+            f"{name}, 1024 x 16",
+            f"{started}{times[name]:.2f} us",
+            aim,
+            reached,
+            f"empty kernel {empty:.2f} us",
+        )
 
 
 def token_loss(x: Any) -> Iterator[Row]:
     for name, case in (x["logits"] | x["other_vocabularies"]).items():
         size = f"{case['tokens']} x {case['vocabulary']} {name.split()[0]}"
         share, times = case["of_copy_bandwidth"]["ours"], case["milliseconds"]
-        beside = f"copy {times['copy']:.2f} ms, ours {times['ours']:.2f}, eager {times['eager']:.1f}"
+        beside = (
+            f"copy {times['copy']:.2f} ms, ours {times['ours']:.2f}, eager {times['eager']:.1f}"
+        )
         yield Row(f"loss, {size}", f"{share:.0%} of a copy", ">= 90%", share >= 0.9, beside)
         yield from host_time(case)
         if (liger := case["times_ours"].get("liger-kernel GRPO")) is not None:
             yield Row("  liger-kernel's GRPO loss", f"{liger:.2f} x ours", ">= 1.7", liger >= 1.7)
         peak = case["peak_bytes_per_element"]["ours, in place"]
-        if peak is not None:  # the gradient overwrites the logits, so that all new memory is temporary
-            yield Row("  in place, new memory", f"{peak:.2f} bytes/element", "no [T, V]", peak < 0.1)
+        # the gradient overwrites the logits, so that all new memory is temporary
+        if peak is not None:
+            yield Row(
+                "  in place, new memory", f"{peak:.2f} bytes/element", "no [T, V]", peak < 0.1
+            )
     for name, case in x["linear"].items():
         size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
         useful, product = case["useful_tflops"], case["matrix_product_tflops"]
-        beside = f"GEMM {product:.1f}" + (f", eager {useful['eager']:.1f}" if "eager" in useful else "")
-        yield Row(f"linear, {size}", f"{useful['ours']:.1f} TFLOP/s", ">= 750", useful["ours"] >= 750, beside)
+        beside = f"GEMM {product:.1f}" + (
+            f", eager {useful['eager']:.1f}" if "eager" in useful else ""
+        )
+        yield Row(
+            f"linear, {size}",
+            f"{useful['ours']:.1f} TFLOP/s",
+            ">= 750",
+            useful["ours"] >= 750,
+            beside,
+        )
         peak, chunk = case["peak_mib"]["ours"], case["chunk_mib"]
         if peak is not None:
             own = peak - case["gradients_mib"]
@@ -63,8 +90,17 @@ def token_loss(x: Any) -> Iterator[Row]:
             )
 
     for name, case in x.get("linear_logprobs", {}).items():
-        size, ms = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}", case["milliseconds"]
-        yield Row(f"linear log-probs, {size}", f"{ms:.1f} ms", "< 24.9 ms", ms < 24.9, f"{case['tflops']:.0f} TFLOP/s of GEMMs")
+        size, ms = (
+            f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}",
+            case["milliseconds"],
+        )
+        yield Row(
+            f"linear log-probs, {size}",
+            f"{ms:.1f} ms",
+            "< 24.9 ms",
+            ms < 24.9,
+            f"{case['tflops']:.0f} TFLOP/s of GEMMs",
+        )
 
 
 def host_time(case: Any) -> Iterator[Row]:
@@ -75,7 +111,10 @@ def host_time(case: Any) -> Iterator[Row]:
 def rollout(x: Any) -> Iterator[Row]:
     for case in x["cases"].values():
         rows = case["prompts"] * case["samples"]
-        for figure, name in {f"rollout, {rows:,} rows": "native", "  with torch.compile": "native, compiled"}.items():
+        for figure, name in {
+            f"rollout, {rows:,} rows": "native",
+            "  with torch.compile": "native, compiled",
+        }.items():
             if side := case["sides"].get(name):
                 rate = side["tokens_per_second"]
                 aim, reached = (">= 8,000,000", rate >= 8e6) if rows >= 4096 else ("", None)
@@ -104,7 +143,8 @@ def whole_step(x: Any) -> Iterator[Row]:
             yield Row(figure, f"{ms:,.0f} ms", "<= 100 ms", ms <= 100, beside)
 
 
-MFU_AIMS = {"qwen-0.5b": 0.5, "qwen-1.5b": 0.6}  # the output matrix has a larger share of the smaller policy's work
+# the output matrix has a larger share of the smaller policy's work
+MFU_AIMS = {"qwen-0.5b": 0.5, "qwen-1.5b": 0.6}
 
 
 def qwen(x: Any) -> Iterator[Row]:
@@ -128,21 +168,29 @@ def profiles(x: Any) -> Iterator[Row]:
     for name, case in x["profiles"].items():
         longest = case["kernels"][0]
         beside = f"longest, {longest['share']:.0%}: {longest['name']:.60}"
-        yield Row(f"profile, {name}", f"{case['busy']:.0%} busy", beside=f"{case['launches']:,} launches; {beside}")
+        yield Row(
+            f"profile, {name}",
+            f"{case['busy']:.0%} busy",
+            beside=f"{case['launches']:,} launches; {beside}",
+        )
 
 
 def counters(x: Any) -> Iterator[Row]:
     for name, kernel in x["kernels"].items():
-        of_peak = (
-            f"memory {kernel['memory_percent']:.0f}%, multiprocessors {kernel['multiprocessor_percent']:.0f}% of their peak"
-        )
+        of_peak = f"memory {kernel['memory_percent']:.0f}%, multiprocessors {kernel['multiprocessor_percent']:.0f}% of their peak"
         beside = f"{of_peak}, {kernel['registers']:.0f} registers"
-        yield Row(f"counters, {short_name(name)}", f"{kernel['nanoseconds'] / 1e3:,.1f} us", beside=beside)
+        yield Row(
+            f"counters, {short_name(name)}", f"{kernel['nanoseconds'] / 1e3:,.1f} us", beside=beside
+        )
 
 
 def short_name(kernel: str) -> str:
-    """Return a kernel's name without return type, namespaces and arguments: `attend_to_own<__nv_bfloat16, 2>`."""
-    plain = kernel.replace("(anonymous namespace)::", "").replace("<unnamed>::", "").partition("(")[0]
+    """Return a kernel's name without return type, namespaces and arguments:
+    `attend_to_own<__nv_bfloat16, 2>`.
+    """
+    plain = (
+        kernel.replace("(anonymous namespace)::", "").replace("<unnamed>::", "").partition("(")[0]
+    )
     function, bracket, arguments = plain.partition("<")
     return f"{function.rpartition('::')[2]}{bracket}{arguments}"[:40]
 
@@ -150,7 +198,9 @@ def short_name(kernel: str) -> str:
 def trl(x: Any) -> Iterator[Row]:
     seconds = x["seconds"]
     yield Row(
-        "TRL's GRPOTrainer, that step", f"{seconds['trl']:.2f} s", beside=f"{x['ratio']:.1f} x ours, {seconds['ours']:.2f} s"
+        "TRL's GRPOTrainer, that step",
+        f"{seconds['trl']:.2f} s",
+        beside=f"{x['ratio']:.1f} x ours, {seconds['ours']:.2f} s",
     )
 
 
@@ -207,4 +257,7 @@ def lines(table: list[Row]) -> list[str]:
     cells = [("figure", "measured", "aim", "reached", "floor or peer")]
     cells += [(row.figure, row.value, row.aim, answers[row.reached], row.beside) for row in table]
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in cells]
+    return [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in cells
+    ]

@@ -1,8 +1,9 @@
-"""`python -m bench.launches`: the small operators at 1024 prompts x 16 rollouts, whose cost on a GPU is the launch.
+"""`python -m bench.launches`: the small operators at 1024 prompts x 16 rollouts, whose cost on a
+GPU is the launch.
 
-It times forward calls of group advantages, PACS's log-ratio rewards and its loss; an empty kernel is the floor. On a GPU it
-counts the kernels that one call starts, and times calls in a CUDA graph too, which leaves out the CPU's part of a launch. The
-last line is one JSON document.
+It times forward calls of group advantages, PACS's log-ratio rewards and its loss; an empty kernel
+is the floor. On a GPU it counts the kernels that one call starts, and times calls in a CUDA graph
+too, which leaves out the CPU's part of a launch. The last line is one JSON document.
 
 It takes a few seconds.
 """
@@ -14,15 +15,23 @@ from typing import Any
 
 import torch
 
-from bench.measure import argument_parser, launches, machine, microseconds, microseconds_in_a_graph, prepare, run_command
+from bench.measure import (
+    argument_parser,
+    launches,
+    machine,
+    microseconds,
+    microseconds_in_a_graph,
+    prepare,
+    run_command,
+)
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss
 
 GROUPS, SIZE, RESPONSE = 1024, 16, 64
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return a call of each operator by name, an empty kernel first. Inputs require gradients, so gradients are computed
-    too."""
+    """Return a call of each operator by name, an empty kernel first. Inputs require gradients, so
+    gradients are computed too."""
     one = torch.zeros(1, device=device)
     rewards = (torch.rand(GROUPS, SIZE, device=device) < 0.3).float()
     labels = rewards.flatten()
@@ -52,11 +61,16 @@ def main() -> int:
     }
     if device.type == "cuda":
         result["launches"] = {name: launches(function) for name, function in functions.items()}
-        result["microseconds_in_a_graph"] = microseconds_in_a_graph(functions, options.rounds, device)
+        result["microseconds_in_a_graph"] = microseconds_in_a_graph(
+            functions, options.rounds, device
+        )
     print(f"{GROUPS} prompts x {SIZE} rollouts, {device}")
     print(f"  {'':<20}{'us a call':>12}{'launches':>10}{'us in a graph':>15}")
     for name, time in result["microseconds"].items():
-        count, in_graph = (result[key][name] if result[key] else None for key in ("launches", "microseconds_in_a_graph"))
+        count, in_graph = (
+            result[key][name] if result[key] else None
+            for key in ("launches", "microseconds_in_a_graph")
+        )
         print(
             f"  {name:<20}{time:12.1f}{'' if count is None else count:>10}{'' if in_graph is None else f'{in_graph:.2f}':>15}"
         )

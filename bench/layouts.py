@@ -40,7 +40,9 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
     num_rollouts, prompt_length = len(rollouts) // len(prompts), int(prompts.lengths[0])
     device = rollouts.tokens.device
     responses = rollouts.padded_tokens(0)  # [S, L]
-    sequences = torch.cat([prompts.tokens.view(len(prompts), -1).repeat_interleave(num_rollouts, 0), responses], 1)
+    sequences = torch.cat(
+        [prompts.tokens.view(len(prompts), -1).repeat_interleave(num_rollouts, 0), responses], 1
+    )
     width = sequences.shape[1]
     rows = max(1, case.token_budget // width)
     predicting = torch.arange(prompt_length - 1, width - 1, device=device)
@@ -48,9 +50,15 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
         part = sequences[start : start + rows]
         lengths = rollouts.lengths[start : start + rows]
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, batch: int = len(part)) -> Tensor:
+        def attention(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, batch: int = len(part)
+        ) -> Tensor:
             q, k, v = (x.view(batch, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+            return (
+                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                .transpose(1, 2)
+                .flatten(0, 1)
+            )
 
         length = responses.shape[1]
         positions = torch.arange(width, device=device).repeat(len(part))
@@ -70,21 +78,34 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
 
 
 def update_flops(config: PolicySizes, batch: MicroBatch) -> int:
-    """Return the FLOPs of the matrix multiplications of a forward and a backward pass, without recomputation."""
-    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    before, after = config.hidden_size * (heads + 2 * keys), config.hidden_size * (heads + 3 * config.intermediate_size)
+    """Return the FLOPs of the matrix multiplications of a forward and a backward pass, without
+    recomputation.
+    """
+    heads, keys = (
+        config.num_attention_heads * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
+    before, after = (
+        config.hidden_size * (heads + 2 * keys),
+        config.hidden_size * (heads + 3 * config.intermediate_size),
+    )
     streamed = config.num_hidden_layers * before + (config.num_hidden_layers - 1) * after
-    weights = streamed * len(batch.tokens) + after * len(batch.rows)  # the last layer computes only rows that predict
+    # the last layer computes only rows that predict
+    weights = streamed * len(batch.tokens) + after * len(batch.rows)
     spans = (batch.layout.sequences, batch.layout.to_prompts, batch.layout.responses)
     pairs = sum(
-        int((x.q_lengths * (x.q_lengths + 1) // 2 if x.causal else x.q_lengths * x.k_lengths).sum()) for x in spans if x
+        int((x.q_lengths * (x.q_lengths + 1) // 2 if x.causal else x.q_lengths * x.k_lengths).sum())
+        for x in spans
+        if x
     )
     attention = 2 * heads * pairs * config.num_hidden_layers
     return 6 * (weights + attention + config.vocab_size * config.hidden_size * len(batch.targets))
 
 
 class LayoutUpdates:
-    """The same update of a policy in each layout, with learning rate 0 so that every call starts from the same weights."""
+    """The same update of a policy in each layout, with learning rate 0 so that every call starts
+    from the same weights.
+    """
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case, self.dtype = case, dtype
@@ -96,7 +117,9 @@ class LayoutUpdates:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.learner = Learner(case.model, self.optimizer, SETTINGS, 1.0, case.token_budget, dtype)
-        self.shared, self.repeated = (Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, float("inf")))
+        self.shared, self.repeated = (
+            Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, float("inf"))
+        )
         for parameter in case.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # allocates the moments, before memory is measured
@@ -114,10 +137,13 @@ class LayoutUpdates:
         if layout == "shared":
             self._packed(self.shared, budget)
         elif layout == "repeated":
-            # `split` counts a prompt once, but a repeated micro-batch has one copy of it per response.
+            # `split` counts a prompt once, but a repeated micro-batch has one copy of it per
+            # response.
             prompt = int(self.case.prompts.lengths[0])
             per_response = prompt + len(self.case.rollouts.tokens) / len(self.case.rollouts)
-            self._packed(self.repeated, int(budget // per_response * (per_response - prompt)) + prompt)
+            self._packed(
+                self.repeated, int(budget // per_response * (per_response - prompt)) + prompt
+            )
         else:
             padded_passes(self.case, self.advantages, self.dtype, self.denominator)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,7 +156,9 @@ class LayoutUpdates:
 
     def gradient(self) -> Tensor:
         """The last update's clipped gradient, flat."""
-        return torch.cat([p.grad.flatten() for p in self.case.model.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten() for p in self.case.model.parameters() if p.grad is not None]
+        )
 
     def work(self, layout: str) -> tuple[int, int]:
         """Return the FLOPs and tokens of an update, without padding."""
@@ -142,8 +170,8 @@ class LayoutUpdates:
 def first_updates(
     updates: LayoutUpdates, layouts: Sequence[str], device: torch.device
 ) -> tuple[dict[str, float], dict[str, int | None], dict[str, float]]:
-    """Return each layout's first update time (ms), its peak memory, and its gradient's relative difference from the last
-    layout's.
+    """Return each layout's first update time (ms), its peak memory, and its gradient's relative
+    difference from the last layout's.
 
     Raises:
         RuntimeError: if the gradients differ in float32.
@@ -159,9 +187,14 @@ def first_updates(
         times[layout] = (time.perf_counter() - start) * 1e3
         gradients[layout] = updates.gradient()
     truth = gradients.pop(layouts[-1])
-    differences = {layout: float((gradient - truth).norm() / truth.norm()) for layout, gradient in gradients.items()}
+    differences = {
+        layout: float((gradient - truth).norm() / truth.norm())
+        for layout, gradient in gradients.items()
+    }
     if updates.dtype == torch.float32 and not agree(differences, updates.dtype):
-        raise RuntimeError(f"the layouts disagree: the relative differences of their gradients are {differences}")
+        raise RuntimeError(
+            f"the layouts disagree: the relative differences of their gradients are {differences}"
+        )
     return times, memory, differences
 
 
@@ -171,7 +204,11 @@ def agree(differences: dict[str, float], dtype: torch.dtype) -> bool:
 
 
 def update_in_layouts(
-    case: Case, rounds: int, device: torch.device, dtype: torch.dtype, layouts: Sequence[str] = LAYOUTS
+    case: Case,
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layouts: Sequence[str] = LAYOUTS,
 ) -> dict[str, Any]:
     """Return the figures of the update in each layout; every rollout has a gradient.
 
@@ -183,7 +220,9 @@ def update_in_layouts(
     model = case.model
     times, memory, differences = first_updates(updates, layouts, device)
     if rounds:
-        times = milliseconds({layout: partial(updates.update, layout) for layout in layouts}, rounds, device)
+        times = milliseconds(
+            {layout: partial(updates.update, layout) for layout in layouts}, rounds, device
+        )
     throughput = gemm_throughput(4096, model.config.hidden_size, dtype, device)
 
     def figures(layout: str) -> dict[str, Any]:

@@ -38,14 +38,24 @@ def argument_parser(
         prog=f"python -m bench.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # some benchmarks pass unknown flags on to the trainer, whose --rollout is not --rollouts
+        # some benchmarks pass unknown flags on to the trainer, whose --rollout is not --rollouts
+        allow_abbrev=False,
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="cpu", help="default: %(default)s"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     if has_dtype:
-        parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="default: %(default)s")
+        parser.add_argument(
+            "--dtype",
+            choices=["auto", "float32", "bfloat16"],
+            default="auto",
+            help="default: %(default)s",
+        )
     if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds (default: %(default)s)")
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help="timed rounds (default: %(default)s)"
+        )
     return parser
 
 
@@ -89,7 +99,9 @@ def describe(machine: Mapping[str, Any]) -> str:
 
 
 def keep(result: Mapping[str, Any]) -> None:
-    """Print all figures so far as a JSON document, except to a terminal: what follows may fail or time out."""
+    """Print all figures so far as a JSON document, except to a terminal: what follows may fail or
+    time out.
+    """
     if not sys.stdout.isatty():
         print(json.dumps(result), flush=True)
 
@@ -100,7 +112,9 @@ def synchronize(device: torch.device) -> None:
 
 
 class DeviceStopwatch(Stopwatch):
-    """A stopwatch that waits for the device before and after each stage, so that a stage's time is only its own work."""
+    """A stopwatch that waits for the device before and after each stage, so that a stage's time is
+    only its own work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -120,7 +134,8 @@ def milliseconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Return each function's median time per call. Each round calls every function once; the first round is a warm-up.
+    """Return each function's median time per call. Each round calls every function once; the first
+    round is a warm-up.
 
     Args:
         before: called before each call, untimed.
@@ -148,12 +163,12 @@ def kernel_milliseconds(
 ) -> dict[str, float]:
     """Return each function's median device time per call; on a CPU this is `milliseconds`.
 
-    A GPU gets all calls of a round at once, after a wait that gives the host time to queue them, with events around each call.
-    So the host's launch time is not measured.
+    A GPU gets all calls of a round at once, after a wait that gives the host time to queue them,
+    with events around each call. So the host's launch time is not measured.
 
     Args:
-        before: called before each call, untimed.
-        is_hot: whether a call finds in the L2 cache what an untimed call of the same function left there; otherwise the cache
+        before: called before each call, untimed. is_hot: whether a call finds in the L2 cache what
+        an untimed call of the same function left there; otherwise the cache
             is overwritten after `before`.
     """
     if device.type != "cuda":
@@ -170,7 +185,10 @@ def kernel_milliseconds(
                     function()
                 else:
                     other.zero_()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, end = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
                 start.record()
                 function()
                 end.record()
@@ -182,8 +200,12 @@ def kernel_milliseconds(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def host_microseconds(functions: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Return the median time, over 50 calls, until each function returns to the host while the device is idle."""
+def host_microseconds(
+    functions: Mapping[str, Callable[[], object]], device: torch.device
+) -> dict[str, float]:
+    """Return the median time, over 50 calls, until each function returns to the host while the
+    device is idle.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for name, function in functions.items():
         for repeat in range(53):
@@ -196,8 +218,12 @@ def host_microseconds(functions: Mapping[str, Callable[[], object]], device: tor
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def microseconds(functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Return each function's median time per call. Each round times every function for about 2 ms."""
+def microseconds(
+    functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, float]:
+    """Return each function's median time per call. Each round times every function for about 2
+    ms.
+    """
 
     def timed(function: Callable[[], object], calls: int) -> float:
         synchronize(device)
@@ -232,7 +258,9 @@ def launches(function: Callable[[], object]) -> int:
 def microseconds_in_a_graph(
     functions: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Return each function's median time per call in a CUDA graph of a hundred calls, without the CPU's launch cost."""
+    """Return each function's median time per call in a CUDA graph of a hundred calls, without the
+    CPU's launch cost.
+    """
     replays: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
         function()  # the first call builds tables, which a capture cannot
@@ -246,7 +274,9 @@ def microseconds_in_a_graph(
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Return a call's peak memory beyond the memory in use before it; None if the system does not report it."""
+    """Return a call's peak memory beyond the memory in use before it; None if the system does not
+    report it.
+    """
     if device.type == "cuda":
         synchronize(device)
         before = torch.cuda.memory_allocated()
@@ -265,7 +295,11 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int | No
 
 
 def status_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -285,7 +319,8 @@ class Sides:
     device: torch.device
     before: Callable[[], object] = lambda: None
     milliseconds: dict[str, float] = field(default_factory=dict)
-    ratio: dict[str, float] = field(default_factory=dict)  # time over ours, when both were timed in turn
+    # time over ours, when both were timed in turn
+    ratio: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int | None] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # errors by name
 
@@ -307,9 +342,11 @@ class Sides:
 
 
 def gemm_throughput(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the measured FLOP/s of the matrix multiplication [rows, width] x [width, 4 width], the best of five medians.
+    """Return the measured FLOP/s of the matrix multiplication [rows, width] x [width, 4 width], the
+    best of five medians.
 
-    On a GPU both sizes are at least 8192: a small multiplication takes less time than its launch, and would give a low ceiling.
+    On a GPU both sizes are at least 8192: a small multiplication takes less time than its launch,
+    and would give a low ceiling.
     """
     if device.type == "cuda":
         rows, width = max(rows, 8192), max(width, 8192)

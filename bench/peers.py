@@ -1,10 +1,11 @@
 """`python -m bench.peers`: a training step beside the same step of TRL's GRPOTrainer.
 
-Both train the same warm-started policy with GRPO: on a CPU 8 prompts x 16 rollouts of 7x7 mazes in float32, on a GPU 32 x 128
-of 17x17 mazes in bfloat16. They sample with transformers or the native engine, score with the same function, and take one
-AdamW step on all rollouts. They run in one process, three steps of TRL, then three of ours, and so on. The first step of each
-three is not counted, for either, as memory and caches are then the other trainer's. The last line is one JSON document. TRL
-needs its own environment: `make peers`.
+Both train the same warm-started policy with GRPO: on a CPU 8 prompts x 16 rollouts of 7x7 mazes in
+float32, on a GPU 32 x 128 of 17x17 mazes in bfloat16. They sample with transformers or the native
+engine, score with the same function, and take one AdamW step on all rollouts. They run in one
+process, three steps of TRL, then three of ours, and so on. The first step of each three is not
+counted, for either, as memory and caches are then the other trainer's. The last line is one JSON
+document. TRL needs its own environment: `make peers`.
 
 It takes some minutes on two cores, and `make gpu-profile` gives it 40 seconds.
 """
@@ -33,19 +34,34 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import WORDS
 
 SIZES = {
-    "paper": ["--hidden-size", "256", "--intermediate-size", "1024", "--heads", "4", "--kv-heads", "2"],  # 3.9M parameters
+    # 3.9M parameters
+    "paper": [
+        "--hidden-size",
+        "256",
+        "--intermediate-size",
+        "1024",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+    ],
     "default": [],  # 0.6M
 }
 JOBS = {
     "cpu": "--maze-size 7 --prompts 8 --rollouts 16 --dtype float32",
     "cuda": "--maze-size 17 --prompts 32 --rollouts 128 --dtype bfloat16 --token-budget 131072",
 }
-MAX_ROWS = 512  # of TRL's micro-batch: activations of 4096 rows of 490 tokens do not fit into a GPU's memory
+# of TRL's micro-batch: activations of 4096 rows of 490 tokens do not fit into a GPU's memory
+MAX_ROWS = 512
 TURN = 3  # steps of one trainer before the other's turn
 
 
-def trl_trainer(config: ResolvedConfig, task: Task, checkpoint: Path, steps: int, after_step: Any) -> tuple[Any, list[float]]:
-    """Return a GRPOTrainer of the same job, and the list to which its steps' mean rewards are appended."""
+def trl_trainer(
+    config: ResolvedConfig, task: Task, checkpoint: Path, steps: int, after_step: Any
+) -> tuple[Any, list[float]]:
+    """Return a GRPOTrainer of the same job, and the list to which its steps' mean rewards are
+    appended.
+    """
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -54,14 +70,22 @@ def trl_trainer(config: ResolvedConfig, task: Task, checkpoint: Path, steps: int
     tokenizer.eos_token = "DONE"  # where a response ends
     options = config.rollout
     prompts = task.prompts("train", FIRST_PROMPT, steps * options.prompts)
-    lists = [prompts.tokens[a:b].tolist() for a, b in zip(prompts.cu_seqlens, prompts.cu_seqlens[1:], strict=False)]
+    lists = [
+        prompts.tokens[a:b].tolist()
+        for a, b in zip(prompts.cu_seqlens, prompts.cu_seqlens[1:], strict=False)
+    ]
     dataset = Dataset.from_dict(
-        {"prompt": [" ".join(WORDS[t] for t in tokens) for tokens in lists], "index": list(range(len(lists)))}
+        {
+            "prompt": [" ".join(WORDS[t] for t in tokens) for tokens in lists],
+            "index": list(range(len(lists))),
+        }
     )
     rewards: list[float] = []
 
     def reward(completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
-        scores: list[float] = task.score(prompts.select(torch.tensor(index)), Rollouts.given(completion_ids)).tolist()
+        scores: list[float] = task.score(
+            prompts.select(torch.tensor(index)), Rollouts.given(completion_ids)
+        ).tolist()
         rewards.append(statistics.mean(scores))
         return scores
 
@@ -92,7 +116,12 @@ def trl_trainer(config: ResolvedConfig, task: Task, checkpoint: Path, steps: int
     )
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     trainer = trl.GRPOTrainer(
-        model, reward, arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=[after_step]
+        model,
+        reward,
+        arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[after_step],
     )
     return trainer, rewards
 
@@ -129,13 +158,17 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         write_policy(checkpoint, model.config.dtype, model.weights(), files)
         trainer, rewards = trl_trainer(resolved, task, checkpoint, steps, InTurn())
         trainer.train()
-    counted = {name: [x for i, x in enumerate(values) if i % TURN] for name, values in times.items()}
+    counted = {
+        name: [x for i, x in enumerate(values) if i % TURN] for name, values in times.items()
+    }
     medians = {name: statistics.median(values) for name, values in counted.items()}
     return {
         "benchmark": "peers",
         "machine": machine(device)
         | {"dtype": resolved.run.dtype}
-        | {name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate")},
+        | {
+            name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate")
+        },
         "prompts": config.rollout.prompts,
         "rollouts": config.rollout.rollouts,
         "maze_size": config.task.maze_size,
@@ -152,21 +185,44 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
 def main() -> int:
     parser = argument_parser("peers", __doc__)
     parser.add_argument(
-        "--size", choices=list(SIZES), default="paper", help="the policy (default: the paper's, 3.9M parameters)"
+        "--size",
+        choices=list(SIZES),
+        default="paper",
+        help="the policy (default: the paper's, 3.9M parameters)",
     )
-    parser.add_argument("--turns", type=int, default=5, help=f"turns of each trainer, {TURN} steps each (default: 5)")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=5,
+        help=f"turns of each trainer, {TURN} steps each (default: 5)",
+    )
     options, flags = parser.parse_known_args()
     if options.turns < 1:
         raise InputError(f"--turns must be at least 1, got {options.turns}")
     if importlib.util.find_spec("trl") is None:
         raise InputError("bench.peers needs TRL in its own environment: `make peers` makes one")
     device = prepare(options).type
-    fixed = ["--objective", "grpo", "--lr", "1e-4", "--lr-schedule", "constant", "--warmup-steps", "0", "--sft-steps", "60"]
-    config = parse([*fixed, "--device", device, *JOBS[device].split(), *SIZES[options.size], *flags])
+    fixed = [
+        "--objective",
+        "grpo",
+        "--lr",
+        "1e-4",
+        "--lr-schedule",
+        "constant",
+        "--warmup-steps",
+        "0",
+        "--sft-steps",
+        "60",
+    ]
+    config = parse(
+        [*fixed, "--device", device, *JOBS[device].split(), *SIZES[options.size], *flags]
+    )
     result = measure(config, options.turns * TURN)
     about = result["machine"]
     print(describe(about))
-    print(f"TRL {about['trl']}, transformers {about['transformers']}; {result['parameters']:,} parameters")
+    print(
+        f"TRL {about['trl']}, transformers {about['transformers']}; {result['parameters']:,} parameters"
+    )
     print(
         f"{result['prompts']} prompts x {result['rollouts']} rollouts of {result['maze_size']}x{result['maze_size']} mazes, "
         f"{result['response_tokens']:,.0f} response tokens; mean reward {result['reward_mean']['ours']:.3f}, "

@@ -1,19 +1,21 @@
-"""`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM, where these are installed.
+"""`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM,
+where these are installed.
 
-Each engine samples the same number of responses to the same prompts with the same weights, all up to the length limit, in turn
-with the native one, in one process. Cases:
+Each engine samples the same number of responses to the same prompts with the same weights, all up
+to the length limit, in turn with the native one, in one process. Cases:
 
     maze7        the MaxRL paper's policy (3.9M parameters), 8 mazes of 7x7, 16 samples each
     maze17       the same policy, 2 mazes of 17x17, 64 samples each
     default      the default job's policy (0.6M parameters), 32 mazes of 9x9, 16 samples each
     maze17x32, maze17x128   for a GPU: the paper's policy, 32 or 128 mazes of 17x17, 128 samples each
 
-All compute in --dtype; on a CPU with --dtype bfloat16 the native engine also runs in float32, beside itself.
+All compute in --dtype; on a CPU with --dtype bfloat16 the native engine also runs in float32,
+beside itself.
 
-The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured GEMM throughput. The native
-engine comes first, and another one that fails is reported. The last line is one JSON document; off a terminal one with all
-figures so far follows each engine.
-vLLM needs its own environment: `make test-vllm` makes .venv-vllm.
+The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured
+GEMM throughput. The native engine comes first, and another one that fails is reported. The last
+line is one JSON document; off a terminal one with all figures so far follows each engine. vLLM
+needs its own environment: `make test-vllm` makes .venv-vllm.
 
 It takes some minutes on two cores, and `make gpu` gives it 35 seconds.
 """
@@ -78,13 +80,23 @@ def operations(model: Decoder, prompts: Prompts, num_samples: int, limit: int) -
     samples, prompt_tokens = len(prompts) * num_samples, int(prompts.lengths.sum())
     steps = samples * (limit - 1)  # the first token comes with the prompt
     attended = float((prompts.lengths.double() ** 2).sum()) / 2
-    attended += float(num_samples * sum(((prompts.lengths + t).sum() for t in range(1, limit)), torch.tensor(0)))
+    attended += float(
+        num_samples * sum(((prompts.lengths + t).sum() for t in range(1, limit)), torch.tensor(0))
+    )
     per_key = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
-    return 2 * layers * (prompt_tokens + steps) + 2 * head * (len(prompts) + steps) + per_key * attended
+    return (
+        2 * layers * (prompt_tokens + steps)
+        + 2 * head * (len(prompts) + steps)
+        + per_key * attended
+    )
 
 
-def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, limit: int, folder: str) -> Callable[[], int]:
-    """Return a call of transformers' generate on the same weights, which returns the number of sampled tokens."""
+def hf_generate(
+    model: Decoder, task: Task, prompts: Prompts, num_samples: int, limit: int, folder: str
+) -> Callable[[], int]:
+    """Return a call of transformers' generate on the same weights, which returns the number of
+    sampled tokens.
+    """
     from transformers import AutoModelForCausalLM
 
     policy = Path(folder) / "policy"
@@ -121,9 +133,16 @@ def hf_generate(model: Decoder, task: Task, prompts: Prompts, num_samples: int, 
 
 
 def measure(
-    name: str, peers: list[str], compiles: bool, rounds: int, device: torch.device, dtype: torch.dtype
+    name: str,
+    peers: list[str],
+    compiles: bool,
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a case: for the native engine, then again after each of its other forms and each peer."""
+    """Yield the figures of a case: for the native engine, then again after each of its other forms
+    and each peer.
+    """
     (maze_size, num_prompts, num_samples), sizes = CASES[name]
     task = MazeTask(maze_size, 0)
     model = policy(task, *sizes).to(device)
@@ -131,7 +150,8 @@ def measure(
     limit = task.max_new_tokens
     sampling = Sampling(1.0, limit, ())
     tokens = num_prompts * num_samples * limit
-    steps: dict[str, dict[str, float]] = {}  # by engine, prefill and decoding figures of its last call
+    # by engine, prefill and decoding figures of its last call
+    steps: dict[str, dict[str, float]] = {}
 
     def sampler(side: str, make: Callable[[], Engine]) -> Callable[[], int]:
         engine = make()
@@ -153,7 +173,9 @@ def measure(
     native = checked("native", lambda: sampler("native", lambda: engine))
     sides = Sides("native", native, lambda x: milliseconds(x, rounds, device), device)
     sides.add({"native": native})
-    throughput = max(gemm_throughput(1024, 512, dtype, device), gemm_throughput(512, 256, dtype, device))
+    throughput = max(
+        gemm_throughput(1024, 512, dtype, device), gemm_throughput(512, 256, dtype, device)
+    )
     load = milliseconds({"load": lambda: engine.load_weights(model)}, rounds, device)["load"]
 
     def figures() -> dict[str, Any]:
@@ -182,17 +204,25 @@ def measure(
     yield figures()
     with tempfile.TemporaryDirectory() as folder:
         engines = other_engines(model, dtype, peers, compiles, len(prompts) * num_samples)
-        makers: dict[str, Callable[[], Callable[[], int]]] = {n: partial(sampler, n, make) for n, make in engines.items()}
+        makers: dict[str, Callable[[], Callable[[], int]]] = {
+            n: partial(sampler, n, make) for n, make in engines.items()
+        }
         if "transformers" in peers:
-            makers["transformers"] = lambda: hf_generate(model.to(dtype), task, prompts, num_samples, limit, folder)
-        for _ in sides.try_each({side: partial(checked, side, make) for side, make in makers.items()}):
+            makers["transformers"] = lambda: hf_generate(
+                model.to(dtype), task, prompts, num_samples, limit, folder
+            )
+        for _ in sides.try_each(
+            {side: partial(checked, side, make) for side, make in makers.items()}
+        ):
             yield figures()
 
 
 def other_engines(
     model: Decoder, dtype: torch.dtype, peers: list[str], compiles: bool, max_batch: int
 ) -> dict[str, Callable[[], Engine]]:
-    """Return constructors of the native engine's other forms, and of vLLM's engine if it is one of the peers."""
+    """Return constructors of the native engine's other forms, and of vLLM's engine if it is one of
+    the peers.
+    """
     engines: dict[str, Callable[[], Engine]] = {}
     if model.lm_head.weight.device.type == "cpu":
         engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
@@ -208,7 +238,9 @@ def other_engines(
 
 
 def decoding(engine: Engine) -> dict[str, float]:
-    """Return the figures of an engine's last call; none if it does not separate prefill from decoding."""
+    """Return the figures of an engine's last call; none if it does not separate prefill from
+    decoding.
+    """
     s = engine.statistics
     if not s.prefill_seconds:
         return {}
@@ -226,11 +258,16 @@ def report(name: str, case: dict[str, Any]) -> None:
         f"{case['floor_milliseconds']:,.1f} ms at {case['matrix_gflops']:,.0f} GFLOP/s; weights "
         f"to the engine {case['load_weights_milliseconds']:.1f} ms"
     )
-    print(f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}")
+    print(
+        f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}"
+    )
     for side, error in case["failed"].items():
         print(f"  failed: {side}: {error}")
     for side, x in case["sides"].items():
-        prefill, step = (f"{x[k]:,.2f}" if k in x else "" for k in ("prefill_milliseconds", "milliseconds_per_step"))
+        prefill, step = (
+            f"{x[k]:,.2f}" if k in x else ""
+            for k in ("prefill_milliseconds", "milliseconds_per_step")
+        )
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
         print(
             f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}{x['times_native']:10.2f}"
@@ -252,9 +289,17 @@ def main() -> int:
     usual = "; ".join(f"{' '.join(names)} on {device}" for device, names in USUAL.items())
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help=f"default: {usual}")
     parser.add_argument(
-        "--peers", nargs="*", choices=["transformers", "vllm"], default=installed, help="default: those installed"
+        "--peers",
+        nargs="*",
+        choices=["transformers", "vllm"],
+        default=installed,
+        help="default: those installed",
     )
-    parser.add_argument("--no-compile", action="store_true", help="leave out the native engine with torch.compile, on a GPU")
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="leave out the native engine with torch.compile, on a GPU",
+    )
     options = parser.parse_args()
     if missing := set(options.peers) - set(installed):
         raise InputError(f"--peers {' '.join(sorted(missing))} must be installed")
@@ -264,7 +309,9 @@ def main() -> int:
     print(describe(about))
     result: dict[str, Any] = {"benchmark": "rollout", "machine": about, "cases": {}}
     for name in options.cases or USUAL[device.type]:
-        for case in measure(name, options.peers, not options.no_compile, options.rounds, device, dtype):
+        for case in measure(
+            name, options.peers, not options.no_compile, options.rounds, device, dtype
+        ):
             result["cases"][name] = case
             keep(result)
         report(name, result["cases"][name])

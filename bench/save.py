@@ -1,13 +1,16 @@
-"""`python -m bench.save`: how long a save blocks the training, written in the foreground and by a thread.
+"""`python -m bench.save`: how long a save blocks the training, written in the foreground and by a
+thread.
 
-The state is that of a Qwen-shaped policy with random weights: float32 weights and Adam's two moments, and the policy itself in
-bfloat16. The thread writes a copy of it, so the machine needs twice the memory of the state.
+The state is that of a Qwen-shaped policy with random weights: float32 weights and Adam's two
+moments, and the policy itself in bfloat16. The thread writes a copy of it, so the machine needs
+twice the memory of the state.
 
     foreground   the step waits until everything is on the disk, checksums included
     thread       the step waits for the copy to the host alone
 
-The floor of the foreground is its bytes over the disk's measured bandwidth, write and fsync; that of the copy is its bytes over
-the bandwidth of copies into fresh memory. The last line is one JSON document.
+The floor of the foreground is its bytes over the disk's measured bandwidth, write and fsync; that
+of the copy is its bytes over the bandwidth of copies into fresh memory. The last line is one JSON
+document.
 
 It takes some minutes, by the speed of the disk.
 """
@@ -59,9 +62,14 @@ def make_learner(config: DecoderConfig, device: torch.device) -> Learner:
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.02)
-        moments = {name: torch.rand_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            name: torch.rand_like(parameter, requires_grad=False)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
         optimizer.state[parameter] = {"step": torch.ones((), device=device), **moments}
-    return Learner(model, optimizer, LossSettings("reinforce", "token_mean"), 1.0, 4096, torch.float32)
+    return Learner(
+        model, optimizer, LossSettings("reinforce", "token_mean"), 1.0, 4096, torch.float32
+    )
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -88,7 +96,9 @@ def disk_bandwidth(folder: Path) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of copies from the device into fresh host memory, pinned for a GPU."""
+    """Return the bytes per second of copies from the device into fresh host memory, pinned for a
+    GPU.
+    """
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     copies = [seconds_of(lambda: host_copy(source), device) for _ in range(5)]
     return BLOCK / statistics.median(copies)
@@ -104,11 +114,15 @@ def multiplications(until: Callable[[], bool], device: torch.device) -> float:
 
 
 def measured(folder: Path, learner: Learner, rounds: int, device: torch.device) -> dict[str, float]:
-    """Return medians over the rounds; each round saves once in the foreground and once in the thread."""
+    """Return medians over the rounds; each round saves once in the foreground and once in the
+    thread.
+    """
     folder.mkdir()
     files, progress = RunFiles(folder, {}), Progress("training")
     checkpoints = Checkpoints(files, {}, {}, 0, 1, Ranks(), StopSignal(), Stopwatch(), None)
-    times: dict[str, list[float]] = {name: [] for name in ("foreground", "thread", "thread_until_written", "slowdown")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("foreground", "thread", "thread_until_written", "slowdown")
+    }
 
     def foreground() -> None:
         checkpoints.save(progress, learner)
@@ -134,8 +148,15 @@ def measured(folder: Path, learner: Learner, rounds: int, device: torch.device) 
 
 def main() -> int:
     parser = argument_parser("save", __doc__, rounds=3)
-    parser.add_argument("--layers", type=int, default=24, help="of the policy (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to write to (default: %(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=24, help="of the policy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("."),
+        help="on the disk to write to (default: %(default)s)",
+    )
     options = parser.parse_args()
     device = prepare(options)
     learner = make_learner(qwen(options.layers), device)
@@ -144,20 +165,37 @@ def main() -> int:
     place = machine(device)
     parameters = Decoder.count(learner.model.config)
     print(describe(place))
-    print(f"{parameters:,} parameters: {state_bytes / 1e9:.2f} GB of state, {policy_bytes / 1e9:.2f} GB of bfloat16 weights")
+    print(
+        f"{parameters:,} parameters: {state_bytes / 1e9:.2f} GB of state, {policy_bytes / 1e9:.2f} GB of bfloat16 weights"
+    )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         disk, copy = disk_bandwidth(Path(folder)), copy_bandwidth(device)
         seconds = measured(Path(folder) / "run", learner, options.rounds, device)
     floors = {"foreground": (state_bytes + policy_bytes) / disk, "thread": state_bytes / copy}
     print(f"disk {disk / 1e9:.2f} GB/s, copies {copy / 1e9:.2f} GB/s")
     for name, floor in floors.items():
-        print(f"{name:<12}blocks {seconds[name]:6.2f} s, floor {floor:6.2f} s, {seconds[name] / floor:.2f} x the floor")
+        print(
+            f"{name:<12}blocks {seconds[name]:6.2f} s, floor {floor:6.2f} s, {seconds[name] / floor:.2f} x the floor"
+        )
     print(f"the thread blocks {seconds['foreground'] / seconds['thread']:.1f} times less")
-    print(f"it has written everything after {seconds['thread_until_written']:.2f} s, and until then matrix multiplications are")
+    print(
+        f"it has written everything after {seconds['thread_until_written']:.2f} s, and until then matrix multiplications are"
+    )
     print(f"{seconds['slowdown']:.2f} times slower")
     sizes = {"parameters": parameters, "state_bytes": state_bytes, "policy_bytes": policy_bytes}
     rates = {"disk_bytes_per_second": disk, "copy_bytes_per_second": copy}
-    print(json.dumps({"benchmark": "save", "machine": place, **sizes, **rates, "seconds": seconds, "floor_seconds": floors}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "save",
+                "machine": place,
+                **sizes,
+                **rates,
+                "seconds": seconds,
+                "floor_seconds": floors,
+            }
+        )
+    )
     return 0
 
 

@@ -1,9 +1,11 @@
-"""`python -m bench.token_loss`: the token losses, forward and backward, beside other implementations and beside a copy.
+"""`python -m bench.token_loss`: the token losses, forward and backward, beside other
+implementations and beside a copy.
 
-All run in one process, each timed in turn with ours, after their gradients were compared. The floor is one read and one write
-of the logits at the measured bandwidth of a copy of as many bytes. Peers are eager PyTorch, torch.compile, and, where
-installed, TRL's selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy. Ours come first, and another one that
-fails is reported. The last line is one JSON document; off a terminal one with all figures so far follows each implementation.
+All run in one process, each timed in turn with ours, after their gradients were compared. The floor
+is one read and one write of the logits at the measured bandwidth of a copy of as many bytes. Peers
+are eager PyTorch, torch.compile, and, where installed, TRL's selective_log_softmax, liger-kernel's
+GRPO loss and cut-cross-entropy. Ours come first, and another one that fails is reported. The last
+line is one JSON document; off a terminal one with all figures so far follows each implementation.
 
 It takes some minutes on two cores, and `make gpu` gives it 85 seconds.
 """
@@ -45,7 +47,9 @@ SEQUENCES = 16
 
 def eager_ppo(logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
     """Return PPO's clipped loss by log_softmax and gather; advantages [T]."""
-    return clipped(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0], advantages, old)
+    return clipped(
+        torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0], advantages, old
+    )
 
 
 def clipped(logp: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
@@ -54,7 +58,9 @@ def clipped(logp: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
 
 
 class Computed(torch.autograd.Function):
-    """Stands for a model: forward returns logits made before the clock starts, backward stores their gradient."""
+    """Stands for a model: forward returns logits made before the clock starts, backward stores
+    their gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, case: "Case", logits: Tensor) -> Tensor:
@@ -70,7 +76,9 @@ class Computed(torch.autograd.Function):
 
 
 class Case:
-    """Logits [T, V] of one dtype and the losses' other inputs; every implementation leaves its gradient in `gradient`."""
+    """Logits [T, V] of one dtype and the losses' other inputs; every implementation leaves its
+    gradient in `gradient`.
+    """
 
     def __init__(self, dtype: torch.dtype, num_tokens: int, vocab_size: int, device: torch.device):
         generator = torch.Generator().manual_seed(0)
@@ -98,7 +106,9 @@ class Case:
         return self.backward(policy_gradient_loss(*arguments, old_logprobs=self.old, **options)[0])
 
     def of_logprobs(self) -> Tensor:
-        return self.backward(clipped(token_logprobs(self.computed(), self.targets)[0], self.per_token, self.old))
+        return self.backward(
+            clipped(token_logprobs(self.computed(), self.targets)[0], self.per_token, self.old)
+        )
 
     def by(self, loss: Callable[..., Tensor]) -> Tensor:
         return self.backward(loss(self.computed(), self.targets, self.per_token, self.old))
@@ -127,7 +137,8 @@ def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[s
         if case.source.device.type != "cuda":
             raise ImportError("it needs a GPU")
 
-        # Its logits are [B, L + 1, V], with an unused last row per sequence: here one sequence with one more row.
+        # Its logits are [B, L + 1, V], with an unused last row per sequence: here one sequence with
+        # one more row.
         longer = torch.cat([case.source, case.source[:1]])[None].requires_grad_()
 
         def by_liger() -> Tensor:
@@ -156,7 +167,10 @@ def installed_peers(case: Case) -> tuple[dict[str, Callable[[], Tensor]], list[s
 
 
 def check_agreement(
-    expected: Tensor, sides: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype, before: Callable[[], object]
+    expected: Tensor,
+    sides: Mapping[str, Callable[[], Tensor]],
+    dtype: torch.dtype,
+    before: Callable[[], object],
 ) -> dict[str, float]:
     """Return the relative differences of the gradients.
 
@@ -175,7 +189,9 @@ def check_agreement(
         # In bfloat16 TRL rounds log-probs, so that other tokens are clipped.
         limit = 1e-5 if dtype == torch.float32 else 0.2 if name.startswith("TRL") else 1e-2
         if not size > 0 or not differences[name] < limit:
-            raise RuntimeError(f"{name}: the relative difference of its gradient is {differences[name]}")
+            raise RuntimeError(
+                f"{name}: the relative difference of its gradient is {differences[name]}"
+            )
     return differences
 
 
@@ -187,7 +203,9 @@ def measure_logits(
     compiled: Callable[..., Tensor] | None,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures on logits of one dtype: for ours and eager PyTorch, then again after each other implementation."""
+    """Yield the figures on logits of one dtype: for ours and eager PyTorch, then again after each
+    other implementation.
+    """
     case = Case(dtype, num_tokens, vocab_size, device)
     source, target = case.source, torch.zeros_like(case.source)
     peers, absent = installed_peers(case)
@@ -200,14 +218,22 @@ def measure_logits(
     others = ({} if compiled is None else {"torch.compile": lambda: case.by(compiled)}) | peers
     expected = case.by(eager_ppo).clone()
     differences = check_agreement(expected, native, dtype, case.refill)
-    sides = Sides("ours", case.ours, lambda x: kernel_milliseconds(x, rounds, device, case.refill), device, case.refill)
+    sides = Sides(
+        "ours",
+        case.ours,
+        lambda x: kernel_milliseconds(x, rounds, device, case.refill),
+        device,
+        case.refill,
+    )
     sides.add(
         {
             "copy": lambda: target.copy_(source),
             "ours, no gradient": lambda: token_logprobs(source, case.targets),
             "ours, gspo": lambda: case.ours(loss="gspo"),
             "ours, sapo (a function)": lambda: case.ours(loss="sapo"),
-            "ours, with entropy and KL": lambda: case.ours(entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old),
+            "ours, with entropy and KL": lambda: case.ours(
+                entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old
+            ),
             **native,
         }
     )
@@ -222,10 +248,13 @@ def measure_logits(
             "milliseconds": times,
             "host_microseconds": host,
             "copy_gb_per_second": moved / times["copy"] / 1e6,
-            "of_copy_bandwidth": {name: times["copy"] / t for name, t in times.items() if name != "copy"},
+            "of_copy_bandwidth": {
+                name: times["copy"] / t for name, t in times.items() if name != "copy"
+            },
             "times_ours": sides.ratio,
             "peak_bytes_per_element": {
-                n: None if peak is None else peak / source.numel() for n, peak in sides.peak_bytes.items()
+                n: None if peak is None else peak / source.numel()
+                for n, peak in sides.peak_bytes.items()
             },
             "gradient_relative_difference": differences,
             "not_installed": absent,
@@ -243,17 +272,30 @@ def measure_logits(
 
 
 def measure_linear(
-    dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
+    dtype: torch.dtype,
+    num_tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    rounds: int,
+    device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of the loss from hidden states and the output matrix: for ours, then again after each other one."""
+    """Yield the figures of the loss from hidden states and the output matrix: for ours, then again
+    after each other one.
+    """
     case = Case(dtype, num_tokens, vocab_size, device)
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
+    weight = (
+        (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     case.source = case.working = torch.empty(0)  # frees the logits, which are not needed here
     batch = (case.targets, case.advantages, case.cu_seqlens)
 
     def ours(loss: str = "ppo") -> object:
-        total, _ = linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=case.old, loss=loss)
+        total, _ = linear_policy_gradient_loss(
+            hidden, weight, *batch, old_logprobs=case.old, loss=loss
+        )
         return torch.autograd.grad(total, (hidden, weight))
 
     def eager() -> object:
@@ -269,7 +311,9 @@ def measure_linear(
             raise ImportError("it needs a GPU")
 
         def by_cut_cross_entropy() -> object:
-            return torch.autograd.grad(linear_cross_entropy(hidden, weight, case.targets), (hidden, weight))
+            return torch.autograd.grad(
+                linear_cross_entropy(hidden, weight, case.targets), (hidden, weight)
+            )
 
         makers["cut-cross-entropy, no policy gradient"] = lambda: by_cut_cross_entropy
     except ImportError as error:
@@ -280,7 +324,11 @@ def measure_linear(
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
     gemm = kernel_milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]
     rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
-    chunk = min(default_chunk(hidden, vocab_size), num_tokens) * row_stride(vocab_size, device) * hidden.element_size()
+    chunk = (
+        min(default_chunk(hidden, vocab_size), num_tokens)
+        * row_stride(vocab_size, device)
+        * hidden.element_size()
+    )
 
     def figures() -> dict[str, Any]:
         work = 6 * num_tokens * hidden_size * vocab_size
@@ -292,9 +340,16 @@ def measure_linear(
             "host_microseconds": host,
             "useful_tflops": {name: work / t / 1e9 for name, t in sides.milliseconds.items()},
             "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / gemm / 1e9,
-            "peak_mib": {name: None if peak is None else peak / 2**20 for name, peak in sides.peak_bytes.items()},
-            # The least memory: the gradients, the output matrix's in float32 and rounded, and one chunk of logits.
-            "gradients_mib": (hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()) / 2**20,
+            "peak_mib": {
+                name: None if peak is None else peak / 2**20
+                for name, peak in sides.peak_bytes.items()
+            },
+            # The least memory: the gradients, the output matrix's in float32 and rounded, and one
+            # chunk of logits.
+            "gradients_mib": (
+                hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()
+            )
+            / 2**20,
             "chunk_mib": chunk / 2**20,
             "times_ours": sides.ratio,
             "not_installed": absent,
@@ -307,16 +362,29 @@ def measure_linear(
 
 
 def measure_linear_logprobs(
-    dtype: torch.dtype, num_tokens: int, vocab_size: int, hidden_size: int, rounds: int, device: torch.device
+    dtype: torch.dtype,
+    num_tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    rounds: int,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Return the figures of log-probs from hidden states, forward and backward; the backward pass recomputes the logits."""
+    """Return the figures of log-probs from hidden states, forward and backward; the backward pass
+    recomputes the logits.
+    """
     hidden = torch.randn(num_tokens, hidden_size, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5).to(dtype).requires_grad_()
+    weight = (
+        (torch.randn(vocab_size, hidden_size, device=device) / hidden_size**0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(vocab_size, (num_tokens,), device=device)
     ones = torch.ones(num_tokens, device=device)
 
     def ours() -> object:
-        return torch.autograd.grad(linear_token_logprobs(hidden, weight, targets)[0], (hidden, weight), ones)
+        return torch.autograd.grad(
+            linear_token_logprobs(hidden, weight, targets)[0], (hidden, weight), ones
+        )
 
     milliseconds = kernel_milliseconds({"ours": ours}, rounds, device)["ours"]
     products = 8 * num_tokens * hidden_size * vocab_size  # logits twice, and both gradients
@@ -325,7 +393,9 @@ def measure_linear_logprobs(
 
 
 def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
-    """Return the milliseconds of PACS at 1024 prompts x 16 rollouts x 64 tokens, forward and backward."""
+    """Return the milliseconds of PACS at 1024 prompts x 16 rollouts x 64 tokens, forward and
+    backward.
+    """
     logp = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
     cu_seqlens = torch.arange(0, logp.numel() + 1, 64, device=device)
     labels = (torch.rand(1024 * 16, device=device) < 0.3).float()
@@ -334,7 +404,9 @@ def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
     grad_rewards = torch.randn_like(proxies)
     return kernel_milliseconds(
         {
-            "log_ratio_reward": lambda: torch.autograd.grad(log_ratio_reward(logp, ref, cu_seqlens), logp, grad_rewards),
+            "log_ratio_reward": lambda: torch.autograd.grad(
+                log_ratio_reward(logp, ref, cu_seqlens), logp, grad_rewards
+            ),
             "pacs_loss": lambda: torch.autograd.grad(pacs_loss(proxies, labels, 16)[0], proxies),
         },
         rounds,
@@ -346,10 +418,17 @@ def report(result: dict[str, Any]) -> None:
     print(describe(result["machine"]))
     for name, case in (result["logits"] | result["other_vocabularies"]).items():
         size = f"{case['tokens']} x {case['vocabulary']}"
-        print(f"\nlogits {size} {name.split()[0]}: a copy moves {case['copy_gb_per_second']:.1f} GB/s")
-        print(f"  {'':<44}{'ms':>9}{'of copy bandwidth':>20}{'x ours':>9}{'peak bytes/element':>20}")
+        print(
+            f"\nlogits {size} {name.split()[0]}: a copy moves {case['copy_gb_per_second']:.1f} GB/s"
+        )
+        print(
+            f"  {'':<44}{'ms':>9}{'of copy bandwidth':>20}{'x ours':>9}{'peak bytes/element':>20}"
+        )
         for name, ms in case["milliseconds"].items():
-            of_copy, peak = case["of_copy_bandwidth"].get(name), case["peak_bytes_per_element"].get(name)
+            of_copy, peak = (
+                case["of_copy_bandwidth"].get(name),
+                case["peak_bytes_per_element"].get(name),
+            )
             print(
                 f"  {name:<44}{ms:9.1f}{'' if of_copy is None else f'{of_copy:.0%}':>20}"
                 f"{case['times_ours'][name]:9.2f}{'' if peak is None else f'{peak:.1f}':>20}"
@@ -359,7 +438,9 @@ def report(result: dict[str, Any]) -> None:
             print(f"  failed: {name}: {error}")
     for dtype, case in result["linear"].items():
         size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
-        print(f"\nfrom hidden states, {size}, {dtype}: GEMM throughput {case['matrix_product_tflops']:.3f} TFLOP/s")
+        print(
+            f"\nfrom hidden states, {size}, {dtype}: GEMM throughput {case['matrix_product_tflops']:.3f} TFLOP/s"
+        )
         for name, ms in case["milliseconds"].items():
             peak = case["peak_mib"][name]
             print(
@@ -368,8 +449,13 @@ def report(result: dict[str, Any]) -> None:
             )
     for dtype, case in result["linear_logprobs"].items():
         size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
-        print(f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, {case['tflops']:.3f} TFLOP/s")
-    print("\n1024 prompts x 16 rollouts x 64 tokens: " + ", ".join(f"{k} {v:.2f} ms" for k, v in result["pacs"].items()))
+        print(
+            f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, {case['tflops']:.3f} TFLOP/s"
+        )
+    print(
+        "\n1024 prompts x 16 rollouts x 64 tokens: "
+        + ", ".join(f"{k} {v:.2f} ms" for k, v in result["pacs"].items())
+    )
 
 
 def main() -> int:
@@ -382,30 +468,54 @@ def main() -> int:
         nargs="*",
         help="more V, in the first dtype, without torch.compile (default: none; 32000 262144 on a GPU)",
     )
-    parser.add_argument("--hidden", type=int, help="H of the linear loss (default: 512, 4096 on a GPU)")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32 bfloat16; bfloat16 on a GPU")
+    parser.add_argument(
+        "--hidden", type=int, help="H of the linear loss (default: 512, 4096 on a GPU)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, help="default: float32 bfloat16; bfloat16 on a GPU"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args()
     device, rounds = prepare(options), options.rounds
     on_gpu = device.type == "cuda"
-    tokens, vocab = options.tokens or (16384 if on_gpu else 2048), options.vocab or (151936 if on_gpu else 32768)
+    tokens, vocab = (
+        options.tokens or (16384 if on_gpu else 2048),
+        options.vocab or (151936 if on_gpu else 32768),
+    )
     hidden = options.hidden or (4096 if on_gpu else 512)
-    others = options.other_vocabs if options.other_vocabs is not None else [32000, 262144] if on_gpu else []
+    others = (
+        options.other_vocabs
+        if options.other_vocabs is not None
+        else [32000, 262144]
+        if on_gpu
+        else []
+    )
     if min(tokens // SEQUENCES, vocab, hidden, *others) < 1:
         raise InputError(f"--tokens must be at least {SEQUENCES}, the other numbers at least 1")
     compiled = None if options.no_compile else torch.compile(eager_ppo)
     names = options.dtypes or (["bfloat16"] if on_gpu else ["float32", "bfloat16"])
-    # Without bfloat16 instructions a CPU takes minutes for one matrix multiplication: there only --dtypes asks for it.
+    # Without bfloat16 instructions a CPU takes minutes for one matrix multiplication: there only
+    # --dtypes asks for it.
     fast = names if on_gpu or options.dtypes else ["float32"]
     result: dict[str, Any] = {"benchmark": "token_loss", "machine": machine(device)}
     result |= {"logits": {}, "linear": {}, "linear_logprobs": {}, "other_vocabularies": {}}
     result["pacs"] = measure_pacs(rounds, device)
     few, other_vocab = (4096, 131072) if on_gpu else (tokens // 4 or 1, vocab)
     growing = [
-        *(("logits", name, measure_logits(DTYPES[name], tokens, vocab, rounds, compiled, device)) for name in names),
-        *(("linear", name, measure_linear(DTYPES[name], tokens, vocab, hidden, rounds, device)) for name in fast),
         *(
-            ("other_vocabularies", f"{names[0]} {v}", measure_logits(DTYPES[names[0]], tokens, v, rounds, None, device))
+            ("logits", name, measure_logits(DTYPES[name], tokens, vocab, rounds, compiled, device))
+            for name in names
+        ),
+        *(
+            ("linear", name, measure_linear(DTYPES[name], tokens, vocab, hidden, rounds, device))
+            for name in fast
+        ),
+        *(
+            (
+                "other_vocabularies",
+                f"{names[0]} {v}",
+                measure_logits(DTYPES[names[0]], tokens, v, rounds, None, device),
+            )
             for v in others
         ),
     ]
@@ -414,7 +524,9 @@ def main() -> int:
             result[section][name] = case
             keep(result)
     for name in fast:
-        result["linear_logprobs"][name] = measure_linear_logprobs(DTYPES[name], few, other_vocab, hidden, rounds, device)
+        result["linear_logprobs"][name] = measure_linear_logprobs(
+            DTYPES[name], few, other_vocab, hidden, rounds, device
+        )
     report(result)
     print(json.dumps(result))
     return 0

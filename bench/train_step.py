@@ -1,7 +1,8 @@
-"""`python -m bench.train_step`: a training step of the default job by stage, and the update in three layouts.
+"""`python -m bench.train_step`: a training step of the default job by stage, and the update in
+three layouts.
 
-The layouts compute the same loss, gradients and optimizer step from the same rollouts, in turn, in one process. Their gradients
-are compared first.
+The layouts compute the same loss, gradients and optimizer step from the same rollouts, in turn, in
+one process. Their gradients are compared first.
 
     shared     packed, each prompt once for all its responses: the trainer's layout
     repeated   packed, each response with its own copy of the prompt
@@ -15,8 +16,8 @@ Cases:
                rollout has a gradient
     qwen-0.5b, qwen-1.5b   layers and vocabulary of those sizes with random weights; on a CPU two layers
 
-The floor of an update is the FLOPs of its matrix multiplications at the machine's measured GEMM throughput; model FLOPs
-utilisation is floor over time. The last line is one JSON document.
+The floor of an update is the FLOPs of its matrix multiplications at the machine's measured GEMM
+throughput; model FLOPs utilisation is floor over time. The last line is one JSON document.
 
 It takes some minutes on two cores; a case has 30 to 60 seconds in `make gpu`.
 """
@@ -46,7 +47,9 @@ STEPS = 5  # timed steps of the job, after the first
 
 
 def job(config: Config) -> tuple[Case, dict[str, Any]]:
-    """Return the rollouts of the default job, or of the job of these flags, and the figures of its stages."""
+    """Return the rollouts of the default job, or of the job of these flags, and the figures of its
+    stages.
+    """
     resolved, task, model = warm_started(config)
     timed = timed_trainer(resolved, task, model, trains=False)
     for _ in range(1 + STEPS):
@@ -58,7 +61,10 @@ def job(config: Config) -> tuple[Case, dict[str, Any]]:
     generate = partial(collector.engine.generate, sampling=collector.sampling, seed=0, step=1)
     repeated = repeat_prompts(prompts, num_rollouts)
     rollout_ways = milliseconds(
-        {"shared": lambda: generate(prompts, num_rollouts), "repeated": lambda: generate(repeated, 1)},
+        {
+            "shared": lambda: generate(prompts, num_rollouts),
+            "repeated": lambda: generate(repeated, 1),
+        },
         3,
         collector.device,
     )
@@ -74,14 +80,20 @@ def job(config: Config) -> tuple[Case, dict[str, Any]]:
 
 
 def repeat_prompts(prompts: Prompts, times: int) -> Prompts:
-    """Return every prompt `times` times, each copy with its own id, so that the engine computes all copies."""
+    """Return every prompt `times` times, each copy with its own id, so that the engine computes all
+    copies.
+    """
     copies = torch.arange(len(prompts), device=prompts.ids.device).repeat_interleave(times)
     index, cu_seqlens = gather_sequences(prompts.cu_seqlens, copies)
-    return Prompts(prompts.tokens[index], cu_seqlens, torch.arange(len(copies), device=copies.device))
+    return Prompts(
+        prompts.tokens[index], cu_seqlens, torch.arange(len(copies), device=copies.device)
+    )
 
 
 def maze17(num_prompts: int, num_rollouts: int) -> Case:
-    """Return the MaxRL paper's policy and batch. Responses are solutions, shortened by up to a third so that lengths differ."""
+    """Return the MaxRL paper's policy and batch. Responses are solutions, shortened by up to a
+    third so that lengths differ.
+    """
     task = MazeTask(17, 0)
     config = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, max_position_embeddings=512, rope_theta=1e6)
     model = Decoder(config)
@@ -92,7 +104,9 @@ def maze17(num_prompts: int, num_rollouts: int) -> Case:
     lengths = (lengths * (1 - torch.rand(len(lengths), generator=generator) / 3)).long()
     starts = solutions.cu_seqlens[:-1].repeat_interleave(num_rollouts)
     cu_seqlens = cumulative(lengths)
-    index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(lengths)
+    index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(
+        lengths
+    )
     return Case(model, prompts, made_up(solutions.tokens[index], cu_seqlens), 16384)
 
 
@@ -102,31 +116,45 @@ QWEN = {"qwen-0.5b": (896, 4864, 24, 14, 2, 64), "qwen-1.5b": (1536, 8960, 28, 1
 def qwen(name: str, num_prompts: int, num_rollouts: int, device: torch.device) -> Case:
     """Return a policy of Qwen2.5's size with prompts of 512 tokens and responses of 256 to 1024.
 
-    On a CPU: two layers, and a quarter of these lengths. A GPU that cannot hold the activations of a prompt and its 16
-    responses recomputes them in the backward pass.
+    On a CPU: two layers, and a quarter of these lengths. A GPU that cannot hold the activations of
+    a prompt and its 16 responses recomputes them in the backward pass.
     """
     hidden, intermediate, layers, heads, kv_heads, head_dim = QWEN[name]
     small = device.type == "cpu"
     config = DecoderConfig(
-        *(151936, hidden, intermediate, 2 if small else layers, heads, kv_heads, head_dim), max_position_embeddings=32768
+        *(151936, hidden, intermediate, 2 if small else layers, heads, kv_heads, head_dim),
+        max_position_embeddings=32768,
     )
     model = Decoder(config) if small else on_device(config, device)
     if small:
         model.initialise(0)
     generator = torch.Generator().manual_seed(0)
     prompt, longest = (128, 256) if small else (512, 1024)
-    lengths = torch.randint(longest // 4, longest + 1, (num_prompts * num_rollouts,), generator=generator)
-    tokens = torch.randint(0, 151936, (num_prompts * prompt + int(lengths.sum()),), generator=generator)
+    lengths = torch.randint(
+        longest // 4, longest + 1, (num_prompts * num_rollouts,), generator=generator
+    )
+    tokens = torch.randint(
+        0, 151936, (num_prompts * prompt + int(lengths.sum()),), generator=generator
+    )
     prompt_tokens, response_tokens = tokens.split([num_prompts * prompt, int(lengths.sum())])
-    prompts = Prompts(prompt_tokens, torch.arange(num_prompts + 1) * prompt, torch.arange(num_prompts))
+    prompts = Prompts(
+        prompt_tokens, torch.arange(num_prompts + 1) * prompt, torch.arange(num_prompts)
+    )
     rollouts = made_up(response_tokens, cumulative(lengths))
     if small:
         return Case(model, prompts, rollouts, 2048)
-    return Case(model, prompts, rollouts, *((12288, False) if memory_bytes(device) > 1e11 else (16384, True)))
+    return Case(
+        model,
+        prompts,
+        rollouts,
+        *((12288, False) if memory_bytes(device) > 1e11 else (16384, True)),
+    )
 
 
 def on_device(config: DecoderConfig, device: torch.device) -> Decoder:
-    """Return a policy with random weights drawn on the device: a CPU takes half a minute for a billion."""
+    """Return a policy with random weights drawn on the device: a CPU takes half a minute for a
+    billion.
+    """
     model = Decoder.empty(config, device)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -138,8 +166,12 @@ def on_device(config: DecoderConfig, device: torch.device) -> Decoder:
     return model
 
 
-def step17(num_prompts: int, num_rollouts: int, warm_up: int, device: torch.device, dtype: torch.dtype) -> Config:
-    """Return the configuration of the MaxRL paper's policy and batch, with GRPO; on a GPU one pass holds the whole batch."""
+def step17(
+    num_prompts: int, num_rollouts: int, warm_up: int, device: torch.device, dtype: torch.dtype
+) -> Config:
+    """Return the configuration of the MaxRL paper's policy and batch, with GRPO; on a GPU one pass
+    holds the whole batch.
+    """
     return Config().replace(
         objective="grpo",
         maze_size=17,
@@ -157,7 +189,12 @@ def step17(num_prompts: int, num_rollouts: int, warm_up: int, device: torch.devi
 
 
 def made_up(tokens: Tensor, cu_seqlens: Tensor) -> Rollouts:
-    return Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool))
+    return Rollouts(
+        tokens,
+        cu_seqlens,
+        torch.zeros(len(tokens)),
+        torch.zeros(len(cu_seqlens) - 1, dtype=torch.bool),
+    )
 
 
 def report(name: str, case: dict[str, Any]) -> None:
@@ -174,7 +211,9 @@ def report(name: str, case: dict[str, Any]) -> None:
             f"in the whole step; {case['rollouts_that_teach']} rollouts have a gradient; "
             f"rollout with repeated prompts takes {case['rollout_ratio']:.2f} times as long"
         )
-    print(f"  {'update':<12}{'ms':>10}{'x shared':>10}{'tokens':>12}{'tokens/s':>12}{'floor ms':>10}{'MFU':>7}{'peak MiB':>10}")
+    print(
+        f"  {'update':<12}{'ms':>10}{'x shared':>10}{'tokens':>12}{'tokens/s':>12}{'floor ms':>10}{'MFU':>7}{'peak MiB':>10}"
+    )
     for layout, x in case["layouts"].items():
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
         print(
@@ -190,26 +229,43 @@ def report_step(case: dict[str, Any]) -> None:
         f"floor {case['floor_milliseconds']:,.1f} ms, "
         f"{case['step_tokens_per_second']:,.0f} tokens/s"
     )
-    print("  by stage: " + ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items()))
+    print(
+        "  by stage: "
+        + ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items())
+    )
     if "compiled" in case:
         print(f"  with torch.compile: {case['compiled']['step_milliseconds']:,.1f} ms")
 
 
-SIZES = {"job": (32, 16), "maze17": (32, 128), "step17": (32, 128), "qwen-0.5b": (4, 16), "qwen-1.5b": (4, 16)}
+SIZES = {
+    "job": (32, 16),
+    "maze17": (32, 128),
+    "step17": (32, 128),
+    "qwen-0.5b": (4, 16),
+    "qwen-1.5b": (4, 16),
+}
 
 
 def measure(
-    name: str, options: argparse.Namespace, flags: list[str], device: torch.device, dtype: torch.dtype, result: dict[str, Any]
+    name: str,
+    options: argparse.Namespace,
+    flags: list[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    result: dict[str, Any],
 ) -> None:
     prompts, rollouts = options.prompts or SIZES[name][0], options.rollouts or SIZES[name][1]
     rounds = (0 if name == "maze17" else 3) if options.rounds is None else options.rounds
     figures: dict[str, Any] = {}
     if name == "step17":
         config = step17(prompts, rollouts, options.warm_start, device, dtype)
-        for figures in whole_step(config, max(rounds, 1), compiles=device.type == "cuda" and not options.no_compile):
+        for figures in whole_step(
+            config, max(rounds, 1), compiles=device.type == "cuda" and not options.no_compile
+        ):
             result["cases"][name] = figures
             if device.type == "cuda":
-                print(json.dumps(result), flush=True)  # already now: compilation may take longer than the limit
+                # already now: compilation may take longer than the limit
+                print(json.dumps(result), flush=True)
         report_step(figures)
         return
     if name == "job":
@@ -217,21 +273,31 @@ def measure(
         given += ["--dtype", str(dtype).removeprefix("torch."), "--device", device.type]
         case, figures = job(parse([*given, *flags]))
     else:
-        case = maze17(prompts, rollouts) if name == "maze17" else qwen(name, prompts, rollouts, device)
+        case = (
+            maze17(prompts, rollouts) if name == "maze17" else qwen(name, prompts, rollouts, device)
+        )
     layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
     result["cases"][name] = figures | update_in_layouts(case, rounds, device, dtype, layouts)
     report(name, result["cases"][name])
     if options.attention:
-        result["cases"][name]["attention"] = update_by_attention(options.attention, case, rounds, device, dtype)
+        result["cases"][name]["attention"] = update_by_attention(
+            options.attention, case, rounds, device, dtype
+        )
 
 
 def update_by_attention(
     names: list[str], case: Case, rounds: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
-    """Return and print the milliseconds of the shared update with each FlashAttention, or why it cannot run."""
+    """Return and print the milliseconds of the shared update with each FlashAttention, or why it
+    cannot run.
+    """
     figures, heads = dict[str, dict[str, Any]](), case.model.head_sizes
     for name in names:
-        tried = [] if name == "FA2" else first_right([name], device, dtype, heads, bool, torch.nn.attention)
+        tried = (
+            []
+            if name == "FA2"
+            else first_right([name], device, dtype, heads, bool, torch.nn.attention)
+        )
         if name != "FA2" and current_flash_attention_impl() != name:
             figures[name] = {"refused": tried[0]}
         else:
@@ -245,27 +311,62 @@ def update_by_attention(
 
 def main() -> int:
     parser = argument_parser("train_step", __doc__, has_dtype=True)
-    parser.add_argument("--cases", nargs="+", choices=list(SIZES), default=["job", "maze17"], help="default: job maze17")
-    parser.add_argument("--rounds", type=int, help="timed rounds (default: 3; maze17: 0, which times the first call)")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of the update (default: all)")
     parser.add_argument(
-        "--attention", nargs="+", choices=("FA2", "FA3", "FA4"), help="also time the shared update with each (default: none)"
+        "--cases",
+        nargs="+",
+        choices=list(SIZES),
+        default=["job", "maze17"],
+        help="default: job maze17",
     )
-    parser.add_argument("--warm-start", type=int, default=100, help="warm-start steps of step17 (default: %(default)s)")
-    parser.add_argument("--no-compile", action="store_true", help="leave out step17 with torch.compile, on a GPU")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="timed rounds (default: 3; maze17: 0, which times the first call)",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        help="of the update (default: all)",
+    )
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=("FA2", "FA3", "FA4"),
+        help="also time the shared update with each (default: none)",
+    )
+    parser.add_argument(
+        "--warm-start",
+        type=int,
+        default=100,
+        help="warm-start steps of step17 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out step17 with torch.compile, on a GPU"
+    )
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")
     parser.add_argument("--rollouts", type=int, help="rollouts per prompt (default: the case's)")
     options, flags = parser.parse_known_args()
     device = prepare(options, min_rounds=0)
     dtype = resolve_dtype(options.dtype, device)
-    result: dict[str, Any] = {"benchmark": "train_step", "machine": machine(device, dtype), "cases": {}}
+    result: dict[str, Any] = {
+        "benchmark": "train_step",
+        "machine": machine(device, dtype),
+        "cases": {},
+    }
     print(describe(result["machine"]))
     for name in options.cases:
         measure(name, options, flags, device, dtype, result)
     print(json.dumps(result), flush=True)
-    disagreeing = [name for name, case in result["cases"].items() if not case.get("gradients_agree", True)]
+    disagreeing = [
+        name for name, case in result["cases"].items() if not case.get("gradients_agree", True)
+    ]
     if disagreeing:
-        print(f"error: the layouts' gradients disagree in {' and '.join(disagreeing)}", file=sys.stderr)
+        print(
+            f"error: the layouts' gradients disagree in {' and '.join(disagreeing)}",
+            file=sys.stderr,
+        )
     return 1 if disagreeing else 0
 
 

@@ -1,4 +1,6 @@
-"""A whole training step of the trainer: prompts, rollout, reward, advantage, update, weights to the rollout engine."""
+"""A whole training step of the trainer: prompts, rollout, reward, advantage, update, weights to the
+rollout engine.
+"""
 
 import statistics
 from collections.abc import Iterator
@@ -33,7 +35,8 @@ FIRST_PROMPT = 10**6  # the warm start uses only prompts below this index
 class RandomAdvantages(GroupObjective):
     """Replaces an estimator's advantages by random numbers, so that every rollout has a gradient.
 
-    Otherwise groups of an untrained policy that all failed have none, and the update computes next to nothing.
+    Otherwise groups of an untrained policy that all failed have none, and the update computes next
+    to nothing.
     """
 
     def advantages(self, sequences: Tensor) -> Tensor:
@@ -49,8 +52,12 @@ class TimedTrainer:
     def step(self) -> None:
         n, clock = len(self.records) + 1, self.trainer.clock
         before = dict(clock.seconds)
-        self.records.append(self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.num_prompts))
-        self.stages.append({name: (t - before.get(name, 0.0)) * 1e3 for name, t in clock.seconds.items()})
+        self.records.append(
+            self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.num_prompts)
+        )
+        self.stages.append(
+            {name: (t - before.get(name, 0.0)) * 1e3 for name, t in clock.seconds.items()}
+        )
 
     def tokens(self, last: int = 0) -> float:
         return statistics.mean(record.tokens["rollout"] for record in self.records[-last:])
@@ -59,11 +66,15 @@ class TimedTrainer:
         return statistics.mean(record.metrics[name] for record in self.records[-last:])
 
     def median_stages(self, last: int) -> dict[str, float]:
-        return {name: statistics.median(stages[name] for stages in self.stages[-last:]) for name in self.stages[-1]}
+        return {
+            name: statistics.median(stages[name] for stages in self.stages[-last:])
+            for name in self.stages[-1]
+        }
 
 
 def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
-    """Return the resolved configuration, its task, and its policy after the warm start, on its device.
+    """Return the resolved configuration, its task, and its policy after the warm start, on its
+    device.
 
     Raises:
         InputError: if the configuration is wrong.
@@ -77,8 +88,11 @@ def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
     return resolved, task, model
 
 
-def timed_trainer(config: ResolvedConfig, task: Task, model: PolicyModel, *, trains: bool = True) -> TimedTrainer:
-    """Return the trainer of a run, with a clock that waits for the device and has a separate stage for prompts.
+def timed_trainer(
+    config: ResolvedConfig, task: Task, model: PolicyModel, *, trains: bool = True
+) -> TimedTrainer:
+    """Return the trainer of a run, with a clock that waits for the device and has a separate stage
+    for prompts.
 
     Args:
         trains: False: the learning rate is 0, so that every step starts from the same weights.
@@ -101,24 +115,30 @@ def timed_trainer(config: ResolvedConfig, task: Task, model: PolicyModel, *, tra
 def floor_milliseconds(trainer: Trainer) -> float:
     """Return the least time of a step's matrix multiplications at the GEMM throughput measured now.
 
-    The rollout costs the forward third of an update on all rollouts, and each prompt counts once in both. The rollout's memory
-    traffic, such as reading keys, is not included.
+    The rollout costs the forward third of an update on all rollouts, and each prompt counts once in
+    both. The rollout's memory traffic, such as reading keys, is not included.
     """
     collected, model = trainer.collector.collect(1, FIRST_PROMPT), trainer.learner.model
     rollouts = collected.rollouts
     nothing = torch.zeros(len(rollouts), device=rollouts.tokens.device)
     batch = Packer(collected.prompts, rollouts, nothing, 0.0).pack(torch.arange(len(rollouts)))
-    throughput = gemm_throughput(4096, model.config.hidden_size, trainer.learner.dtype, rollouts.tokens.device)
+    throughput = gemm_throughput(
+        4096, model.config.hidden_size, trainer.learner.dtype, rollouts.tokens.device
+    )
     return 4 / 3 * update_flops(model.config, batch) / throughput * 1e3
 
 
-def time_steps(config: ResolvedConfig, task: Task, model: PolicyModel, rounds: int) -> dict[str, Any]:
+def time_steps(
+    config: ResolvedConfig, task: Task, model: PolicyModel, rounds: int
+) -> dict[str, Any]:
     """Return the milliseconds of a GRPO step, whole and by stage; every rollout has a gradient."""
     timed = timed_trainer(config, task, model, trains=False)
     timed.trainer.objective = RandomAdvantages("grpo", {})
     for _ in range(3):  # on a GPU the first steps capture graphs
         timed.step()
-    step_milliseconds = milliseconds({"step": timed.step}, rounds, torch.device(config.run.device))["step"]
+    step_milliseconds = milliseconds({"step": timed.step}, rounds, torch.device(config.run.device))[
+        "step"
+    ]
     tokens = timed.tokens(rounds)
     return {
         "response_tokens": tokens,
@@ -133,7 +153,9 @@ def time_steps(config: ResolvedConfig, task: Task, model: PolicyModel, rounds: i
 
 
 def whole_step(config: Config, rounds: int, *, compiles: bool) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a step after the warm start; if it `compiles`, then again with torch.compile's."""
+    """Yield the figures of a step after the warm start; if it `compiles`, then again with
+    torch.compile's.
+    """
     resolved, task, model = warm_started(config)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),

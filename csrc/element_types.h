@@ -73,13 +73,17 @@ template <>
 MAXRL_HOST_DEVICE inline Float16 from_double(double x) {
   const uint16_t sign = copysign(1.0, x) < 0.0 ? 0x8000 : 0;
   const double magnitude = fabs(x);
-  if (!(magnitude < 65520.0)) return Float16{static_cast<uint16_t>(sign | (magnitude == magnitude ? 0x7c00 : 0x7e00))};
+  if (!(magnitude < 65520.0))
+    return Float16{static_cast<uint16_t>(sign | (magnitude == magnitude ? 0x7c00 : 0x7e00))};
   const bool is_subnormal = magnitude < ldexp(1.0, -14);  // 0 too
   int exponent = 0;  // magnitude = fraction 2^exponent, fraction in [0.5, 1)
   if (!is_subnormal) frexp(magnitude, &exponent);
-  const auto units = static_cast<uint16_t>(rint(ldexp(magnitude, is_subnormal ? 24 : 11 - exponent)));  // ties to even
-  // Adding the exponent to the units is correct: a carry out of the fraction gives the next exponent.
-  return Float16{static_cast<uint16_t>(sign | (is_subnormal ? units : units + ((exponent + 13) << 10)))};
+  const auto units = static_cast<uint16_t>(
+      rint(ldexp(magnitude, is_subnormal ? 24 : 11 - exponent)));  // ties to even
+  // Adding the exponent to the units is correct: a carry out of the fraction gives the next
+  // exponent.
+  return Float16{
+      static_cast<uint16_t>(sign | (is_subnormal ? units : units + ((exponent + 13) << 10)))};
 }
 
 }  // namespace maxrl

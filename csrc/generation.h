@@ -1,4 +1,5 @@
-// Inputs and outputs of sampling on a CPU: model sizes and weights, sampling options, prompts, responses.
+// Inputs and outputs of sampling on a CPU: model sizes and weights, sampling options, prompts,
+// responses.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -10,8 +11,8 @@ namespace maxrl {
 // Of the matrix multiplications: float32, or bfloat16 with float32 sums by these instructions.
 enum class Arithmetic { kFloat32, kPlainBFloat16, kAvx512BFloat16, kAmx };
 template <>
-inline constexpr const char* kNamesOf<Arithmetic>[4] = {"float32", "bfloat16, plain C++", "bfloat16, AVX512-BF16",
-                                                        "bfloat16, AMX"};
+inline constexpr const char* kNamesOf<Arithmetic>[4] = {"float32", "bfloat16, plain C++",
+                                                        "bfloat16, AVX512-BF16", "bfloat16, AMX"};
 
 struct DecoderSizes {
   int64_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
@@ -29,11 +30,14 @@ struct DecoderOptions {
   MAXRL_FIELDS(sizes, positions, cos, sin)
 };
 
-// Matrices [out, in], row-major. Biases, and the norms of queries and keys, are null if the model has none.
+// Matrices [out, in], row-major. Biases, and the norms of queries and keys, are null if the model
+// has none.
 struct LayerWeights {
-  const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *post_norm, *gate, *up, *down;
+  const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *post_norm,
+      *gate, *up, *down;
 
-  MAXRL_FIELDS(input_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, post_norm, gate, up, down)
+  MAXRL_FIELDS(input_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, post_norm, gate, up,
+               down)
 };
 struct DecoderWeights {
   const float *embedding, *norm, *head;
@@ -43,8 +47,8 @@ struct DecoderWeights {
   MAXRL_FIELDS(embedding, norm, head, layers, num_threads)
 };
 
-// Applied in this order: the temperature (0: greedy decoding), top-k (0: all tokens), nucleus (top-p) sampling over the
-// remaining tokens, and min-p relative to the most probable token.
+// Applied in this order: the temperature (0: greedy decoding), top-k (0: all tokens), nucleus
+// (top-p) sampling over the remaining tokens, and min-p relative to the most probable token.
 struct SamplingOptions {
   double temperature;
   int64_t top_k;
@@ -54,7 +58,8 @@ struct SamplingOptions {
   MAXRL_FIELDS(temperature, top_k, top_p, min_p, stop_ids)
 };
 
-// `num_samples` responses to each of `num_prompts` prompts; sample s answers prompt s / num_samples.
+// `num_samples` responses to each of `num_prompts` prompts; sample s answers prompt s /
+// num_samples.
 struct GenerationJob {
   int64_t num_prompts, num_samples, max_new_tokens;
   int64_t num_slots;  // maximum number of responses decoded at a time
@@ -67,8 +72,8 @@ struct GenerationJob {
   bool* truncated;                            // [S]
   int num_threads;
 
-  MAXRL_FIELDS(num_prompts, num_samples, max_new_tokens, num_slots, tokens, cu_seqlens, keys, sampling, responses, logprobs,
-               lengths, truncated, num_threads)
+  MAXRL_FIELDS(num_prompts, num_samples, max_new_tokens, num_slots, tokens, cu_seqlens, keys,
+               sampling, responses, logprobs, lengths, truncated, num_threads)
 };
 
 struct GenerationStatistics {

@@ -1,7 +1,8 @@
 // How Python calls a kernel: by its name, with the fields of a record as keyword arguments.
 //
-// A kernel is a function of a record of addresses and sizes, and of the number of threads or the CUDA stream. The file that
-// has it calls define_kernel; nothing else declares it. Only bindings/ includes Python's headers, and no file torch's.
+// A kernel is a function of a record of addresses and sizes, and of the number of threads or the
+// CUDA stream. The file that has it calls define_kernel; nothing else declares it. Only bindings/
+// includes Python's headers, and no file torch's.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -30,8 +31,8 @@ void visit_fields(Visit& at, std::string_view names, Field&... fields) {
   (at(next(), fields), ...);
 }
 
-// Lists the fields of a record, whose names are those of the arguments. Fields of a record among them are arguments too, unless
-// it is marked by kIsTuple: then it is one argument, a tuple.
+// Lists the fields of a record, whose names are those of the arguments. Fields of a record among
+// them are arguments too, unless it is marked by kIsTuple: then it is one argument, a tuple.
 #define MAXRL_FIELDS(...)                        \
   template <typename Visit>                      \
   void fields(Visit& at) {                       \
@@ -42,7 +43,8 @@ void visit_fields(Visit& at, std::string_view names, Field&... fields) {
 template <typename Choice>
 constexpr int kNamesOf = 0;
 
-// Reads fields from keyword arguments, or from the dict or the tuple of a record. Errors name the function and the argument.
+// Reads fields from keyword arguments, or from the dict or the tuple of a record. Errors name the
+// function and the argument.
 class Arguments {
  public:
   using Value = _object*;
@@ -75,7 +77,8 @@ class Arguments {
   template <typename T, typename = void>
   struct IsRecord : std::false_type {};
   template <typename T>
-  struct IsRecord<T, std::void_t<decltype(std::declval<T&>().fields(std::declval<Arguments&>()))>> : std::true_type {};
+  struct IsRecord<T, std::void_t<decltype(std::declval<T&>().fields(std::declval<Arguments&>()))>>
+      : std::true_type {};
   template <typename T, typename = void>
   struct IsTuple : std::false_type {};
   template <typename T>
@@ -110,7 +113,8 @@ class Arguments {
   }
 };
 
-using Result = std::variant<std::monostate, int64_t, std::vector<int64_t>>;  // of a kernel: None, a number, numbers
+using Result = std::variant<std::monostate, int64_t,
+                            std::vector<int64_t>>;  // of a kernel: None, a number, numbers
 
 struct Kernel {
   std::string name;
@@ -144,19 +148,20 @@ bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last))
     else
       return kernel(in, last);
   };
-  kernels().push_back({std::string(name) + (kOnCpu ? "_cpu" : "_cuda"), dtype_of(static_cast<Record*>(nullptr)), run});
+  kernels().push_back({std::string(name) + (kOnCpu ? "_cpu" : "_cuda"),
+                       dtype_of(static_cast<Record*>(nullptr)), run});
   return true;
 }
 
-// Makes the kernels of several dtypes one function of Python: NAME_cpu(*, dtype, FIELDS, num_threads) or NAME_cuda(*, ...,
-// stream).
+// Makes the kernels of several dtypes one function of Python: NAME_cpu(*, dtype, FIELDS,
+// num_threads) or NAME_cuda(*, ..., stream).
 template <typename... Kernel>
 bool define_kernel(const char* name, Kernel*... kernel) {
   return (define_for_dtype(name, kernel) && ...);
 }
 
-// Numbers of zeroed memory with which a CUDA kernel adds `size` sums over its blocks: the result, a counter, a row of each
-// block.
+// Numbers of zeroed memory with which a CUDA kernel adds `size` sums over its blocks: the result, a
+// counter, a row of each block.
 constexpr int64_t kMaxSummingBlocks = 1024;
 constexpr int64_t workspace_size(int64_t size) { return size + 1 + kMaxSummingBlocks * size; }
 

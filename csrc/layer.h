@@ -1,4 +1,5 @@
-// The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU, chosen rows.
+// The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding,
+// SwiGLU, chosen rows.
 #pragma once
 #include <cstdint>
 
@@ -6,9 +7,11 @@
 
 namespace maxrl {
 
-// Strides are in elements. On a GPU all addresses and strides are multiples of 16 bytes. U rows. Real is the type of sums.
+// Strides are in elements. On a GPU all addresses and strides are multiples of 16 bytes. U rows.
+// Real is the type of sums.
 
-// Rows of `size` elements H: sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight. All arrays are contiguous.
+// Rows of `size` elements H: sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight. All
+// arrays are contiguous.
 template <typename Element, typename Real = float>
 struct AddRmsNorm {
   int64_t num_rows;
@@ -30,9 +33,10 @@ struct AddRmsNormBackward {
   const Element *grad_sum, *grad_normed;  // [U, H]; grad_sum may be null
   Element* grad_x;                        // [U, H], also the gradient in delta
   int64_t num_partials;                   // P
-  Real* grad_weight;                      // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
+  Real* grad_weight;  // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 
-  MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials, grad_weight)
+  MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials,
+               grad_weight)
 };
 
 // Rows of heads of size D: [U, heads, D], with this stride between rows.
@@ -46,22 +50,23 @@ struct Heads {
   MAXRL_FIELDS(data, stride, count)
 };
 
-// Query and key heads with their RMS norm, if they have one, and the rotary embedding, which rotates dimension i with i + D/2;
-// value heads are copied.
+// Query and key heads with their RMS norm, if they have one, and the rotary embedding, which
+// rotates dimension i with i + D/2; value heads are copied.
 template <typename Element, typename Real = float>
 struct RotateHeads {
   int64_t num_rows;
   int head_dim;
-  Real eps, direction;          // direction -1: by the negative angles
-  Heads<Element> from[3];       // queries, keys, values, of which there may be 0
-  const Element* norm[2];       // [D] of queries and of keys, or null
-  Element* to[3];               // [U, count, D], rows of contiguous heads
-  int64_t to_stride[3];         // between these rows
-  const float *cos, *sin;       // [num_positions, D/2]
-  const int64_t* positions;     // [U] rows of the tables; null: row u for row u
-  int64_t num_positions;        // heads at other positions become NaN
+  Real eps, direction;  // direction -1: by the negative angles
+  Heads<Element> from[3];  // queries, keys, values, of which there may be 0
+  const Element* norm[2];  // [D] of queries and of keys, or null
+  Element* to[3];  // [U, count, D], rows of contiguous heads
+  int64_t to_stride[3];  // between these rows
+  const float *cos, *sin;  // [num_positions, D/2]
+  const int64_t* positions;  // [U] rows of the tables; null: row u for row u
+  int64_t num_positions;  // heads at other positions become NaN
 
-  MAXRL_FIELDS(num_rows, head_dim, eps, direction, from, norm, to, to_stride, cos, sin, positions, num_positions)
+  MAXRL_FIELDS(num_rows, head_dim, eps, direction, from, norm, to, to_stride, cos, sin, positions,
+               num_positions)
 
   // Head `head` of the queries, keys or values of row u.
   MAXRL_HOST_DEVICE const Element* source(int which, int64_t u, int head) const {
@@ -77,14 +82,15 @@ struct RotateHeads {
   }
 };
 
-// The gradients in queries and keys that have norms. On a CPU `from` and `to` may have the values' gradients, which are copied,
-// and grad_norm is [2, D]: of queries and of keys. `direction` is the forward one.
+// The gradients in queries and keys that have norms. On a CPU `from` and `to` may have the values'
+// gradients, which are copied, and grad_norm is [2, D]: of queries and of keys. `direction` is the
+// forward one.
 template <typename Element, typename Real = float>
 struct RotateHeadsBackward {
   RotateHeads<Element, Real> forward;  // `to`: the gradients in the queries and keys
-  const Element* grad[2];              // [U, count, D] in the rotated queries and keys
-  int64_t num_partials;                // P
-  Real* grad_norm;                     // [P, all heads, D]: partial p has the rows p, p + P, ...
+  const Element* grad[2];  // [U, count, D] in the rotated queries and keys
+  int64_t num_partials;  // P
+  Real* grad_norm;  // [P, all heads, D]: partial p has the rows p, p + P, ...
 
   MAXRL_FIELDS(forward, grad, num_partials, grad_norm)
 };
@@ -104,21 +110,22 @@ struct SwiGlu {
 template <typename Element, typename Real = float>
 struct SwiGluBackward {
   SwiGlu<Element, Real> forward;  // `out` is not used
-  const Element* grad;            // [U, F]
-  Element *grad_gate, *grad_up;   // [U, F]
-  int64_t grad_stride;            // of both
+  const Element* grad;  // [U, F]
+  Element *grad_gate, *grad_up;  // [U, F]
+  int64_t grad_stride;  // of both
 
   MAXRL_FIELDS(forward, grad, grad_gate, grad_up, grad_stride)
 };
 
-// The gradient of choosing rows, any number of times: row u of `to` is the sum of the rows i of `grad` with rows[i] = u.
+// The gradient of choosing rows, any number of times: row u of `to` is the sum of the rows i of
+// `grad` with rows[i] = u.
 template <typename Element, typename Real = float>
 struct ChosenRows {
   int64_t num_rows, num_chosen;  // U, R
   int size;
   const int64_t* rows;  // [R]
   const Element* grad;  // [R, H]
-  Element* to;          // [U, H]
+  Element* to;  // [U, H]
 
   MAXRL_FIELDS(num_rows, num_chosen, size, rows, grad, to)
 };

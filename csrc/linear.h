@@ -6,7 +6,8 @@
 
 namespace maxrl {
 
-// y = x W^T + bias + added. U rows; in_size K and out_size N are multiples of 16. All arrays are contiguous.
+// y = x W^T + bias + added. U rows; in_size K and out_size N are multiples of 16. All arrays are
+// contiguous.
 struct Linear {
   int64_t num_rows, in_size, out_size;
   const float *x, *weight;     // [U, K], [N, K]
@@ -16,7 +17,8 @@ struct Linear {
   MAXRL_FIELDS(num_rows, in_size, out_size, x, weight, bias, added, y)
 };
 
-// The gradients in x, W and bias. Each may be null; that in bias is written only together with that in W.
+// The gradients in x, W and bias. Each may be null; that in bias is written only together with that
+// in W.
 struct LinearBackward {
   int64_t num_rows, in_size, out_size;
   const float *grad, *x, *weight;             // [U, N], [U, K], [N, K]

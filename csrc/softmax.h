@@ -1,7 +1,8 @@
-// The softmax of a row of logits from sums over its parts, and its gradient, for the CPU and the CUDA kernels.
+// The softmax of a row of logits from sums over its parts, and its gradient, for the CPU and the
+// CUDA kernels.
 //
-// The target is kept separate from the other tokens: 1 - p(y) is their sum, without cancellation where p(y) is near 1.
-// Exponents are x = (z - top) / tau, with top the greatest logit.
+// The target is kept separate from the other tokens: 1 - p(y) is their sum, without cancellation
+// where p(y) is near 1. Exponents are x = (z - top) / tau, with top the greatest logit.
 #pragma once
 #include <cmath>
 
@@ -14,10 +15,14 @@ struct PartialSoftmax {
   double top;             // greatest logit, -inf if there is none
   double others, moment;  // sums of e^x and of x e^x
 
-  MAXRL_HOST_DEVICE static PartialSoftmax empty() { return {-static_cast<double>(INFINITY), 0.0, 0.0}; }
+  MAXRL_HOST_DEVICE static PartialSoftmax empty() {
+    return {-static_cast<double>(INFINITY), 0.0, 0.0};
+  }
 
   // The number subtracted in exponents: -inf would give NaN.
-  MAXRL_HOST_DEVICE double base() const { return top == -static_cast<double>(INFINITY) ? 0.0 : top; }
+  MAXRL_HOST_DEVICE double base() const {
+    return top == -static_cast<double>(INFINITY) ? 0.0 : top;
+  }
 
   MAXRL_HOST_DEVICE void raise(double new_top, double inverse_temperature) {
     if (others > 0.0) {
@@ -62,7 +67,8 @@ struct Softmax {
     if (!(at_target <= part.top)) part.raise(at_target, inverse_temperature);
     top = part.top;
     others = part.others;
-    const double x = (at_target - top) * inverse_temperature, target = exp(x), total = others + target;
+    const double x = (at_target - top) * inverse_temperature, target = exp(x),
+                 total = others + target;
     // log1p is precise where p(y) is near 1.
     log_total = others < target ? x + log1p(others / target) : log(total);
     inverse_total = 1.0 / total;
@@ -73,9 +79,11 @@ struct Softmax {
 
   // dL/dz = (g / tau) (onehot(y) - p) - (h / tau) p (log p + H).
   MAXRL_HOST_DEVICE RowGradient gradient(const RowGrads& grads) const {
-    const double g = grads.grad_logp * inverse_temperature, h = grads.grad_entropy * inverse_temperature;
+    const double g = grads.grad_logp * inverse_temperature,
+                 h = grads.grad_entropy * inverse_temperature;
     const double of_entropy = p > 0.0 ? p * (logp + entropy) : 0.0;
-    return {g * others * inverse_total - h * of_entropy, (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
+    return {g * others * inverse_total - h * of_entropy,
+            (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
   }
 };
 

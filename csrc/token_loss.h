@@ -1,5 +1,6 @@
-// The scalar formulas of the token losses, used by the CPU and the CUDA kernels. A loss needs two numbers of a row of logits,
-// the target's log-probability and the entropy, and returns its gradients in them.
+// The scalar formulas of the token losses, used by the CPU and the CUDA kernels. A loss needs two
+// numbers of a row of logits, the target's log-probability and the entropy, and returns its
+// gradients in them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -9,8 +10,9 @@
 
 namespace maxrl {
 
-// Log-ratios to the sampling and the reference policy are limited to +-20, probabilities 5e8 apart, so that one wrong log-prob
-// cannot make the loss infinite. Beyond the limits the gradient is 0. verl and SkyRL limit ratios in the same way.
+// Log-ratios to the sampling and the reference policy are limited to +-20, probabilities 5e8 apart,
+// so that one wrong log-prob cannot make the loss infinite. Beyond the limits the gradient is 0.
+// verl and SkyRL limit ratios in the same way.
 constexpr double kMaxLogRatio = 20.0;
 
 // The losses that almost every run uses; all others are functions in maxrl_fast/algorithms/losses.
@@ -35,14 +37,27 @@ struct LossTerms {
   }
 };
 
-// Sums over the rows: the weighted loss, the tokens that are not masked, and how many of these have no gradient. The other sums
-// are over the tokens that have a gradient.
+// Sums over the rows: the weighted loss, the tokens that are not masked, and how many of these have
+// no gradient. The other sums are over the tokens that have a gradient.
 struct LossSums {
-  enum Name { kLoss, kTokens, kDropped, kRatio, kRatioClamped, kClippedLow, kClippedHigh, kKl, kEntropy, kLogprobDiff, kSize };
-  // The fields of LossSums in maxrl_fast/ops/token_loss_kernel.py, which compares them when it is imported.
-  static constexpr const char* kNames[kSize] = {"loss",          "tokens",      "dropped_tokens", "ratio",
-                                                "ratio_clamped", "clipped_low", "clipped_high",   "kl",
-                                                "entropy",       "logprob_diff"};
+  enum Name {
+    kLoss,
+    kTokens,
+    kDropped,
+    kRatio,
+    kRatioClamped,
+    kClippedLow,
+    kClippedHigh,
+    kKl,
+    kEntropy,
+    kLogprobDiff,
+    kSize
+  };
+  // The fields of LossSums in maxrl_fast/ops/token_loss_kernel.py, which compares them when it is
+  // imported.
+  static constexpr const char* kNames[kSize] = {
+      "loss",         "tokens", "dropped_tokens", "ratio",       "ratio_clamped", "clipped_low",
+      "clipped_high", "kl",     "entropy",        "logprob_diff"};
   static_assert(kNames[kSize - 1] != nullptr);
   double values[kSize];
   MAXRL_HOST_DEVICE void add(const LossSums& other) {
@@ -77,7 +92,9 @@ struct TokenRows {
     const double tau = temperatures ? static_cast<double>(temperatures[t]) : temperature;
     return tau > 0.0 ? tau : static_cast<double>(NAN);
   }
-  MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const { return targets[t] >= 0 && targets[t] < vocab_size; }
+  MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const {
+    return targets[t] >= 0 && targets[t] < vocab_size;
+  }
 };
 
 // The tokens of packed sequences and the inputs of their loss. Absent inputs are null.
@@ -95,12 +112,14 @@ struct TokenLossInputs {
   const Real* sequence_log_ratio;  // [S], for gspo
   const bool* mask;                // [T]
   const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
-  const double* denominator;       // [1]
+  const double* denominator;  // [1]
 
-  MAXRL_FIELDS(tokens, num_sequences, cu_seqlens, advantages, advantages_per_token, importance_weights, importance_per_token,
-               old_logprobs, ref_logprobs, sequence_log_ratio, mask, sequence_tokens, denominator)
+  MAXRL_FIELDS(tokens, num_sequences, cu_seqlens, advantages, advantages_per_token,
+               importance_weights, importance_per_token, old_logprobs, ref_logprobs,
+               sequence_log_ratio, mask, sequence_tokens, denominator)
 
-  // The sequence of token t: the last one that starts at or before it (empty sequences may start there too).
+  // The sequence of token t: the last one that starts at or before it (empty sequences may start
+  // there too).
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
     int64_t low = 0, high = num_sequences;  // cu_seqlens[low] <= t < cu_seqlens[high]
     while (high - low > 1) {
@@ -113,22 +132,24 @@ struct TokenLossInputs {
 
 // The part of a row's loss that is known before its logits are read.
 struct RowPlan {
-  bool counts;      // not masked
-  bool must_read;   // otherwise its gradient and loss are 0
+  bool counts;  // not masked
+  bool must_read;  // otherwise its gradient and loss are 0
   int64_t sequence;
   double advantage;  // times the importance weight
-  double weight;     // of the token's loss in the total
+  double weight;  // of the token's loss in the total
 };
 
 template <typename Real>
-MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t) {
+MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const LossTerms& terms,
+                                          int64_t t) {
   RowPlan row{};
   row.counts = !in.mask || in.mask[t];
   if (!row.counts) return row;
   row.sequence = in.sequence_of(t);
   row.advantage = static_cast<double>(in.advantages[in.advantages_per_token ? t : row.sequence]);
   if (in.importance_weights)
-    row.advantage *= static_cast<double>(in.importance_weights[in.importance_per_token ? t : row.sequence]);
+    row.advantage *=
+        static_cast<double>(in.importance_weights[in.importance_per_token ? t : row.sequence]);
   row.must_read = terms.has_gradient(row.advantage);
   if (row.must_read) {
     row.weight = 1.0 / *in.denominator;
@@ -150,10 +171,10 @@ MAXRL_HOST_DEVICE inline ClampedLogRatio clamp_log_ratio(double x) {
 
 // What the policy-gradient term of a token is computed from.
 struct Token {
-  double advantage;           // times the importance weight
-  double logp;                // of the target
+  double advantage;  // times the importance weight
+  double logp;  // of the target
   ClampedLogRatio log_ratio;  // logp - old of the token, or of its sequence for gspo
-  double ratio;               // e^log_ratio
+  double ratio;  // e^log_ratio
 };
 
 // The loss of a token and its gradient in the log-probability, without the token's weight.
@@ -176,15 +197,17 @@ MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
   return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
-// The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses/core.py has formulas, sources and the same in
-// torch.
+// The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses/core.py has formulas,
+// sources and the same in torch.
 
 // With the ratio of the sequence also gspo.
 MAXRL_HOST_DEVICE inline TokenLoss ppo(const LossTerms& terms, const Token& x) {
   const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high;
   const double free = -x.advantage * x.ratio, bound = -x.advantage * clip(x.ratio, low, high);
-  TokenLoss token = free >= bound ? TokenLoss{free, x.log_ratio.is_clamped ? 0.0 : free} : TokenLoss{bound, 0.0};
-  if (x.advantage < 0.0 && token.value > -x.advantage * terms.dual_clip) token = {-x.advantage * terms.dual_clip, 0.0};
+  TokenLoss token =
+      free >= bound ? TokenLoss{free, x.log_ratio.is_clamped ? 0.0 : free} : TokenLoss{bound, 0.0};
+  if (x.advantage < 0.0 && token.value > -x.advantage * terms.dual_clip)
+    token = {-x.advantage * terms.dual_clip, 0.0};
   if (free != free) token = {free, free};  // comparisons would hide a NaN
   token.clipped_low = x.ratio < low && x.advantage < 0.0;
   token.clipped_high = x.ratio > high && x.advantage > 0.0;
@@ -192,7 +215,8 @@ MAXRL_HOST_DEVICE inline TokenLoss ppo(const LossTerms& terms, const Token& x) {
 }
 
 MAXRL_HOST_DEVICE inline TokenLoss cispo(const LossTerms& terms, const Token& x) {
-  const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high, weight = clip(x.ratio, low, high);
+  const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high,
+               weight = clip(x.ratio, low, high);
   return {-weight * x.advantage * x.logp, -weight * x.advantage, x.ratio<low, x.ratio> high};
 }
 
@@ -206,13 +230,17 @@ MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, 
   }
 }
 
-// Adds the row to the sums and returns its gradients. Each number is added as soon as it is known, which frees its registers.
+// Adds the row to the sums and returns its gradients. Each number is added as soon as it is known,
+// which frees its registers.
 template <typename Real>
-MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, const LossTerms& terms, int64_t t,
-                                               const RowPlan& row, const Softmax& softmax, LossSums& sums) {
-  const double log_ratio = in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
-  const ClampedLogRatio to_old =
-      clamp_log_ratio(in.sequence_log_ratio ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
+MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in,
+                                               const LossTerms& terms, int64_t t,
+                                               const RowPlan& row, const Softmax& softmax,
+                                               LossSums& sums) {
+  const double log_ratio =
+      in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
+  const ClampedLogRatio to_old = clamp_log_ratio(
+      in.sequence_log_ratio ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
   const double ratio = exp(to_old.value);
   sums.values[LossSums::kRatio] += ratio;
   sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
@@ -222,7 +250,8 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
   sums.values[LossSums::kClippedHigh] += token.clipped_high;
   bool is_clamped = to_old.is_clamped;
   if (in.ref_logprobs) {
-    const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - static_cast<double>(in.ref_logprobs[t]));
+    const ClampedLogRatio to_ref =
+        clamp_log_ratio(softmax.logp - static_cast<double>(in.ref_logprobs[t]));
     const TokenLoss kl = divergence(terms.kl, to_ref.value);
     is_clamped |= to_ref.is_clamped;
     sums.values[LossSums::kKl] += kl.value;
@@ -238,16 +267,17 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in, 
   return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
 }
 
-// The arguments of the kernels. Element is float, BFloat16 or Float16 with Real float, or double with Real double. On a CPU
-// token_loss and token_logprobs return the first token that is not masked and whose target is not in the vocabulary, and write
-// nothing then; -1 if there is none. On a GPU such a target makes the results NaN.
+// The arguments of the kernels. Element is float, BFloat16 or Float16 with Real float, or double
+// with Real double. On a CPU token_loss and token_logprobs return the first token that is not
+// masked and whose target is not in the vocabulary, and write nothing then; -1 if there is none. On
+// a GPU such a target makes the results NaN.
 template <typename Element, typename Real>
 struct TokenLossCall {
   Rows<const Element> logits;
   TokenLossInputs<Real> inputs;
   LossTerms terms;
   Rows<Element> gradient;  // null, or the logits themselves
-  double* sums;            // [LossSums::kSize]; on a GPU zeros, [workspace_size(LossSums::kSize)]
+  double* sums;  // [LossSums::kSize]; on a GPU zeros, [workspace_size(LossSums::kSize)]
 
   MAXRL_FIELDS(logits, inputs, terms, gradient, sums)
 };
@@ -267,12 +297,13 @@ struct TokenLogprobsBackward {
   Rows<const Element> logits;
   TokenRows<Real> tokens;
   const Real *grad_logprobs, *grad_entropy;  // [T]
-  Rows<Element> gradient;                    // may be the logits themselves
+  Rows<Element> gradient;  // may be the logits themselves
 
   MAXRL_FIELDS(logits, tokens, grad_logprobs, grad_entropy, gradient)
 };
 
-// Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor written.
+// Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor
+// written.
 template <typename Element, typename Real>
 struct ScaleCall {
   Rows<Element> matrix;

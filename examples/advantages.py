@@ -1,4 +1,6 @@
-"""Advantages without the trainer, for a training loop of your own: `python examples/advantages.py`. It takes seconds."""
+"""Advantages without the trainer, for a training loop of your own: `python examples/advantages.py`.
+It takes seconds.
+"""
 
 import argparse
 
@@ -19,10 +21,17 @@ def main() -> None:
         "MaxRL": ops.maxrl_advantage(rewards),
         "MaxPO, k = 3": ops.maxpo_advantage(rewards, k=3),
     }.items():
-        print(f"{name:<13}", *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()))
+        print(
+            f"{name:<13}",
+            *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()),
+        )
 
-    # With continuous rewards and k = N - 1, only the best rollout gains, by its distance to the second.
-    print("max@3 of continuous rewards:", ops.maxpo_advantage(torch.tensor([0.1, 0.7, 0.2, 0.9]), k=3).tolist())
+    # With continuous rewards and k = N - 1, only the best rollout gains, by its distance to the
+    # second.
+    print(
+        "max@3 of continuous rewards:",
+        ops.maxpo_advantage(torch.tensor([0.1, 0.7, 0.2, 0.9]), k=3).tolist(),
+    )
 
 
 if __name__ == "__main__":

@@ -19,24 +19,34 @@ def above_median(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def short_and_right(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Among correct responses, the shorter ones are better: r (1 - length/longest), minus the mean of the group."""
+    """Among correct responses, the shorter ones are better: r (1 - length/longest), minus the mean
+    of the group.
+    """
     value = rewards * (1 - 0.5 * lengths / lengths.amax(dim=-1, keepdim=True))
     return value - value.mean(dim=-1, keepdim=True)
 
 
 def main() -> None:
     """Register both, and print the advantages of two groups of five."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    # Each is run once on a small example first: a wrong shape, a NaN or an unknown parameter is an error here.
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    # Each is run once on a small example first: a wrong shape, a NaN or an unknown parameter is an
+    # error here.
     ops.register_estimator("above_median", above_median)
     ops.register_estimator("short_and_right", short_and_right)
     rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0, 4.0], [1.0, 1.0, 1.0, 1.0, 1.0]])  # [G, N]
     lengths = torch.tensor([[10, 20, 30, 40, 50], [10, 20, 30, 40, 50]])
     for name, advantages in {
         "above_median": ops.group_advantage(rewards, "above_median"),
-        "short_and_right": ops.group_advantage((rewards > 0).float(), "short_and_right", lengths=lengths),
+        "short_and_right": ops.group_advantage(
+            (rewards > 0).float(), "short_and_right", lengths=lengths
+        ),
     }.items():
-        print(f"{name:<15}", *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()))
+        print(
+            f"{name:<15}",
+            *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()),
+        )
 
 
 if __name__ == "__main__":

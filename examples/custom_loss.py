@@ -1,4 +1,6 @@
-"""A custom token loss: `python -m maxrl_fast.train --objective grpo --loss examples/custom_loss.py:soft_gate`."""
+"""A custom token loss: `python -m maxrl_fast.train --objective grpo --loss
+examples/custom_loss.py:soft_gate`.
+"""
 
 import torch
 from torch import Tensor

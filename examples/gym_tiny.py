@@ -1,13 +1,14 @@
 """Reinforcement learning on text without a download.
 
-The script makes a tokenizer and a Qwen2 model with 0.7 million parameters, which learns to spell short words of reasoning-gym
-backward. The rewards come from reasoning-gym's own checker, in worker processes.
+The script makes a tokenizer and a Qwen2 model with 0.7 million parameters, which learns to spell
+short words of reasoning-gym backward. The rewards come from reasoning-gym's own checker, in worker
+processes.
 
     pip install 'maxrl_fast[hf,gym]'
     python examples/gym_tiny.py [OUT] [OPTION ...]
 
-OUT is the folder of the policy and the run (default: runs/gym_tiny). The options are those of maxrl_fast.train, and override
-the script's. It takes two minutes on two cores.
+OUT is the folder of the policy and the run (default: runs/gym_tiny). The options are those of
+maxrl_fast.train, and override the script's. It takes two minutes on two cores.
 """
 
 import json
@@ -28,17 +29,25 @@ TASK, OPTIONS = "spell_backward", {"min_word_len": 3, "max_word_len": 4}
 def make_policy(directory: Path) -> None:
     """Save a byte-level BPE tokenizer, trained on the task's questions, and a new Qwen2 for it.
 
-    The few merges all go to words that every question has, so the word to spell stays split into letters.
+    The few merges all go to words that every question has, so the word to spell stays split into
+    letters.
     """
-    questions = [entry["question"] for entry in reasoning_gym.create_dataset(TASK, size=2000, seed=1, **OPTIONS)]
+    questions = [
+        entry["question"]
+        for entry in reasoning_gym.create_dataset(TASK, size=2000, seed=1, **OPTIONS)
+    ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=288, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=288, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(questions, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
     fast.save_pretrained(directory)
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
@@ -56,7 +65,9 @@ def make_policy(directory: Path) -> None:
 
 
 def main() -> int:
-    """Train by supervised learning until some answers are correct, then by reinforcement learning."""
+    """Train by supervised learning until some answers are correct, then by reinforcement
+    learning.
+    """
     more = sys.argv[1:]
     if {"-h", "--help"} & {*more}:
         print(__doc__)
@@ -69,7 +80,8 @@ def main() -> int:
         "objective": "maxrl",
         "task": f"gym:{TASK}",
         "gym-config": json.dumps(OPTIONS),
-        "reward-threshold": 0.99,  # the checker gives part of the reward for each letter in its place
+        # the checker gives part of the reward for each letter in its place
+        "reward-threshold": 0.99,
         "model": model,
         "max-prompt-tokens": 48,
         "max-new-tokens": 6,

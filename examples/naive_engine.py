@@ -1,4 +1,5 @@
-"""A rollout engine of your own: without a cache, every token is a forward pass over its whole sequence.
+"""A rollout engine of your own: without a cache, every token is a forward pass over its whole
+sequence.
 
 The guide docs/adding_an_engine.md explains it.
 
@@ -21,7 +22,8 @@ from maxrl_fast.rollout.sampling import sample
 
 
 class NaiveEngine:
-    """Samples with a copy of the policy. Prompts and their samples are in the tensors of one prompt at a time.
+    """Samples with a copy of the policy. Prompts and their samples are in the tensors of one prompt
+    at a time.
 
     Raises:
         InputError: if the policy is not the native decoder.
@@ -29,7 +31,9 @@ class NaiveEngine:
 
     def __init__(self, model: PolicyModel, dtype: torch.dtype):
         if not isinstance(model, Decoder):
-            raise InputError(f"NaiveEngine samples from the native decoder, got a policy of {model.backend}")
+            raise InputError(
+                f"NaiveEngine samples from the native decoder, got a policy of {model.backend}"
+            )
         self.model, self.dtype = Decoder.empty(model.config, model.lm_head.weight.device), dtype
         self.statistics = RolloutStatistics()
 
@@ -39,7 +43,9 @@ class NaiveEngine:
 
     @torch.no_grad()
     def load_weights(self, model: PolicyModel) -> None:
-        """Copy the policy's weights, by their names in checkpoints: adapters are merged, sharded weights gathered."""
+        """Copy the policy's weights, by their names in checkpoints: adapters are merged, sharded
+        weights gathered.
+        """
         own = dict(self.model.weights())
         for name, weight in model.weights():
             own[name].copy_(weight)
@@ -48,17 +54,31 @@ class NaiveEngine:
         """Do nothing: there is no cache to free."""
 
     @torch.no_grad()
-    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
         """Sample `num_samples` responses to each prompt."""
         check_request(prompts, num_samples, sampling, self.model.config)
-        start, samples = time.perf_counter(), torch.arange(num_samples, device=prompts.tokens.device)
+        start, samples = (
+            time.perf_counter(),
+            torch.arange(num_samples, device=prompts.tokens.device),
+        )
         parts = []
-        for prompt, i in zip(prompts.tokens.split(prompts.lengths.tolist()), prompts.ids, strict=True):
-            # The numbers of a sample depend on nothing but its own place, so a resumed run draws the same ones.
-            parts.append(self._respond(prompt, sample_keys(seed, step, i.expand(num_samples), samples), sampling))
+        for prompt, i in zip(
+            prompts.tokens.split(prompts.lengths.tolist()), prompts.ids, strict=True
+        ):
+            # The numbers of a sample depend on nothing but its own place, so a resumed run draws
+            # the same ones.
+            parts.append(
+                self._respond(
+                    prompt, sample_keys(seed, step, i.expand(num_samples), samples), sampling
+                )
+            )
         rollouts = Rollouts.concatenate(parts)
         seconds, tokens = time.perf_counter() - start, len(rollouts.tokens)
-        self.statistics = RolloutStatistics(0.0, seconds, sampling.max_new_tokens, len(prompts.tokens), tokens, 0)
+        self.statistics = RolloutStatistics(
+            0.0, seconds, sampling.max_new_tokens, len(prompts.tokens), tokens, 0
+        )
         return rollouts
 
     def _respond(self, prompt: Tensor, keys: Tensor, sampling: Sampling) -> Rollouts:
@@ -69,7 +89,10 @@ class NaiveEngine:
         lengths = torch.full_like(keys, sampling.max_new_tokens)  # [N]
         has_ended = torch.zeros_like(keys, dtype=torch.bool)  # [N], by a stop token
         for position in range(sampling.max_new_tokens):
-            token, logprob = sample(self._logits(tokens), uniforms(keys, position)[:, None], sampling)  # [N, 1]
+            # [N, 1]
+            token, logprob = sample(
+                self._logits(tokens), uniforms(keys, position)[:, None], sampling
+            )
             tokens = torch.cat([tokens, token], 1)
             logprobs.append(logprob)
             stops_now = ~has_ended & torch.isin(token[:, 0], stops)
@@ -78,7 +101,9 @@ class NaiveEngine:
             if bool(has_ended.all()):
                 break
         lengths = lengths.clamp_max(len(logprobs))
-        return Rollouts.from_padded(tokens[:, len(prompt) :], torch.cat(logprobs, 1), lengths, ~has_ended)
+        return Rollouts.from_padded(
+            tokens[:, len(prompt) :], torch.cat(logprobs, 1), lengths, ~has_ended
+        )
 
     def _logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [N, V] of the token behind each sequence [N, L]."""

@@ -56,7 +56,8 @@ class SortTask:
         """Return the digit tokens of prompt `index` of `split`, "train" or "test"."""
         rng = random.Random(f"sort {self.length} {split} {self.seed} {index}")
         while True:
-            # random() is the only draw whose stream Python promises to keep from version to version.
+            # random() is the only draw whose stream Python promises to keep from version to
+            # version.
             tokens = [ZERO + int(rng.random() * 10) for _ in range(self.length)]
             if (zlib.crc32(bytes(sorted(tokens))) % TEST_SHARE == 0) == (split == "test"):
                 return tokens
@@ -77,7 +78,9 @@ class SortTask:
         digits = prompts.tokens.view(len(prompts), -1)[:, 1:-1]  # [G, length]
         right = pad(digits.sort(1).values, (0, 1), value=EOS)  # [G, length + 1]
         right = right.repeat_interleave(len(rollouts.lengths) // len(prompts), 0)  # [S, length + 1]
-        tokens = pad(rollouts.padded_tokens(PAD), (0, self.length + 1), value=PAD)[:, : self.length + 1]
+        tokens = pad(rollouts.padded_tokens(PAD), (0, self.length + 1), value=PAD)[
+            :, : self.length + 1
+        ]
         return (tokens == right).all(1).float()
 
     def answer(self, response: str) -> str:

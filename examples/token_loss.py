@@ -1,7 +1,7 @@
 """Losses without the trainer, for a training loop of your own: `python examples/token_loss.py`.
 
-A policy, which is one matrix, answers eight prompts with one token each; one token of 64 is correct. It is trained by MaxRL
-with the PPO loss, and then from scratch by PACS, in seconds.
+A policy, which is one matrix, answers eight prompts with one token each; one token of 64 is
+correct. It is trained by MaxRL with the PPO loss, and then from scratch by PACS, in seconds.
 """
 
 import argparse
@@ -21,15 +21,21 @@ def pass_rate(weight: torch.Tensor) -> float:
     return (hidden @ weight.T).softmax(-1)[torch.arange(G), answers].mean().item()
 
 
-def by_maxrl(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+def by_maxrl(
+    states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor
+) -> torch.Tensor:
     advantages = ops.maxrl_advantage(rewards).flatten()  # [S]
-    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)  # stores no logits
+    # stores no logits
+    loss, _ = ops.linear_policy_gradient_loss(states, weight, tokens, advantages, cu_seqlens)
     return loss
 
 
-def by_pacs(states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+def by_pacs(
+    states: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, rewards: torch.Tensor
+) -> torch.Tensor:
     logprobs, _ = ops.linear_token_logprobs(states, weight, tokens)
-    proxies = ops.log_ratio_reward(logprobs, logprobs.detach(), cu_seqlens)  # the sampling policy is the reference
+    # the sampling policy is the reference
+    proxies = ops.log_ratio_reward(logprobs, logprobs.detach(), cu_seqlens)
     loss, _ = ops.pacs_loss(proxies, rewards.flatten(), N)
     return loss
 
@@ -43,13 +49,16 @@ def main() -> None:
         before = pass_rate(weight)
         for _ in range(STEPS):
             probabilities = (hidden @ weight.detach().T).softmax(-1)
-            samples = torch.multinomial(probabilities, N, replacement=True, generator=generator)  # [G, N]
+            # [G, N]
+            samples = torch.multinomial(probabilities, N, replacement=True, generator=generator)
             rewards = (samples == answers[:, None]).float()
             loss = loss_of(hidden.repeat_interleave(N, 0), weight, samples.flatten(), rewards)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        print(f"{name:<6} pass rate {before:.3f} before, {pass_rate(weight):.3f} after {STEPS} steps")
+        print(
+            f"{name:<6} pass rate {before:.3f} before, {pass_rate(weight):.3f} after {STEPS} steps"
+        )
 
 
 if __name__ == "__main__":

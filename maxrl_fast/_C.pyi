@@ -4,7 +4,9 @@
 from typing import Any
 
 cuda: bool
-FIELDS: dict[str, tuple[str, ...]]  # of the records that Python names too: Loss, LossSums, PacsMetrics
+FIELDS: dict[
+    str, tuple[str, ...]
+]  # of the records that Python names too: Loss, LossSums, PacsMetrics
 MAX_LOG_RATIO: float
 LOSS_WORKSPACE: int  # only with CUDA kernels
 PACS_WORKSPACE: int
@@ -17,12 +19,24 @@ def bfloat16_arithmetics() -> list[str]: ...
 def fastest_for_bfloat16() -> str: ...
 
 class CpuDecoder:
-    def __init__(self, **sizes: Any) -> None: ...  # DecoderSizes of csrc/generation.h, positions, cos, sin
-    def load(self, *, embedding: int, norm: int, head: int, layers: list[dict[str, int]], num_threads: int) -> None: ...
+    def __init__(
+        self, **sizes: Any
+    ) -> None: ...  # DecoderSizes of csrc/generation.h, positions, cos, sin
+    def load(
+        self,
+        *,
+        embedding: int,
+        norm: int,
+        head: int,
+        layers: list[dict[str, int]],
+        num_threads: int,
+    ) -> None: ...
     def cache_bytes(self, length: int) -> int: ...
 
 class CpuGeneration:
-    def __init__(self, decoder: CpuDecoder, **job: Any) -> None: ...  # GenerationJob of csrc/generation.h, num_threads
+    def __init__(
+        self, decoder: CpuDecoder, **job: Any
+    ) -> None: ...  # GenerationJob of csrc/generation.h, num_threads
     def run(self, seconds: float) -> bool: ...
     @property
     def statistics(self) -> dict[str, Any]: ...  # GenerationStatistics of csrc/generation.h

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `run` and `Run` when they are first used, so that `maxrl_fast.ops` loads no trainer."""
+    """Import `run` and `Run` when they are first used, so that `maxrl_fast.ops` loads no
+    trainer.
+    """
     if name in ("run", "Run"):
         return getattr(import_module("maxrl_fast.api"), name)
     raise AttributeError(f"module 'maxrl_fast' has no attribute {name!r}")

@@ -12,14 +12,21 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "sweep": ("maxrl_fast.sweep", "train a grid of options and seeds, one run after another"),
     "evaluate": ("maxrl_fast.evaluate", "evaluate a run or a checkpoint"),
     "report": ("maxrl_fast.report.command", "write runs and evaluations as one HTML page"),
-    "objectives": ("maxrl_fast.objectives", "print objectives, token losses and corrections, and the weights of estimators"),
+    "objectives": (
+        "maxrl_fast.objectives",
+        "print objectives, token losses and corrections, and the weights of estimators",
+    ),
 }
-USAGE = "usage: maxrl-fast COMMAND [OPTIONS]\n\n" + "\n".join(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items())
+USAGE = "usage: maxrl-fast COMMAND [OPTIONS]\n\n" + "\n".join(
+    f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items()
+)
 USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options.\nmaxrl-fast --version prints the versions."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names. Return its exit code, or 2 for an unknown command."""
+    """Run the command that the first argument names. Return its exit code, or 2 for an unknown
+    command.
+    """
     protect_output()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     name = arguments[0] if arguments else "none"
@@ -30,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(version_text())
         return 0
     if name not in COMMANDS:
-        print(f"error: the command must be train, sweep, evaluate, report or objectives, got {name}", file=sys.stderr)
+        print(
+            f"error: the command must be train, sweep, evaluate, report or objectives, got {name}",
+            file=sys.stderr,
+        )
         return 2
     code: int = import_module(COMMANDS[name][0]).main(arguments[1:])
     return code

@@ -1,4 +1,6 @@
-"""Training from Python: `maxrl_fast.run(objective="maxpo", k=4)` does what the command does, and returns its results."""
+"""Training from Python: `maxrl_fast.run(objective="maxpo", k=4)` does what the command does, and
+returns its results.
+"""
 
 import contextlib
 import os
@@ -40,16 +42,17 @@ class Run:
     """The results of a run: its folder, and the trained policy.
 
     Attributes:
-        out: the folder, with config.json, the logs, curves.png and the checkpoints.
-        exit: 0; or, if a signal ended the run early, 128 + its number: 130 for Ctrl-C or an interrupted notebook kernel.
-        task: the task; `run.task.decode(tokens)` returns text.
+        out: the folder, with config.json, the logs, curves.png and the checkpoints. exit: 0; or, if
+        a signal ended the run early, 128 + its number: 130 for Ctrl-C or an interrupted notebook
+        kernel. task: the task; `run.task.decode(tokens)` returns text.
     """
 
     out: Path
     exit: int
     task: Task
     _trained: Trained
-    _objects: dict[str, Any] = field(default_factory=dict)  # arguments of `run` that cannot be stored in the folder
+    # arguments of `run` that cannot be stored in the folder
+    _objects: dict[str, Any] = field(default_factory=dict)
 
     @property
     def policy(self) -> PolicyModel:
@@ -80,7 +83,13 @@ class Run:
         return Log.read(self.out / "rollouts.jsonl")
 
     def sample(
-        self, prompts: int = 4, samples: int = 4, *, start: int = 0, temperature: float | None = None, seed: int = 0
+        self,
+        prompts: int = 4,
+        samples: int = 4,
+        *,
+        start: int = 0,
+        temperature: float | None = None,
+        seed: int = 0,
     ) -> Log:
         """Sample new responses to held-out prompts, without scoring them.
 
@@ -100,10 +109,14 @@ class Run:
         rollouts = engine.generate(batch, samples, sampling, seed=seed, step=0)
         none = torch.full((len(rollouts),), torch.nan)
         rows = [*sample_records(self.task, Samples(batch, rollouts), none, [{}] * len(rollouts))]
-        return Log([{name: value for name, value in row.items() if name != "reward"} for row in rows])
+        return Log(
+            [{name: value for name, value in row.items() if name != "reward"} for row in rows]
+        )
 
     def resume(self, **options: Any) -> "Run":
-        """Resume the run from its newest checkpoint, as `--resume` does. Options not given keep their values."""
+        """Resume the run from its newest checkpoint, as `--resume` does. Options not given keep
+        their values.
+        """
         return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
@@ -131,26 +144,41 @@ def run(
 ) -> Run:
     """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
 
-    Ctrl-C, or interrupting a notebook's kernel, stops the run after its step with a checkpoint and returns; a second one raises
-    KeyboardInterrupt at once. Signal handlers, random states and the number of CPU threads are restored.
+    Ctrl-C, or interrupting a notebook's kernel, stops the run after its step with a checkpoint and
+    returns; a second one raises KeyboardInterrupt at once. Signal handlers, random states and the
+    number of CPU threads are restored.
 
     Args:
         config: options by name, or the path of a TOML file of them; keyword options override them.
-        task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`.
-        reward: what --reward takes, or a Python function (prompt, response, **columns) -> float, such as a lambda. It runs in a
+        task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`. reward: what
+        --reward takes, or a Python function (prompt, response, **columns) -> float, such as a
+        lambda. It runs in a
             thread of this process, without a sandbox.
         options: as on the command line, with underscores: `maze_size=11`. None: not given.
 
     Raises:
         InputError: if an option is unknown or wrong, with the command line's message.
-        NonFiniteError, RewardError, StorageError, ServerError: if the run failed. The message names the last checkpoint.
+        NonFiniteError, RewardError, StorageError, ServerError: if the run failed. The message names
+        the last checkpoint.
     """
-    given: dict[str, Any] = dict(config) if isinstance(config, Mapping) else {} if config is None else {"config": Path(config)}
+    given: dict[str, Any] = (
+        dict(config)
+        if isinstance(config, Mapping)
+        else {}
+        if config is None
+        else {"config": Path(config)}
+    )
     given |= {name: value for name, value in options.items() if value is not None}
     of_config = {name: given.pop(name, None) for name in ("task", "reward")}
-    task, reward = of_config["task"] if task is None else task, of_config["reward"] if reward is None else reward
+    task, reward = (
+        of_config["task"] if task is None else task,
+        of_config["reward"] if reward is None else reward,
+    )
     names, functions, own_task = _named(task, reward)
-    objects = {**({} if own_task is None else {"task": own_task}), **({"reward": reward} if functions else {})}
+    objects = {
+        **({} if own_task is None else {"task": own_task}),
+        **({"reward": reward} if functions else {}),
+    }
     parsed = parse_options({**given, **names})
     check(parsed)
     if parsed.run.dry_run is not None:
@@ -161,11 +189,14 @@ def run(
         parsed = find_policy(parsed, ranks, screen.warn)
         found = build_run_task(parsed) if own_task is None else own_task
         resolved = resolve(parsed, found, ranks, warn=screen.warn)
-        job = Job(resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1)
+        job = Job(
+            resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1
+        )
         ending, trained = job.run()
     if ending.error is not None:
         raise ending.error
-    if ending.code not in (0, 128 + signal.SIGINT):  # SIGTERM or SIGHUP: everything is saved, so let this process handle it
+    # SIGTERM or SIGHUP: everything is saved, so let this process handle it
+    if ending.code not in (0, 128 + signal.SIGINT):
         signal.raise_signal(ending.code - 128)
     assert trained is not None  # None only after a dry run or an error
     trained.model.eval()
@@ -175,9 +206,11 @@ def run(
 def _named(
     task: str | Task | None, reward: Reward | Sequence[Reward] | None
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
-    """Return the options that name task and rewards, the reward functions by name, and the task if it is an object.
+    """Return the options that name task and rewards, the reward functions by name, and the task if
+    it is an object.
 
-    Raises InputError if a reward is neither a name nor callable, or the task lacks a member of `Task`.
+    Raises InputError if a reward is neither a name nor callable, or the task lacks a member of
+    `Task`.
     """
     names: dict[str, Any] = {}
     own_task = None if task is None or isinstance(task, str) else task
@@ -191,7 +224,11 @@ def _named(
         for given in rewards:
             if not isinstance(given, str) and not callable(given):
                 raise InputError(f"reward must be a name or a function, got {given!r:.80}")
-            name = given if isinstance(given, str) else OBJECT + getattr(given, "__name__", type(given).__name__)
+            name = (
+                given
+                if isinstance(given, str)
+                else OBJECT + getattr(given, "__name__", type(given).__name__)
+            )
             if functions.get(name, given) is not given:  # all lambdas have one name
                 name += f"-{len(functions) + 1}"
             names["reward"] = [*names.get("reward", []), name]

@@ -1,8 +1,12 @@
-"""Errors that end a run with a message instead of a traceback. `advice` tells the user what to do."""
+"""Errors that end a run with a message instead of a traceback. `advice` tells the user what to
+do.
+"""
 
 
 class InputError(ValueError):
-    """The user's input is invalid. The message says what was expected and what was given; exit code 2."""
+    """The user's input is invalid. The message says what was expected and what was given; exit code
+    2.
+    """
 
 
 class UnsupportedModelError(InputError):
@@ -10,25 +14,33 @@ class UnsupportedModelError(InputError):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradient or log-probability became NaN or infinite. The message says where; exit code 1."""
+    """A loss, gradient or log-probability became NaN or infinite. The message says where; exit code
+    1.
+    """
 
     advice = "A lower --lr or --clip-grad often helps; --dtype float32 rules out rounding."
 
 
 class StorageError(RuntimeError):
-    """A file of the run could not be written, for example on a full disk. The message says which and why; exit code 1."""
+    """A file of the run could not be written, for example on a full disk. The message says which
+    and why; exit code 1.
+    """
 
     advice = "Free some disk space, or remove what is in the way; then continue with --resume."
 
 
 class ServerError(RuntimeError):
-    """A server that the run needs does not answer, or not as it should. The message says which and how; exit code 1."""
+    """A server that the run needs does not answer, or not as it should. The message says which and
+    how; exit code 1.
+    """
 
     advice = "Start the server again, then continue with --resume."
 
 
 class RewardError(RuntimeError):
-    """The reward function fails too often or no longer runs. The message says how, with an example; exit code 1."""
+    """The reward function fails too often or no longer runs. The message says how, with an example;
+    exit code 1.
+    """
 
     advice = (
         "Raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate and continue with --resume; or fix the function "

@@ -1,4 +1,6 @@
-"""The command `python -m maxrl_fast.evaluate CHECKPOINT`: sample a policy and report, or compare finished evaluations."""
+"""The command `python -m maxrl_fast.evaluate CHECKPOINT`: sample a policy and report, or compare
+finished evaluations.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from maxrl_fast.runtime.version import FLAG, version_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0; 1 on failing rewards, non-finite values or a full disk; 2 on bad input; 130 on Ctrl-C."""
+    """Run the command line. Return 0; 1 on failing rewards, non-finite values or a full disk; 2 on
+    bad input; 130 on Ctrl-C.
+    """
     protect_output()
     screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
     if FLAG in arguments:
@@ -26,7 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(config)
         if (size := Ranks.of_environment().size) > 1:
             raise InputError(f"an evaluation runs in one process, got {size}")
-        return compare_evaluations(config, screen) if source is None else evaluate_checkpoint(config, source, screen)
+        return (
+            compare_evaluations(config, screen)
+            if source is None
+            else evaluate_checkpoint(config, source, screen)
+        )
     except KeyboardInterrupt:
         screen.warn("stopped; nothing was kept")
         return 130

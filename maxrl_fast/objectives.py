@@ -1,5 +1,6 @@
-"""The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight, requirements and source,
-those that are installed, every token loss, and every correction for a rollout engine that is not the policy."""
+"""The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight,
+requirements and source, those that are installed, every token loss, and every correction for a
+rollout engine that is not the policy."""
 
 import argparse
 import sys
@@ -40,7 +41,12 @@ _CORRECTION_NOTATION = (
     "--correction NAME. w_t: a token's probability under the policy before the step's first update over its probability in the "
     "rollout engine, both before top-p."
 )
-_CORRECTION_COLUMNS = ("factor of a token's advantage", "forward passes", "--correction-options", "source")
+_CORRECTION_COLUMNS = (
+    "factor of a token's advantage",
+    "forward passes",
+    "--correction-options",
+    "source",
+)
 _TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
@@ -56,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass rate p, exact at finite N.",
     )
     parser.add_argument(
-        "--weights", type=Path, metavar="OUT.png", help="plot W_N(p) of --estimators to this file, and print it"
+        "--weights",
+        type=Path,
+        metavar="OUT.png",
+        help="plot W_N(p) of --estimators to this file, and print it",
     )
     parser.add_argument(
         "--estimators",
@@ -65,7 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="NAME[:SIZE]",
         help=f"names of estimators, with k or the order after a colon (default: {' '.join(_SHOWN)})",
     )
-    parser.add_argument("--rollouts", type=int, default=16, metavar="N", help="rollouts per prompt (default: %(default)s)")
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=16,
+        metavar="N",
+        help="rollouts per prompt (default: %(default)s)",
+    )
     arguments = sys.argv[1:] if arguments is None else arguments
     if FLAG in arguments:
         print(version_text())
@@ -84,12 +99,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
-        curves = {name: (grid, _weight(name, options.rollouts, grid)) for name in options.estimators}
-        numbers = {name: _weight(name, options.rollouts, torch.tensor(_PASS_RATES)) for name in options.estimators}
+        curves = {
+            name: (grid, _weight(name, options.rollouts, grid)) for name in options.estimators
+        }
+        numbers = {
+            name: _weight(name, options.rollouts, torch.tensor(_PASS_RATES))
+            for name in options.estimators
+        }
         try:
             draw_weights(curves, options.rollouts, options.weights)
         except (OSError, ValueError) as error:
-            raise InputError(f"--weights must be a picture file that can be written, got {options.weights}: {error}") from error
+            raise InputError(
+                f"--weights must be a picture file that can be written, got {options.weights}: {error}"
+            ) from error
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -104,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
-    """Return the weight W_N(p) of an estimator such as "maxpo:4". Raises InputError if the name or the size is not valid."""
+    """Return the weight W_N(p) of an estimator such as "maxpo:4". Raises InputError if the name or
+    the size is not valid.
+    """
     estimator, _, size = name.partition(":")
     if n < 1:
         raise InputError(f"rollouts must be at least 1, got {n}")
@@ -122,7 +146,9 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
 
 def _registry() -> dict[str, tuple[str, str, str, str]]:
     """Return the formula, the weight, the needs and the source of every objective."""
-    rows = {name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()}
+    rows = {
+        name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()
+    }
     return rows | {name: (row.formula, "-", row.needs, row.source) for name, row in OWN.items()}
 
 
@@ -133,7 +159,10 @@ def _losses() -> dict[str, tuple[str, str, str, str]]:
         options = [f"{option}={number.default:g}" for option, number in row.options.items()]
         options += ["--clip-low, --clip-high"] * row.clips
         rows[name] = (row.formula, row.weight, " ".join(options) or "-", row.source)
-    return rows | {point.name: ("a function of Tokens", "-", "-", _installed(point)) for point in installed("loss")}
+    return rows | {
+        point.name: ("a function of Tokens", "-", "-", _installed(point))
+        for point in installed("loss")
+    }
 
 
 def _installed(point: EntryPoint) -> str:
@@ -164,12 +193,23 @@ def _registry_table() -> Table:
     return table
 
 
-def _print_rows(console: Console, columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str) -> None:
-    """Print what a table has as lines, for a terminal in which its columns would be too narrow for their words."""
+def _print_rows(
+    console: Console, columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str
+) -> None:
+    """Print what a table has as lines, for a terminal in which its columns would be too narrow for
+    their words.
+    """
     for name, cells in rows.items():
-        lines = [name, *(f"  {column}: {cell}" for column, cell in zip(columns, cells, strict=True))]
-        console.print(wrapped("\n".join(lines), console.width), markup=False, highlight=False, soft_wrap=True)
-    console.print(wrapped(f"\n{notation}\n", console.width), markup=False, highlight=False, soft_wrap=True)
+        lines = [
+            name,
+            *(f"  {column}: {cell}" for column, cell in zip(columns, cells, strict=True)),
+        ]
+        console.print(
+            wrapped("\n".join(lines), console.width), markup=False, highlight=False, soft_wrap=True
+        )
+    console.print(
+        wrapped(f"\n{notation}\n", console.width), markup=False, highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

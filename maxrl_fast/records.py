@@ -1,7 +1,8 @@
 """The records that the stages of a step exchange.
 
-Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response tokens, V vocabulary, H
-hidden. A packed tensor holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`.
+Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response
+tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s is
+`[cu_seqlens[s], cu_seqlens[s + 1])`.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,12 @@ from torch import Tensor
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Concatenate token lists; return tokens [T] and cu_seqlens [S+1], both int64."""
-    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
-    return tokens, cumulative(torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64))
+    tokens = torch.tensor(
+        [token for sequence in sequences for token in sequence], dtype=torch.int64
+    )
+    return tokens, cumulative(
+        torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+    )
 
 
 def unpack(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -41,7 +46,9 @@ def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the packed positions [T'] of the chosen sequences, concatenated, and their cu_seqlens."""
+    """Return the packed positions [T'] of the chosen sequences, concatenated, and their
+    cu_seqlens.
+    """
     lengths = cu_seqlens.diff()[sequences]
     return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 
@@ -78,7 +85,12 @@ class Prompts:
         """Return prompts `start` to `start + count - 1`, or fewer at the end."""
         cu_seqlens = self.cu_seqlens[start : start + count + 1]
         tokens, ids = self.tokens[cu_seqlens[0] : cu_seqlens[-1]], self.ids[start : start + count]
-        return Prompts(tokens, cu_seqlens - cu_seqlens[0], ids, self.columns and self.columns[start : start + count])
+        return Prompts(
+            tokens,
+            cu_seqlens - cu_seqlens[0],
+            ids,
+            self.columns and self.columns[start : start + count],
+        )
 
     def select(self, indices: Tensor) -> "Prompts":
         """Return the prompts at int64 indices."""
@@ -97,7 +109,9 @@ class Prompts:
         )
 
     def to(self, device: torch.device) -> "Prompts":
-        return Prompts(self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device), self.columns)
+        return Prompts(
+            self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device), self.columns
+        )
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -111,7 +125,9 @@ class Rollouts:
 
     tokens: Tensor  # [T] int64, packed, the stop token included
     cu_seqlens: Tensor  # [S+1] int64
-    logprobs: Tensor  # [T] float32, under the full distribution at the sampling temperature, before top-k, top-p and min-p
+    # [T] float32, under the full distribution at the sampling temperature, before top-k, top-p and
+    # min-p
+    logprobs: Tensor
     truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
 
@@ -121,15 +137,26 @@ class Rollouts:
 
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
-        """Return responses that no policy sampled, such as demonstrations, with log-probs 0 and none truncated."""
+        """Return responses that no policy sampled, such as demonstrations, with log-probs 0 and
+        none truncated.
+        """
         tokens, cu_seqlens = pack(responses)
-        return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(responses), dtype=torch.bool))
+        return cls(
+            tokens,
+            cu_seqlens,
+            torch.zeros(len(tokens)),
+            torch.zeros(len(responses), dtype=torch.bool),
+        )
 
     @classmethod
-    def from_padded(cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor) -> "Rollouts":
+    def from_padded(
+        cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
+    ) -> "Rollouts":
         """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S]."""
         slots = padded_slots(lengths, tokens.shape[1])
-        return cls(tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated)
+        return cls(
+            tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
@@ -149,7 +176,9 @@ class Rollouts:
             cu_seqlens=cu_seqlens,
             logprobs=self.logprobs[slots],
             truncated=self.truncated[sequences],
-            importance_weights=None if self.importance_weights is None else self.importance_weights[slots],
+            importance_weights=None
+            if self.importance_weights is None
+            else self.importance_weights[slots],
         )
 
     @property
@@ -161,7 +190,9 @@ class Rollouts:
         return sequence_sums(self.logprobs, self.lengths) / self.lengths.clamp_min(1)
 
     def to(self, device: torch.device) -> "Rollouts":
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
+        return replace(
+            self, **{name: x.to(device) for name, x in vars(self).items() if x is not None}
+        )
 
     def padded_tokens(self, fill: int) -> Tensor:
         """Return tokens [S, longest], right-padded with `fill`."""

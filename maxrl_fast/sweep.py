@@ -1,4 +1,6 @@
-"""The command `python -m maxrl_fast.sweep`: the runs of a grid of options, one after another, and one report on them."""
+"""The command `python -m maxrl_fast.sweep`: the runs of a grid of options, one after another, and
+one report on them.
+"""
 
 import argparse
 import shlex
@@ -30,17 +32,33 @@ Example: python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sweep. Return 0; 1 if a run failed; 2 on bad input; 128 and the signal's number if it was stopped."""
+    """Run the sweep. Return 0; 1 if a run failed; 2 on bad input; 128 and the signal's number if it
+    was stopped.
+    """
     protect_output()
     screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
     if FLAG in arguments:
         screen.say(version_text())
         return 0
-    parser = argparse.ArgumentParser(prog="python -m maxrl_fast.sweep", description=HELP, allow_abbrev=False)
-    parser.add_argument("--seeds", nargs="+", metavar="INT", help="the seeds of every combination, as --seed INT ...")
+    parser = argparse.ArgumentParser(
+        prog="python -m maxrl_fast.sweep", description=HELP, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        metavar="INT",
+        help="the seeds of every combination, as --seed INT ...",
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file of options that all runs share")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the sweep (default: runs/sweep-NAME of the file)")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of the runs, and stop")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the sweep (default: runs/sweep-NAME of the file)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands of the runs, and stop"
+    )
     own, rest = parser.parse_known_args(arguments)
     out = own.out or Path("runs", f"sweep-{Path(own.config).stem}" if own.config else "sweep")
     rest += [] if own.config is None else ["--config", own.config]
@@ -48,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if Ranks.of_environment().size > 1:
             wanted = "a sweep starts its runs itself and cannot run under torchrun"
-            raise InputError(f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can start")
+            raise InputError(
+                f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can start"
+            )
         runs = sweep_grid(options_of(rest), out)
         if own.dry_run:
             for run in runs:
@@ -62,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Sweep:
-    """Trains the runs of a grid. sweep.json in the folder has every run of this command and of earlier ones.
+    """Trains the runs of a grid. sweep.json in the folder has every run of this command and of
+    earlier ones.
 
     Raises:
         InputError: where an earlier run of the same name had other options, or is not of a sweep.
@@ -75,26 +96,45 @@ class Sweep:
         self._states = _states_in(out / "sweep.json")
         for run in runs:
             if run.folder.name not in self._states and (run.folder / "config.json").exists():
-                raise InputError(f"{run.folder} holds a run that is not of this sweep; use another --out")
-            options = {name: value for name, value in run.config.flat().items() if name not in OF_ONE_START}
-            has_begun = (run.folder / "config.json").exists()  # else the run had ended by a mistake in its options
+                raise InputError(
+                    f"{run.folder} holds a run that is not of this sweep; use another --out"
+                )
+            options = {
+                name: value for name, value in run.config.flat().items() if name not in OF_ONE_START
+            }
+            # else the run had ended by a mistake in its options
+            has_begun = (run.folder / "config.json").exists()
             found = changes(self._states[run.folder.name]["options"] if has_begun else {}, options)
             if changed := [*found.policy, *found.mathematics]:
-                raise InputError(f"{run.folder} was begun with other options ({'; '.join(changed)}); use another --out")
+                raise InputError(
+                    f"{run.folder} was begun with other options ({'; '.join(changed)}); use another --out"
+                )
             state = "finished" if _is_finished(run) else "waiting"
-            record = {"group": run.group, "seed": run.config.run.seed, "state": state, "options": options}
+            record = {
+                "group": run.group,
+                "seed": run.config.run.seed,
+                "state": state,
+                "options": options,
+            }
             self._states[run.folder.name] = record
 
     def run(self) -> int:
         """Train what is not finished, and report; return the exit code."""
         waiting = [run for run in self._runs if self._states[run.folder.name]["state"] == "waiting"]
-        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # SIGHUP is, under nohup
+        # SIGHUP is, under nohup
+        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._stop) for number in handled}
         start, done = time.monotonic(), len(self._runs) - len(waiting)
         for i, run in enumerate(waiting):
             if not self._stopped:
-                left = f", about {(time.monotonic() - start) / i * (len(waiting) - i):.0f} s left" if i else ""
-                self._screen.say(f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}{left}")
+                left = (
+                    f", about {(time.monotonic() - start) / i * (len(waiting) - i):.0f} s left"
+                    if i
+                    else ""
+                )
+                self._screen.say(
+                    f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}{left}"
+                )
                 self._write()
                 self._train(run)
         for number, handler in before.items():
@@ -102,16 +142,25 @@ class Sweep:
         summary = self._write()
         if not self._stopped:
             return self._report(summary)
-        self._screen.say(f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the sweep")
+        self._screen.say(
+            f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the sweep"
+        )
         return 128 + self._stopped
 
     def _train(self, run: Run) -> None:
-        # In a session of its own, it gets a Ctrl-C of the terminal once, from _stop: two would stop it without saving.
+        # In a session of its own, it gets a Ctrl-C of the terminal once, from _stop: two would stop
+        # it without saving.
         self._child = subprocess.Popen(run.command, start_new_session=True)
         if self._stopped:  # since the run before
             self._child.send_signal(self._stopped)
         code = self._child.wait()
-        state = "finished" if code == 0 else "stopped" if self._stopped else f"failed with exit code {code}"
+        state = (
+            "finished"
+            if code == 0
+            else "stopped"
+            if self._stopped
+            else f"failed with exit code {code}"
+        )
         self._states[run.folder.name]["state"] = state
         if state.startswith("failed"):
             self._screen.complain(f"{run.folder.name} {state}; the sweep goes on")
@@ -122,7 +171,8 @@ class Sweep:
             self._child.send_signal(number)
 
     def _write(self) -> list[dict[str, Any]]:
-        """Write sweep.json; return its summary, the last pass@k of the finished runs of each group over seeds.
+        """Write sweep.json; return its summary, the last pass@k of the finished runs of each group
+        over seeds.
 
         Where only some runs of a group were extended, the mean is over those of the most steps.
         """
@@ -136,7 +186,10 @@ class Sweep:
                 own[state["seed"]] = self._out / name
         summary = [over_seeds(group, own) for group, own in rows.items()]
         try:
-            write_json(self._out / "sweep.json", {"command": sys.argv, "runs": self._states, "summary": summary})
+            write_json(
+                self._out / "sweep.json",
+                {"command": sys.argv, "runs": self._states, "summary": summary},
+            )
         except OSError as error:
             raise StorageError(f"cannot write {self._out / 'sweep.json'}: {error}") from error
         return summary
@@ -144,20 +197,33 @@ class Sweep:
     def _report(self, summary: list[dict[str, Any]]) -> int:
         """Print the table, write the page, and return the exit code."""
         self._screen.console.print(seeds_table(summary))
-        folders = [str(self._out / name) for name in self._states if last_record(self._out / name / "metrics.jsonl")]
+        folders = [
+            str(self._out / name)
+            for name in self._states
+            if last_record(self._out / name / "metrics.jsonl")
+        ]
         code = 0
         if len(folders) > report.MOST_RUNS:
-            self._screen.warn(f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has all")
+            self._screen.warn(
+                f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has all"
+            )
         elif folders:
             code = report.main([*folders, "--out", str(self._out / "report.html")])
-        failed = [run.folder.name for run in self._runs if self._states[run.folder.name]["state"] != "finished"]
+        failed = [
+            run.folder.name
+            for run in self._runs
+            if self._states[run.folder.name]["state"] != "finished"
+        ]
         if failed:
-            self._screen.complain(f"{len(failed)} of {len(self._runs)} runs failed: {', '.join(failed)}")
+            self._screen.complain(
+                f"{len(failed)} of {len(self._runs)} runs failed: {', '.join(failed)}"
+            )
         return 1 if failed or code else 0
 
 
 def _states_in(file: Path) -> dict[str, Any]:
-    """Return the runs in sweep.json by the names of their folders; none where there is no such file.
+    """Return the runs in sweep.json by the names of their folders; none where there is no such
+    file.
 
     Raises:
         InputError: where it holds something else.
@@ -165,8 +231,12 @@ def _states_in(file: Path) -> dict[str, Any]:
     runs: Any = read_json(file).get("runs") if file.exists() else {}
     kinds = {"group": str, "seed": int, "state": str, "options": dict}
     for state in runs.values() if isinstance(runs, dict) else [runs]:
-        if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
-            raise InputError(f"{file} must hold the runs of a sweep, got {state!r:.80}; restore it, or use another --out")
+        if not isinstance(state, dict) or not all(
+            isinstance(state.get(name), kind) for name, kind in kinds.items()
+        ):
+            raise InputError(
+                f"{file} must hold the runs of a sweep, got {state!r:.80}; restore it, or use another --out"
+            )
     return dict(runs)
 
 

@@ -1,4 +1,6 @@
-"""The command `python -m maxrl_fast.train --objective maxpo --k 4`: parse, build, run. The step is training/trainer.py."""
+"""The command `python -m maxrl_fast.train --objective maxpo --k 4`: parse, build, run. The step is
+training/trainer.py.
+"""
 
 import sys
 import time
@@ -24,8 +26,9 @@ from maxrl_fast.training.sharding import fills_half
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a failing server; 2 on bad input;
-    129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
+    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a
+    failing server; 2 on bad input; 129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of
+    torchrun ends instead of returning."""
     protect_output()
     arguments = sys.argv[1:] if arguments is None else arguments
     ranks, code = Ranks.of_environment(), 0
@@ -39,13 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(config)
         if config.run.dry_run:
             machine = Machine.named(config.run.dry_run)
-            screen.say(estimate_elsewhere(find_policy(config, Ranks(), screen.warn), machine, screen.warn))
+            screen.say(
+                estimate_elsewhere(find_policy(config, Ranks(), screen.warn), machine, screen.warn)
+            )
             return 0
         device = resolve_device(config.run.device)
         with ranks.connected(device) as watch:
             config = find_policy(config, ranks, screen.warn)
             task = build_run_task(config)
-            ending, _ = Job(resolve(config, task, ranks, warn=screen.warn), task, ranks, screen, device, watch).run()
+            ending, _ = Job(
+                resolve(config, task, ranks, warn=screen.warn), task, ranks, screen, device, watch
+            ).run()
         if ending.error:
             screen.complain(str(ending.error))
         code = ending.code
@@ -56,10 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 1
     except torch.OutOfMemoryError as error:
         needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
-        Screen().complain(f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last checkpoint")
+        Screen().complain(
+            f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last checkpoint"
+        )
         code = 1
     except InputError as error:
-        # Under torchrun all ranks find the same; once the first has said so and ended, torchrun ends the others.
+        # Under torchrun all ranks find the same; once the first has said so and ended, torchrun
+        # ends the others.
         time.sleep(0 if ranks.is_first else FIRST_RANK_GRACE_SECONDS)
         sentence = f"{error}{source_location(str(error), arguments)}"
         Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
@@ -68,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], None]) -> str:
-    """Return what --dry-run prints for a machine with GPUs, each with a process of torchrun; this machine needs none.
+    """Return what --dry-run prints for a machine with GPUs, each with a process of torchrun; this
+    machine needs none.
 
     Raises:
         InputError: where building shows the configuration to be wrong.
@@ -77,7 +88,9 @@ def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], N
     resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True, warn=warn)
     model, sharding = build_policy(resolved, task, is_empty=True), resolved.run.sharding
     has_critic = objective_of(resolved).needs.critic
-    is_full = sharding == "full" or (sharding == "auto" and fills_half(model, machine.memory, has_critic))
+    is_full = sharding == "full" or (
+        sharding == "auto" and fills_half(model, machine.memory, has_critic)
+    )
     resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
     return estimate(resolved, task, model, machine)
 

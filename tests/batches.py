@@ -13,9 +13,14 @@ def make_prompts(token_lists: list[list[int]]) -> Prompts:
 
 
 def one_batch(
-    prompts: Prompts, rollouts: Rollouts, advantages: torch.Tensor | None = None, merge_cost: float = 0.0
+    prompts: Prompts,
+    rollouts: Rollouts,
+    advantages: torch.Tensor | None = None,
+    merge_cost: float = 0.0,
 ) -> MicroBatch:
-    """Pack all rollouts into one micro-batch. With merge_cost 0, rollouts share their prompt wherever they can."""
+    """Pack all rollouts into one micro-batch. With merge_cost 0, rollouts share their prompt
+    wherever they can.
+    """
     num_sequences = len(rollouts)
     advantages = torch.ones(num_sequences) if advantages is None else advantages
     return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))
@@ -34,5 +39,11 @@ def collected(
     fields = (step, samples.rollouts, rewards, rewards, valid, greedy_rewards, unknown, num_tokens)
     parts = tuple({} for _ in range(rewards.numel()))
     return RolloutBatch(
-        samples.prompts, samples.rollouts, *fields, rollout_seconds=0.0, metrics={}, warning="", components=parts
+        samples.prompts,
+        samples.rollouts,
+        *fields,
+        rollout_seconds=0.0,
+        metrics={},
+        warning="",
+        components=parts,
     )

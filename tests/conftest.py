@@ -1,4 +1,6 @@
-"""Thread settings for tests that run in parallel (pytest -n), and the instruction sets of the CPU's kernels."""
+"""Thread settings for tests that run in parallel (pytest -n), and the instruction sets of the CPU's
+kernels.
+"""
 
 import os
 import signal
@@ -7,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # to be set before PyTorch is imported
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one busy thread per worker; subprocesses inherit it
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to the other workers
+    # one busy thread per worker; subprocesses inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # threads that wait leave their core to the other workers
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Under nohup, tests of SIGHUP and the processes that they start would ignore it.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

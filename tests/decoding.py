@@ -23,9 +23,11 @@ SHAPES = [
 
 
 def attention(shape, dtype, device, in_kernel):
-    """Return the attention of one step and its caches afterwards. The inputs are the same on every device.
+    """Return the attention of one step and its caches afterwards. The inputs are the same on every
+    device.
 
-    The first prompt has all its rows, the others have fewer or none, and q, k and v are parts of one tensor.
+    The first prompt has all its rows, the others have fewer or none, and q, k and v are parts of
+    one tensor.
     """
     heads, kv_heads, dim, prompts, most, prompt_width, limit = shape
     generator = torch.Generator().manual_seed(sum(shape))
@@ -46,7 +48,9 @@ def attention(shape, dtype, device, in_kernel):
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     cache_starts = torch.arange(prompts + 1) * prompt_width
     groups = [starts.int(), prompt_lengths.int(), cache_starts.int()]
-    groups = Groups(torch.repeat_interleave(counts).to(device), *(x.to(device) for x in groups), size=most)
+    groups = Groups(
+        torch.repeat_interleave(counts).to(device), *(x.to(device) for x in groups), size=most
+    )
     with torch.no_grad():
         out = Step(groups, lengths.to(device), limit, in_kernel).attend(q, k, v, prompt, own)
     return out, *own
@@ -73,9 +77,13 @@ def sampling_state(vocab, device, dtype=torch.float32):
 
 
 def check_sampling(vocab, temperature, device, around_kernel, dtype=torch.float32):
-    """Compare everything that the kernel writes with sampling.sample of the same logits in float32 on the CPU."""
+    """Compare everything that the kernel writes with sampling.sample of the same logits in float32
+    on the CPU.
+    """
     sampling = Sampling(temperature, 9, ())
-    logits, keys, stops, last, length, done, tokens, logprobs = sampling_state(vocab, torch.device("cpu"), dtype)
+    logits, keys, stops, last, length, done, tokens, logprobs = sampling_state(
+        vocab, torch.device("cpu"), dtype
+    )
     given = sampling_state(vocab, device, dtype)
     with around_kernel():
         sample_and_append(given[0], sampling, *given[1:])
@@ -83,7 +91,8 @@ def check_sampling(vocab, temperature, device, around_kernel, dtype=torch.float3
     logits = logits.float()
     token, log_p = (x[:, 0] for x in sample(logits, uniforms(keys, length)[:, None], sampling))
     rows = (~done).nonzero()[:, 0]
-    if vocab > 5000 and temperature:  # sums differ by rounding, so near a step of the CDF the next token may be drawn
+    # sums differ by rounding, so near a step of the CDF the next token may be drawn
+    if vocab > 5000 and temperature:
         drawn = given[6].cpu()[torch.arange(len(length)), length].where(~done, token)[:, None]
         p = (logits.double() / temperature).softmax(-1)
         upper, u = p.cumsum(-1).gather(1, drawn), uniforms(keys, length)[:, None]

@@ -1,7 +1,8 @@
 """What the fuzz tests draw from: tensors in any layout, and arguments of a wrong kind.
 
-`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz*.py tests/config/test_config_fuzz.py` draws 20 times as many
-examples, and different ones each time. Without it the examples are the same in every run.
+`MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz*.py tests/config/test_config_fuzz.py` draws
+20 times as many examples, and different ones each time. Without it the examples are the same in
+every run.
 """
 
 import math
@@ -21,20 +22,68 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [
     *FLOATS,
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
-    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ),
 ]
 SCALARS: list[Any] = [
     *(None, True, False, 0, 1, 2, 3, -1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**400, -(10**400)),
     *(0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -0.5, 1e-320, 1e-40, 1e300, math.nan, math.inf, -math.inf),
-    *("", "2", "0.5", "k1", "ppo", "nan", "no such thing", b"2", 1j, [1], (), {}, {1}, object(), range(3), max),
+    *(
+        "",
+        "2",
+        "0.5",
+        "k1",
+        "ppo",
+        "nan",
+        "no such thing",
+        b"2",
+        1j,
+        [1],
+        (),
+        {},
+        {1},
+        object(),
+        range(3),
+        max,
+    ),
     *(np.float32(0.5), np.int64(2), np.array([1.0, 2.0])),
-    *(torch.tensor(2), torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([1, 2]), torch.tensor(1j)),
+    *(
+        torch.tensor(2),
+        torch.tensor(0.5),
+        torch.tensor([0.5]),
+        torch.tensor([1, 2]),
+        torch.tensor(1j),
+    ),
 ]
 REAL = [dtype for dtype in DTYPES if not dtype.is_complex]
 # The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TOLERANCE |= {torch.float8_e4m3fn: 0.07, torch.float8_e5m2: 0.13}
-NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e-300, 1e30, -1e30, 1e300, math.nan, math.inf, -math.inf, 254.0, 2.0**31, 2.0**62]
+NUMBERS = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    1e-45,
+    1e-300,
+    1e30,
+    -1e30,
+    1e300,
+    math.nan,
+    math.inf,
+    -math.inf,
+    254.0,
+    2.0**31,
+    2.0**62,
+]
 
 
 def settings(max_examples: int) -> hypothesis.settings:
@@ -48,21 +97,28 @@ def settings(max_examples: int) -> hypothesis.settings:
 
 
 def assert_explains(error: BaseException) -> None:
-    """Check that the message says what was wanted. Python's own conversion and comparison errors do not say that."""
+    """Check that the message says what was wanted. Python's own conversion and comparison errors do
+    not say that.
+    """
     wanted = r"\b(must|needs|does not use|takes|more than|give offsets or)\b"
     assert re.search(wanted, str(error)), f"{type(error).__name__}: {error}"
     assert len(str(error)) < 1000
 
 
 def assert_close(actual, expected, tolerance, scale=None):
-    """Check that numbers agree within `tolerance` times the largest one, and are finite in the same places."""
+    """Check that numbers agree within `tolerance` times the largest one, and are finite in the same
+    places.
+    """
     actual, expected = actual.detach().double(), expected.detach().double()
     assert actual.shape == expected.shape
     assert torch.equal(actual.isfinite(), expected.isfinite()), (actual, expected)
     finite = expected.isfinite()
     if finite.any():
         scale = expected[finite].abs().max() if scale is None else scale
-        assert (actual - expected)[finite].abs().max() <= tolerance * (1e-3 + scale), (actual, expected)
+        assert (actual - expected)[finite].abs().max() <= tolerance * (1e-3 + scale), (
+            actual,
+            expected,
+        )
 
 
 def drawn_tensor(draw, shape, values, dtype):
@@ -75,7 +131,9 @@ def relaid(draw, tensor):
     """Return the same numbers in another memory layout."""
     fits = {"step": tensor.dim() > 0, "transposed": tensor.dim() == 2, "column": tensor.dim() == 1}
     fits |= dict.fromkeys(("negated", "requires_grad"), tensor.dtype in FLOATS)
-    kind = draw(st.sampled_from(["plain", "offset", *(kind for kind, is_fit in fits.items() if is_fit)]))
+    kind = draw(
+        st.sampled_from(["plain", "offset", *(kind for kind, is_fit in fits.items() if is_fit)])
+    )
     if kind == "step":
         wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1] + 1, dtype=tensor.dtype)
         wide[..., 1::2] = tensor
@@ -95,10 +153,16 @@ def relaid(draw, tensor):
 
 
 def strange(draw, value):
-    """Return a replacement for an argument: mostly another tensor if the argument is a tensor, otherwise any object."""
+    """Return a replacement for an argument: mostly another tensor if the argument is a tensor,
+    otherwise any object.
+    """
     if not isinstance(value, torch.Tensor) or draw(st.integers(0, 5)) == 0:
         return draw(st.sampled_from(SCALARS))
-    change = draw(st.sampled_from(["dtype", "shape", "numbers", "numbers", "device", "layout", "relaid", "expanded"]))
+    change = draw(
+        st.sampled_from(
+            ["dtype", "shape", "numbers", "numbers", "device", "layout", "relaid", "expanded"]
+        )
+    )
     if change == "dtype":
         return value.to(draw(st.sampled_from(DTYPES)))
     if change == "shape":
@@ -115,7 +179,11 @@ def strange(draw, value):
 
 
 def reshaped(draw, value):
-    change = draw(st.sampled_from(["scalar", "empty", "more dims", "fewer", "longer", "flat", "turned", "one"]))
+    change = draw(
+        st.sampled_from(
+            ["scalar", "empty", "more dims", "fewer", "longer", "flat", "turned", "one"]
+        )
+    )
     if change == "scalar":
         return value.new_ones(())
     if change == "empty":
@@ -127,12 +195,20 @@ def reshaped(draw, value):
     if change == "longer":
         return torch.cat([value, value[-1:]]) if value.dim() else value
     if change == "turned":
-        return value.T.contiguous() if value.dim() == 2 else value.double().flip(0).to(value.dtype) if value.dim() else value
+        return (
+            value.T.contiguous()
+            if value.dim() == 2
+            else value.double().flip(0).to(value.dtype)
+            if value.dim()
+            else value
+        )
     return value.flatten() if change == "flat" else value.flatten()[:1]
 
 
 def with_numbers(draw, value):
-    """Return a copy in which some numbers are at the limits of the dtype, or outside of the allowed range."""
+    """Return a copy in which some numbers are at the limits of the dtype, or outside of the allowed
+    range.
+    """
     value = value.detach().clone()
     if not value.numel():
         return value
@@ -140,19 +216,38 @@ def with_numbers(draw, value):
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, value.numel() - 1))
         if value.is_floating_point():
-            flat[place] = torch.tensor(draw(st.sampled_from(NUMBERS)), dtype=torch.float64).to(value.dtype)
+            flat[place] = torch.tensor(draw(st.sampled_from(NUMBERS)), dtype=torch.float64).to(
+                value.dtype
+            )
         elif value.dtype == torch.bool:
             flat[place] = not flat[place]
         else:
             limits = torch.iinfo(value.dtype)
-            edges = [limits.min, limits.min + 1, -2, -1, 0, 1, 2, 3, 7, 200, 2**31, limits.max - 1, limits.max]
+            edges = [
+                limits.min,
+                limits.min + 1,
+                -2,
+                -1,
+                0,
+                1,
+                2,
+                3,
+                7,
+                200,
+                2**31,
+                limits.max - 1,
+                limits.max,
+            ]
             number = draw(st.sampled_from([x for x in edges if limits.min <= x <= limits.max]))
-            flat[place] = torch.tensor(number, dtype=value.dtype)  # as a Python integer, the largest uint64 would overflow
+            # as a Python integer, the largest uint64 would overflow
+            flat[place] = torch.tensor(number, dtype=value.dtype)
     return value
 
 
 def attempt(function, arguments):
-    """Return the function's result and None, or None and its refusal. Any other exception is raised."""
+    """Return the function's result and None, or None and its refusal. Any other exception is
+    raised.
+    """
     try:
         return function(**arguments), None
     except REFUSALS as error:
@@ -160,13 +255,18 @@ def attempt(function, arguments):
 
 
 def call_with_strangers(draw, function, arguments, check, may_refuse=False):
-    """Call `function` with up to two arguments replaced by strange ones, and the others in any memory layout.
+    """Call `function` with up to two arguments replaced by strange ones, and the others in any
+    memory layout.
 
-    It must refuse with a message that explains, or return a result that `check(result, **arguments)` accepts. Without strange
-    arguments it must return a result, unless `may_refuse`.
+    It must refuse with a message that explains, or return a result that `check(result,
+    **arguments)` accepts. Without strange arguments it must return a result, unless `may_refuse`.
     """
     names = sorted(arguments)
-    chosen = draw(st.lists(st.sampled_from(names), max_size=2, unique=True)) if draw(st.integers(0, 3)) else []
+    chosen = (
+        draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
+        if draw(st.integers(0, 3))
+        else []
+    )
     given = {}
     for name in names:
         value = arguments[name]
@@ -189,7 +289,9 @@ def call_with_strangers(draw, function, arguments, check, may_refuse=False):
 
 
 def exact(tensor, dtype=torch.float64):
-    """Return a copy in `dtype` by PyTorch's conversions. Fail if the tensor is not a dense real tensor on the CPU."""
+    """Return a copy in `dtype` by PyTorch's conversions. Fail if the tensor is not a dense real
+    tensor on the CPU.
+    """
     assert isinstance(tensor, torch.Tensor)
     assert tensor.device.type == "cpu"
     assert tensor.layout is torch.strided
@@ -198,8 +300,8 @@ def exact(tensor, dtype=torch.float64):
 
 
 def replace_every_argument(function, arguments):
-    """Replace each argument of a valid call by every wrong object. Each call must succeed, or refuse with a message that
-    explains."""
+    """Replace each argument of a valid call by every wrong object. Each call must succeed, or
+    refuse with a message that explains."""
     function(**arguments)
     for name in arguments:
         for value in SCALARS:

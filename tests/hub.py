@@ -23,11 +23,17 @@ _API = re.compile(r"/api/models/([\w-]+/[\w-]+)(/revision/(\w+))?(/tree/(\w+))?"
 class Hub:
     """Models by ORG/NAME, each a folder; `main` is its commit. What was asked for is in `asked`.
 
-    An error in `errors`, of ORG/NAME, is an HTTP status and the X-Error-Code that the hub sends with it.
+    An error in `errors`, of ORG/NAME, is an HTTP status and the X-Error-Code that the hub sends
+    with it.
     """
 
     def __init__(self, models: dict[str, Path]):
-        self.models, self.errors, self.asked, self.main = models, dict[str, tuple[int, str]](), list[str](), COMMIT
+        self.models, self.errors, self.asked, self.main = (
+            models,
+            dict[str, tuple[int, str]](),
+            list[str](),
+            COMMIT,
+        )
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,15 +84,31 @@ class Hub:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         if file:
             content = (self.models[name] / file[3]).read_bytes()
-            return 200, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision}, content
+            return (
+                200,
+                {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision},
+                content,
+            )
         if listing[4]:
             return 200, {"Content-Type": "application/json"}, json.dumps(self._tree(name)).encode()
-        info = {"_id": "1", "id": name, "sha": self.main, "siblings": [], "tags": [], "private": False}
+        info = {
+            "_id": "1",
+            "id": name,
+            "sha": self.main,
+            "siblings": [],
+            "tags": [],
+            "private": False,
+        }
         return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
 
     def _tree(self, name: str) -> list[dict[str, object]]:
         return [
-            {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": hashlib.sha1(path.read_bytes()).hexdigest()}
+            {
+                "type": "file",
+                "path": path.name,
+                "size": path.stat().st_size,
+                "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
+            }
             for path in self.models[name].iterdir()
         ]
 
@@ -94,6 +116,8 @@ class Hub:
 def use_hub(url: str, cache: Path, monkeypatch: Any) -> None:
     """Make this process use the hub at a URL, and a cache."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     directory_of.cache_clear()

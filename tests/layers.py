@@ -10,27 +10,38 @@ from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
 
 CPU = torch.device("cpu")
 NORMS = [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)]  # rows, size
-ROTATIONS = [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)]  # rows, query heads, key heads, head size
+# rows, query heads, key heads, head size
+ROTATIONS = [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)]
 MATRICES = [(1, 8), (5, 264), (37, 48), (3, 4864)]  # rows, size
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
 def numbers(*shape, seed=0, dtype=torch.float64):
     """Return numbers that `dtype` represents, in float64 for the reference."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).double()
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        .to(dtype)
+        .double()
+    )
 
 
 def with_gradients(function, inputs, dtype, device=CPU):
-    """Return the results of a function and the gradients of its inputs, for a fixed gradient in each result."""
+    """Return the results of a function and the gradients of its inputs, for a fixed gradient in
+    each result.
+    """
     inputs = [x.to(device, dtype).requires_grad_() for x in inputs]
     results = function(*inputs)
     results = [results] if isinstance(results, torch.Tensor) else list(results)
-    given = [numbers(*x.shape, seed=5 + i, dtype=torch.bfloat16).to(x) for i, x in enumerate(results)]
+    given = [
+        numbers(*x.shape, seed=5 + i, dtype=torch.bfloat16).to(x) for i, x in enumerate(results)
+    ]
     return [x.detach().cpu() for x in (*results, *torch.autograd.grad(results, inputs, given))]
 
 
 def assert_rows_equal(actual, expected, dtype):
-    """Compare by the norm of the error of every row, so that one wrong number in a row of 1000 is found."""
+    """Compare by the norm of the error of every row, so that one wrong number in a row of 1000 is
+    found.
+    """
     assert len(actual) == len(expected)
     for a, e in zip(actual, expected, strict=True):
         assert (a.dtype, a.shape) == (dtype, e.shape)
@@ -43,9 +54,14 @@ def assert_rows_equal(actual, expected, dtype):
 
 def check_norm(rows, size, dtype, device, around_kernels):
     """Compare addition with RMS norm, and the norm alone, with float64."""
-    inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)] + [1 + numbers(size, seed=2, dtype=dtype) / 2]
+    inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)] + [
+        1 + numbers(size, seed=2, dtype=dtype) / 2
+    ]
     inputs = [x.to(dtype).double() for x in inputs]
-    for compute, chosen in ((operator.attrgetter("add_rms_norm"), inputs), (operator.attrgetter("rms_norm"), inputs[::2])):
+    for compute, chosen in (
+        (operator.attrgetter("add_rms_norm"), inputs),
+        (operator.attrgetter("rms_norm"), inputs[::2]),
+    ):
         expected = with_gradients(partial(_with_eps, compute(TORCH_OPS)), chosen, torch.float64)
         with around_kernels():
             actual = with_gradients(partial(_with_eps, compute(KERNELS)), chosen, dtype, device)
@@ -57,21 +73,32 @@ def _with_eps(norm, *inputs):
 
 
 def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_kernels):
-    """Compare rotation and norms of heads with float64, with a table and without, and of packed heads."""
+    """Compare rotation and norms of heads with float64, with a table and without, and of packed
+    heads.
+    """
     inputs = [numbers(rows, n, dim, seed=i, dtype=dtype) for i, n in enumerate((heads, kv_heads))]
-    inputs += [(1 + numbers(dim, seed=2 + i) / 2).to(dtype).double() for i in range(2 if has_norms else 0)]
-    angles, positions = 3 * numbers(rows + 4, 1, dim // 2, seed=4).float(), (torch.arange(rows) * 5) % (rows + 4)
+    inputs += [
+        (1 + numbers(dim, seed=2 + i) / 2).to(dtype).double() for i in range(2 if has_norms else 0)
+    ]
+    angles, positions = (
+        3 * numbers(rows + 4, 1, dim // 2, seed=4).float(),
+        (torch.arange(rows) * 5) % (rows + 4),
+    )
     table = angles.cos(), angles.sin()
     chosen = [x[positions] for x in table]
     v = numbers(rows, kv_heads, dim, seed=3, dtype=dtype)
 
     def rotated(parts, rotary):
         def function(q, k, *norms):
-            return parts.rotate_heads((q, k, v.to(q)), HeadNorms(*norms, 1e-2) if norms else None, rotary)[:2]
+            return parts.rotate_heads(
+                (q, k, v.to(q)), HeadNorms(*norms, 1e-2) if norms else None, rotary
+            )[:2]
 
         return function
 
-    expected = with_gradients(rotated(TORCH_OPS, Rotary(*(x.double() for x in chosen))), inputs, torch.float64)
+    expected = with_gradients(
+        rotated(TORCH_OPS, Rotary(*(x.double() for x in chosen))), inputs, torch.float64
+    )
     by_position = Rotary(*(x.to(device) for x in (*table, positions)))
     with around_kernels():
         for rotary in (by_position, Rotary(*(x.to(device) for x in chosen))):
@@ -80,7 +107,9 @@ def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_
         # Packed, without gradients: v is copied, bitwise.
         packed = torch.cat([*inputs[:2], v], 1).to(device, dtype)
         norms = HeadNorms(*(w.to(device, dtype) for w in inputs[2:]), 1e-2) if has_norms else None
-        results = KERNELS.rotate_heads(packed.split((heads, kv_heads, kv_heads), 1), norms, by_position)
+        results = KERNELS.rotate_heads(
+            packed.split((heads, kv_heads, kv_heads), 1), norms, by_position
+        )
     assert all(x.is_contiguous() for x in results)
     for a, e in zip(results, (*actual[:2], v.to(dtype)), strict=True):
         assert torch.equal(a.cpu(), e)
@@ -92,7 +121,9 @@ def check_swiglu(rows, size, dtype, device, around_kernels):
     expected = with_gradients(TORCH_OPS.swiglu, inputs, torch.float64)
     with around_kernels():
         actual = with_gradients(KERNELS.swiglu, inputs, dtype, device)
-        of_packed = with_gradients(lambda both: KERNELS.swiglu(*both.chunk(2, 1)), [torch.cat(inputs, 1)], dtype, device)
+        of_packed = with_gradients(
+            lambda both: KERNELS.swiglu(*both.chunk(2, 1)), [torch.cat(inputs, 1)], dtype, device
+        )
     assert_rows_equal(actual, expected, dtype)
     assert torch.equal(of_packed[0], actual[0])
     assert torch.equal(of_packed[1], torch.cat(actual[1:], 1))

@@ -36,11 +36,15 @@ def save_checkpoint(
 ) -> None:
     """Write a new policy into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_policy(directory, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes)
+    write_policy(
+        directory, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes
+    )
 
 
 def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
-    """Return a decoder whose outputs are far from uniform: weights from N(0, 0.3^2), biases and norms from N(0.7, 0.2^2)."""
+    """Return a decoder whose outputs are far from uniform: weights from N(0, 0.3^2), biases and
+    norms from N(0.7, 0.2^2).
+    """
     model = Decoder(dataclasses.replace(TINY, **changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

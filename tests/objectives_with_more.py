@@ -1,4 +1,6 @@
-"""Flags of runs with objectives that need more than the rewards of one group: for tests of several processes and resuming."""
+"""Flags of runs with objectives that need more than the rewards of one group: for tests of several
+processes and resuming.
+"""
 
 REWARDS = """
 def is_even(prompt, response):
@@ -11,7 +13,9 @@ NAMES = ("gdpo", "hero", "rl_zvp", "riskpo")
 
 
 def flags_of(name, folder):
-    """Return the flags of an objective; `folder` gets the file of the rewards. The prompts must be a multiple of 4."""
+    """Return the flags of an objective; `folder` gets the file of the rewards. The prompts must be
+    a multiple of 4.
+    """
     (folder / "rewards.py").write_text(REWARDS)
     flags = ["--objective", name, "--updates-per-step", "2"]
     if name == "riskpo":  # with 3 or 6 prompts on each of two processes, a bundle is of both

@@ -1,4 +1,6 @@
-"""One of the processes that tests/distributed/test_torchrun.py starts with torchrun: `python -m tests.ranks OUT`."""
+"""One of the processes that tests/distributed/test_torchrun.py starts with torchrun: `python -m
+tests.ranks OUT`.
+"""
 
 import dataclasses
 import sys
@@ -21,11 +23,14 @@ from maxrl_fast.training.sharding import distribute
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 
-LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]  # 4 responses to each of 5 prompts
+# 4 responses to each of 5 prompts
+LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]
 
 
 def step_inputs():
-    """Return five prompts of different lengths with four responses each. One response is empty, one group has no advantages."""
+    """Return five prompts of different lengths with four responses each. One response is empty, one
+    group has no advantages.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length):
@@ -33,20 +38,31 @@ def step_inputs():
 
     prompts = make_prompts([tokens(n) for n in (6, 30, 3, 11, 8)])
     rollouts = Rollouts.given([tokens(n) for n in LENGTHS])
-    rollouts = Rollouts(rollouts.tokens, rollouts.cu_seqlens, torch.full((len(rollouts.tokens),), -3.0), rollouts.truncated)
+    rollouts = Rollouts(
+        rollouts.tokens,
+        rollouts.cu_seqlens,
+        torch.full((len(rollouts.tokens),), -3.0),
+        rollouts.truncated,
+    )
     advantages = torch.randn(20, generator=generator)
     advantages[8:12] = 0
     return Samples(prompts, rollouts), advantages
 
 
-def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: float) -> dict[str, object]:
-    """Return metrics, gradients and weights after an update with token budget 24, and log-probs under the new weights."""
+def one_update(
+    ranks: Ranks, sharding: str, settings: LossSettings, **options: float
+) -> dict[str, object]:
+    """Return metrics, gradients and weights after an update with token budget 24, and log-probs
+    under the new weights.
+    """
     model = tiny_decoder()
     if options.get("lora"):
         add_adapters(model, 3, 8.0, "q_proj,down_proj", seed=0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
-                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+                torch.nn.init.normal_(
+                    parameter, std=0.3, generator=torch.Generator().manual_seed(0)
+                )
     model.checkpoint_activations = options.get("checkpoint_activations", False)
     reference = frozen_copy(tiny_decoder(seed=1))
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
@@ -56,19 +72,28 @@ def one_update(ranks: Ranks, sharding: str, settings: LossSettings, **options: f
     state = {"siren_anchor": torch.tensor([0.2]).double()}
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
-    objective.begin(collected(samples, advantages.view(5, 4)), learner)  # advantages as rewards, one group alike
+    # advantages as rewards, one group alike
+    objective.begin(collected(samples, advantages.view(5, 4)), learner)
     off_policy = objective.advantages(torch.arange(20)).clone()
     rewards = advantages.view(5, 4)
     correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
     weighted = correction.apply(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
-    kept = learner.plan(learner.passes.packer(samples, advantages), samples, torch.arange(20)).sequences
+    kept = learner.plan(
+        learner.passes.packer(samples, advantages), samples, torch.arange(20)
+    ).sequences
     learner.settings = settings
     noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
-    rollouts = dataclasses.replace(samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise)
+    rollouts = dataclasses.replace(
+        samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise
+    )
     samples = Samples(samples.prompts, rollouts)
     metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
-    gradients = {name: full_tensor(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: full_tensor(p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     weights = {name: weight.clone() for name, weight in model.weights()}
     chosen = torch.tensor([1, 4, 5, 6, 16])
     logprobs = learner.passes.logprobs(model, samples, chosen)
@@ -94,14 +119,28 @@ PPO = LossSettings(loss="ppo", aggregation="token_mean", clip_low=0.5, clip_high
 
 
 def own_loss(t: Tokens, *, power: float = 2.0) -> Tensor:
-    return -t.advantages * t.ratio + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
+    return (
+        -t.advantages * t.ratio
+        + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
+    )
 
 
 LOSSES = {
     "kl_cov": LossSettings("kl_cov", "token_mean", loss_options={"share": 0.2, "coef": 0.5}),
-    "clip_cov": LossSettings("clip_cov", "token_mean", 0.9, 9.0, loss_options={"share": 0.2, "low": 0.1, "high": 2.0}, seed=3),
-    "lp_reg": LossSettings("lp_reg", "token_mean", loss_options={"share": 0.5, "min_p": 0.1}, kl_coef=0.1),
-    "simko": LossSettings("simko", "token_mean", 0.9, 9.0, loss_options={"alpha": 0.3, "k": 2, "tau": 0.5}),
+    "clip_cov": LossSettings(
+        "clip_cov",
+        "token_mean",
+        0.9,
+        9.0,
+        loss_options={"share": 0.2, "low": 0.1, "high": 2.0},
+        seed=3,
+    ),
+    "lp_reg": LossSettings(
+        "lp_reg", "token_mean", loss_options={"share": 0.5, "min_p": 0.1}, kl_coef=0.1
+    ),
+    "simko": LossSettings(
+        "simko", "token_mean", 0.9, 9.0, loss_options={"alpha": 0.3, "k": 2, "tau": 0.5}
+    ),
     "high entropies": LossSettings("ppo", "token_mean", 0.9, 9.0, top_entropy=0.6),
     "siren": LossSettings("ppo", "token_mean", 0.5, 0.5, siren=0.3),
     "sapo": LossSettings("sapo", "token_mean"),
@@ -112,14 +151,30 @@ LOSSES = {
 RUNS = {
     "ddp": ("none", PPO, {}),
     "fsdp": ("full", PPO, {}),
-    "ddp with kl": ("none", LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1), {}),
-    "fsdp with kl": ("full", LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1), {}),
+    "ddp with kl": (
+        "none",
+        LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1),
+        {},
+    ),
+    "fsdp with kl": (
+        "full",
+        LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1),
+        {},
+    ),
     "ddp lora": ("none", PPO, {"lora": True}),
     "fsdp lora, checkpointed": ("full", PPO, {"lora": True, "checkpoint_activations": True}),
     "fsdp checkpointed": ("full", PPO, {"checkpoint_activations": True}),
     "fsdp bfloat16": ("full", PPO, {"bfloat16": True}),
-    **{f"ddp {name}": ("none", settings, {"noise": 1.0}) for name, settings in LOSSES.items() if name not in ("gmpo", "own")},
-    **{f"fsdp {name}": ("full", settings, {"noise": 1.0}) for name, settings in LOSSES.items() if name not in ("sapo", "dppo")},
+    **{
+        f"ddp {name}": ("none", settings, {"noise": 1.0})
+        for name, settings in LOSSES.items()
+        if name not in ("gmpo", "own")
+    },
+    **{
+        f"fsdp {name}": ("full", settings, {"noise": 1.0})
+        for name, settings in LOSSES.items()
+        if name not in ("sapo", "dppo")
+    },
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Training from Python: the same numbers as the command, objects as task and reward, and a process left as it was."""
+"""Training from Python: the same numbers as the command, objects as task and reward, and a process
+left as it was.
+"""
 
 import inspect
 import os
@@ -24,11 +26,19 @@ from tests.distributed.test_torchrun import finished, torchrun
 from tests.test_train import SMALL, assert_same_run, read
 
 QUICK = [*SMALL, "--sft-steps", "4"]
-OPTIONS = {flag[2:].replace("-", "_"): value for flag, value in zip(QUICK[::2], QUICK[1::2], strict=True)}
+OPTIONS = {
+    flag[2:].replace("-", "_"): value for flag, value in zip(QUICK[::2], QUICK[1::2], strict=True)
+}
 
 
 def run_python(code, *flags):
-    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
 
 
 def test_importing_the_package_imports_no_torch():
@@ -37,7 +47,9 @@ def test_importing_the_package_imports_no_torch():
 
 
 def test_an_unknown_option_is_named():
-    code = "import maxrl_fast\ntry: maxrl_fast.run(stepz=3)\nexcept ValueError as error: print(error)"
+    code = (
+        "import maxrl_fast\ntry: maxrl_fast.run(stepz=3)\nexcept ValueError as error: print(error)"
+    )
     assert run_python(code) == "unknown option stepz; did you mean steps?\n"
 
 
@@ -48,21 +60,42 @@ def test_the_command_is_started_without_a_warning():
 
 
 def test_help_shows_the_arguments():
-    assert list(inspect.signature(maxrl_fast.run).parameters) == ["config", "task", "reward", "options"]
+    assert list(inspect.signature(maxrl_fast.run).parameters) == [
+        "config",
+        "task",
+        "reward",
+        "options",
+    ]
     assert "bitwise" in inspect.getdoc(maxrl_fast.run)
 
 
 @pytest.mark.slow
-def test_it_trains_as_the_command_does_twice_in_one_process_and_leaves_the_process_as_it_was(tmp_path):
+def test_it_trains_as_the_command_does_twice_in_one_process_and_leaves_the_process_as_it_was(
+    tmp_path,
+):
     assert main([*SMALL, "--out", str(tmp_path / "command")]) == 0
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     torch.set_num_threads(2)
 
     def state():
-        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-        generators = [random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()]
+        handlers = [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        ]
+        generators = [
+            random.getstate(),
+            repr(np.random.get_state()),
+            torch.get_rng_state().tolist(),
+        ]
         torch_modes = [torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()]
-        return [handlers, generators, torch_modes, os.getcwd(), sys.stdout, sys.stderr, threading.active_count()]
+        return [
+            handlers,
+            generators,
+            torch_modes,
+            os.getcwd(),
+            sys.stdout,
+            sys.stderr,
+            threading.active_count(),
+        ]
 
     before = state()
     for name in ("once", "twice"):
@@ -85,7 +118,9 @@ def test_it_trains_as_the_command_does_twice_in_one_process_and_leaves_the_proce
 
 @pytest.mark.slow
 def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
-    (tmp_path / "run.toml").write_text("".join(f"{name} = {value!r}\n" for name, value in OPTIONS.items()))
+    (tmp_path / "run.toml").write_text(
+        "".join(f"{name} = {value!r}\n" for name, value in OPTIONS.items())
+    )
     run = maxrl_fast.run(tmp_path / "run.toml", steps=1, order=None, out=tmp_path / "run")
     assert len(run.metrics) == 1
     assert run.evaluations.columns[0] == "step"
@@ -103,7 +138,10 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
     [
         ({"stepz": 3}, "unknown option stepz; did you mean steps?"),
         ({"help": True}, "unknown option help"),
-        ({"config": {"max-new-tokens": 3}}, "unknown option max-new-tokens; did you mean max_new_tokens?"),
+        (
+            {"config": {"max-new-tokens": 3}},
+            "unknown option max-new-tokens; did you mean max_new_tokens?",
+        ),
         ({"config": {3: 4}}, "unknown option 3"),
         ({"steps": "many"}, "steps must be an integer, got 'many'"),
         ({"steps": 1.5}, "steps must be an integer, got 1.5"),
@@ -116,16 +154,24 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
         ({"chain_length": 8}, "chain_length is not used by task maze"),
         ({"config": "/nowhere.toml"}, "--config must be a readable TOML file, got /nowhere.toml"),
         ({"config": {"stepz": 3}}, "unknown option stepz; did you mean steps?"),
-        ({"resume": "/nowhere"}, "--resume must be the folder of a run, got /nowhere, which does not exist"),
+        (
+            {"resume": "/nowhere"},
+            "--resume must be the folder of a run, got /nowhere, which does not exist",
+        ),
         ({"dry_run": True}, "dry_run is of the command alone"),
         ({"reward": 3}, "reward must be a name or a function, got 3"),
         ({"task": object()}, "task object must have the method"),
         ({"task": "maize"}, "did you mean 'maze'?"),
-        ({"reward": len, "reward_workers": 2}, "reward_workers needs a --reward that runs in processes"),
+        (
+            {"reward": len, "reward_workers": 2},
+            "reward_workers needs a --reward that runs in processes",
+        ),
         ({"reward": [len, len]}, "--reward must name each function once, got python:len twice"),
     ],
 )
-def test_wrong_options_raise_an_input_error_with_the_commands_sentence(tmp_path, capsys, options, sentence):
+def test_wrong_options_raise_an_input_error_with_the_commands_sentence(
+    tmp_path, capsys, options, sentence
+):
     with pytest.raises(InputError) as raised:
         maxrl_fast.run(**options, out=tmp_path / "run")
     assert sentence in str(raised.value)
@@ -143,9 +189,26 @@ def test_a_task_object_trains_as_its_name_does(tmp_path, capsys):
         assert given.metrics[name].tolist() == named.metrics[name].tolist()
     assert given.task is not named.task
     capsys.readouterr()
-    assert main(["--resume", str(tmp_path / "given")]) == 2  # another process does not have the object
-    assert "--task python:MazeTask is a Python object that was given to maxrl_fast.train" in capsys.readouterr().err
-    assert evaluate([str(tmp_path / "given"), "--prompts", "2", "--samples", "2", "--out", str(tmp_path / "evaluated")]) == 2
+    # another process does not have the object
+    assert main(["--resume", str(tmp_path / "given")]) == 2
+    assert (
+        "--task python:MazeTask is a Python object that was given to maxrl_fast.train"
+        in capsys.readouterr().err
+    )
+    assert (
+        evaluate(
+            [
+                str(tmp_path / "given"),
+                "--prompts",
+                "2",
+                "--samples",
+                "2",
+                "--out",
+                str(tmp_path / "evaluated"),
+            ]
+        )
+        == 2
+    )
     assert "--task python:MazeTask is a Python object" in capsys.readouterr().err
 
 
@@ -158,19 +221,31 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
         return len(response.split()) / 8
 
     run = maxrl_fast.run(OPTIONS, reward=score, out=tmp_path / "run")
-    assert run.metrics["reward_mean"] == pytest.approx(run.metrics["response_length_mean"] / 8, rel=1e-6)
+    assert run.metrics["reward_mean"] == pytest.approx(
+        run.metrics["response_length_mean"] / 8, rel=1e-6
+    )
     assert len(seen) == 4 + 3 * 16 + 2 * 24  # the rehearsal, three steps, two evaluations
     said = capsys.readouterr().out.replace("\n", " ")
-    assert "reward python:score: called with each response, in a thread of this process; nothing contains it" in said
+    assert (
+        "reward python:score: called with each response, in a thread of this process; nothing contains it"
+        in said
+    )
     assert main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 2
-    assert "--reward python:score is a Python object that was given to maxrl_fast.train" in capsys.readouterr().err
+    assert (
+        "--reward python:score is a Python object that was given to maxrl_fast.train"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
-def test_a_reward_in_a_file_is_found_when_the_run_resumes_from_another_folder(tmp_path, monkeypatch):
+def test_a_reward_in_a_file_is_found_when_the_run_resumes_from_another_folder(
+    tmp_path, monkeypatch
+):
     (tmp_path / "rewards.py").write_text("def score(prompt, response):\n    return len(response)\n")
     monkeypatch.chdir(tmp_path)
-    run = maxrl_fast.run(OPTIONS, steps=1, reward="rewards.py:score", lr_schedule="constant", out=tmp_path / "run")
+    run = maxrl_fast.run(
+        OPTIONS, steps=1, reward="rewards.py:score", lr_schedule="constant", out=tmp_path / "run"
+    )
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert len(run.resume(steps=2).metrics) == 2
@@ -181,7 +256,10 @@ def test_two_lambdas_are_two_rewards(tmp_path):
     rewards = [lambda prompt, response: 0.5, lambda prompt, response: 0.25]
     run = maxrl_fast.run(OPTIONS, reward=rewards, reward_weights=[1, 2], out=tmp_path / "run")
     assert run.metrics["reward_mean"].tolist() == [1.0, 1.0, 1.0]
-    assert [name for name in run.metrics.columns if name.startswith("reward/")] == ["reward/<lambda>", "reward/<lambda>-2"]
+    assert [name for name in run.metrics.columns if name.startswith("reward/")] == [
+        "reward/<lambda>",
+        "reward/<lambda>-2",
+    ]
 
 
 @pytest.mark.slow
@@ -231,10 +309,17 @@ def test_a_second_interrupt_raises_at_once(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_sigterm_reaches_the_handler_of_the_process_once_the_run_is_saved(tmp_path):
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append((tmp_path / "run" / "latest").resolve().name))
+    before = signal.signal(
+        signal.SIGTERM,
+        lambda number, frame: heard.append((tmp_path / "run" / "latest").resolve().name),
+    )
 
     def score(prompt, response):
-        if not heard and (tmp_path / "run" / "metrics.jsonl").exists() and read(tmp_path / "run" / "metrics.jsonl"):
+        if (
+            not heard
+            and (tmp_path / "run" / "metrics.jsonl").exists()
+            and read(tmp_path / "run" / "metrics.jsonl")
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
         return len(response)
 
@@ -249,7 +334,9 @@ def test_sigterm_reaches_the_handler_of_the_process_once_the_run_is_saved(tmp_pa
 @pytest.mark.slow
 def test_it_trains_outside_of_the_main_thread(tmp_path):
     runs = []
-    thread = threading.Thread(target=lambda: runs.append(maxrl_fast.run(OPTIONS, steps=1, out=tmp_path / "run")))
+    thread = threading.Thread(
+        target=lambda: runs.append(maxrl_fast.run(OPTIONS, steps=1, out=tmp_path / "run"))
+    )
     thread.start()
     thread.join(120)
     assert len(runs[0].metrics) == 1
@@ -260,11 +347,18 @@ def test_a_script_that_torchrun_starts_trains_on_all_ranks(tmp_path):
     options = {**OPTIONS, "out": str(tmp_path / "run")}
     (tmp_path / "script.py").write_text(
         f"import maxrl_fast, os\nrun = maxrl_fast.run({options!r})\n"
-        # One write for each line: torchrun starts Python unbuffered, and both processes write into one pipe.
+        # One write for each line: torchrun starts Python unbuffered, and both processes write into
+        # one pipe.
         "os.write(1, f'rank:{os.environ[\"RANK\"]}:{run.exit}:{len(run.metrics)}\\n'.encode())\n"
     )
-    said = finished(torchrun(2, str(tmp_path / "script.py"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT), 120)
-    assert {line for line in said.splitlines() if line.startswith("rank:")} == {"rank:0:0:3", "rank:1:0:3"}, said
+    said = finished(
+        torchrun(2, str(tmp_path / "script.py"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
+        120,
+    )
+    assert {line for line in said.splitlines() if line.startswith("rank:")} == {
+        "rank:0:0:3",
+        "rank:1:0:3",
+    }, said
 
 
 @pytest.mark.slow
@@ -276,19 +370,27 @@ def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch,
         return update(self, samples, advantages + poison, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", poisoned)
-    with pytest.raises(NonFiniteError, match=r"step 2: .* the last good checkpoint is .*step-000001\. A lower --lr"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 2: .* the last good checkpoint is .*step-000001\. A lower --lr"
+    ):
         maxrl_fast.run(OPTIONS, save_every=1, out=tmp_path / "run")
     assert capsys.readouterr().err == ""  # what is raised is not printed too
 
 
 def test_a_reward_that_always_fails_raises_before_anything_is_written(tmp_path):
-    with pytest.raises(RewardError, match=r"4 of 4 rewards failed \(exception 4\), for example: ZeroDivisionError.*line \d+"):
+    with pytest.raises(
+        RewardError,
+        match=r"4 of 4 rewards failed \(exception 4\), for example: ZeroDivisionError.*line \d+",
+    ):
         maxrl_fast.run({**OPTIONS, "reward": lambda prompt, response: 1 / 0}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_reward_whose_arguments_do_not_fit_names_the_nearest_fix(tmp_path):
-    with pytest.raises(InputError, match=r"the reward python:<lambda>: your function asks for `completion`: rename it to"):
+    with pytest.raises(
+        InputError,
+        match=r"the reward python:<lambda>: your function asks for `completion`: rename it to",
+    ):
         maxrl_fast.run(OPTIONS, reward=lambda prompt, completion: 1.0, out=tmp_path / "run")
 
 

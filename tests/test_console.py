@@ -1,4 +1,6 @@
-"""The console script: it dispatches to its commands, and imports none of them before it is called."""
+"""The console script: it dispatches to its commands, and imports none of them before it is
+called.
+"""
 
 import os
 import re
@@ -51,26 +53,39 @@ def test_a_command_gets_its_arguments_and_returns_its_exit_code(capsys):
 def test_an_unknown_command_exits_with_2(arguments, capsys):
     assert console.main(arguments) == 2
     got = arguments[0] if arguments else "none"
-    assert capsys.readouterr() == ("", f"error: the command must be train, sweep, evaluate, report or objectives, got {got}\n")
+    assert capsys.readouterr() == (
+        "",
+        f"error: the command must be train, sweep, evaluate, report or objectives, got {got}\n",
+    )
 
 
 def test_help_lists_the_commands_and_imports_none():
     code = "import sys; from maxrl_fast.__main__ import main; main(['--help']); assert not {'torch', 'tyro'} & set(sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert all(f"\n  {name} " in printed for name in console.COMMANDS)
 
 
 def test_the_script_calls_this_module():
-    (target,) = re.findall('^maxrl-fast = "(.*)"$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
+    (target,) = re.findall(
+        '^maxrl-fast = "(.*)"$',
+        (Path(__file__).parents[1] / "pyproject.toml").read_text(),
+        re.MULTILINE,
+    )
     assert EntryPoint("maxrl-fast", target, "console_scripts").load() is console.main
 
 
 def run_into_closed_pipe(*arguments):
-    """Run `maxrl-fast ARGUMENTS` with a standard output that nobody reads; return its exit code and its standard error."""
+    """Run `maxrl-fast ARGUMENTS` with a standard output that nobody reads; return its exit code and
+    its standard error.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "maxrl_fast", *arguments]
-    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    process = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
     os.close(writer)
     return process.returncode, process.stderr
 
@@ -83,18 +98,26 @@ def test_a_closed_pipe_makes_no_traceback(arguments):
 @pytest.mark.slow
 def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
     run, page = tmp_path / "run", tmp_path / "page.html"
-    assert run_into_closed_pipe("train", *SMALL, "--sft-steps", "0", "--steps", "1", "--out", str(run)) == (
+    assert run_into_closed_pipe(
+        "train", *SMALL, "--sft-steps", "0", "--steps", "1", "--out", str(run)
+    ) == (
         0,
         "warning: standard output cannot be written to (Broken pipe); the run continues, and what it prints there is lost\n",
     )
     arguments = ["--prompts", "4", "--samples", "2", "--out", str(tmp_path / "evaluated")]
     assert run_into_closed_pipe("evaluate", str(run), *arguments) == (0, "")
     assert run_into_closed_pipe("report", str(run), "--out", str(page)) == (0, "")
-    assert all(path.exists() for path in (run / "latest", tmp_path / "evaluated" / "eval.json", page))
+    assert all(
+        path.exists() for path in (run / "latest", tmp_path / "evaluated" / "eval.json", page)
+    )
 
 
-def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed_descriptor(tmp_path):
+def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed_descriptor(
+    tmp_path,
+):
     code = "import os; from maxrl_fast.runtime.output import protect_output, write_directly; protect_output(); "
     code += f"file = open({str(tmp_path / 'file')!r}, 'w'); write_directly('lost'); print('lost too'); assert file.fileno() > 2"
-    subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.closerange(0, 3), timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], preexec_fn=lambda: os.closerange(0, 3), timeout=60, check=True
+    )
     assert (tmp_path / "file").read_text() == ""

@@ -1,4 +1,6 @@
-"""Tests of the documents: links resolve, examples print their output, commands parse, the options page is current."""
+"""Tests of the documents: links resolve, examples print their output, commands parse, the options
+page is current.
+"""
 
 import ast
 import contextlib
@@ -24,7 +26,13 @@ from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
-OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/papers/README.md")
+OTHER_PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "bench/README.md",
+    "examples/papers/README.md",
+)
 PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -35,8 +43,19 @@ PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\
 
 # Each shows options in --help that the others do not.
 CHOICES = (
-    *("", "--task chain", "--task gym:chain_sum --model DIR", "--task gsm8k --model DIR", "--resume DIR"),
-    *("--objective maxrl", "--objective pacs_paper", "--objective qae", "--objective noisy_verifier_backward"),
+    *(
+        "",
+        "--task chain",
+        "--task gym:chain_sum --model DIR",
+        "--task gsm8k --model DIR",
+        "--resume DIR",
+    ),
+    *(
+        "--objective maxrl",
+        "--objective pacs_paper",
+        "--objective qae",
+        "--objective noisy_verifier_backward",
+    ),
     *(
         "--objective w_reinforce",
         "--objective differential_smoothing",
@@ -68,7 +87,9 @@ def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub makes of the headings."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.MULTILINE):
-        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()).replace(" ", "-")
+        slug = re.sub(
+            r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        ).replace(" ", "-")
         numbered = (slug if i == 0 else f"{slug}-{i}" for i in range(1000))
         found.add(next(name for name in numbered if name not in found))
     return found
@@ -76,7 +97,9 @@ def anchors(text: str) -> set[str]:
 
 def links(text: str) -> list[str]:
     prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", link)]
+    return [
+        link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", link)
+    ]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -85,24 +108,37 @@ def test_links_lead_somewhere(path: Path) -> None:
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), f"{name_of(path)} links to {link}, which does not exist"
-        assert target.is_relative_to(ROOT.resolve()), f"{name_of(path)} links to {link}, outside of the repository"
+        assert target.is_relative_to(ROOT.resolve()), (
+            f"{name_of(path)} links to {link}, outside of the repository"
+        )
         if anchor:
-            assert anchor in anchors(target.read_text()), f"{name_of(path)} links to {link}, which has no such heading"
+            assert anchor in anchors(target.read_text()), (
+                f"{name_of(path)} links to {link}, which has no such heading"
+            )
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of
+)
 def test_files_that_pages_name_exist(path: Path) -> None:
     text = path.read_text()
     named = re.findall(r"`((?:maxrl_fast|csrc|tests|bench|examples|docs)/[\w/.-]*)`", text)
-    for folder, row in re.findall(r"^\| `(maxrl_fast/\w+/)` \|(.*)", text, re.MULTILINE):  # the map of the code
-        named += [folder + file for file in re.findall(r"`(\w+\.py)`", row) if not file.startswith("X")]
+    # the map of the code
+    for folder, row in re.findall(r"^\| `(maxrl_fast/\w+/)` \|(.*)", text, re.MULTILINE):
+        named += [
+            folder + file for file in re.findall(r"`(\w+\.py)`", row) if not file.startswith("X")
+        ]
     for file in named:
         assert (ROOT / file).exists(), f"{name_of(path)} names {file}, which does not exist"
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of
+)
 def test_imports_work(path: Path) -> None:
-    for module, names in re.findall(r"^ *from (maxrl_fast[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE):
+    for module, names in re.findall(
+        r"^ *from (maxrl_fast[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE
+    ):
         for name in names.split(", "):
             if module.startswith("maxrl_fast.integrations."):  # it needs the library of its name
                 parsed = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
@@ -114,7 +150,9 @@ def test_imports_work(path: Path) -> None:
 
 def test_the_index_has_every_page() -> None:
     index = ROOT / "docs" / "README.md"
-    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index.read_text())}
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve() for link in links(index.read_text())
+    }
     assert {path.resolve() for path in (ROOT / "docs").glob("*.md")} - {index.resolve()} <= linked
     assert (OBJECTIVE_PAGES / "README.md").resolve() in linked
 
@@ -139,17 +177,22 @@ def test_every_objective_has_a_page() -> None:
     assert set(table) == set(OBJECTIVES)
     for name, file in table.items():
         text = (OBJECTIVE_PAGES / file).read_text()
-        assert name in re.split(r"[#, \n]+", text.split("\n", 1)[0]), f"{file} must have {name} in its title"
-        assert re.search(rf"^    python -m maxrl_fast\.train --objective {name}\b", text, re.MULTILINE), (
-            f"{file} must show how to run {name}"
+        assert name in re.split(r"[#, \n]+", text.split("\n", 1)[0]), (
+            f"{file} must have {name} in its title"
         )
+        assert re.search(
+            rf"^    python -m maxrl_fast\.train --objective {name}\b", text, re.MULTILINE
+        ), f"{file} must show how to run {name}"
     titles = " ".join(path.read_text().split("\n", 1)[0] for path in OBJECTIVE_PAGES.glob("*.md"))
-    assert set(ESTIMATORS) <= set(re.split(r"[#, ]+", titles))  # also estimators that are not objectives
+    # also estimators that are not objectives
+    assert set(ESTIMATORS) <= set(re.split(r"[#, ]+", titles))
     for path in set(OBJECTIVE_PAGES.glob("*.md")) - {OBJECTIVE_PAGES / "README.md"}:
         assert EXAMPLE.search(path.read_text()), f"{name_of(path)} must have an example"
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if EXAMPLE.search(path.read_text())], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if EXAMPLE.search(path.read_text())], ids=name_of
+)
 def test_examples_print_the_output_shown(path: Path) -> None:
     try:
         for code, said in EXAMPLE.findall(path.read_text()):
@@ -162,7 +205,9 @@ def test_examples_print_the_output_shown(path: Path) -> None:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield (page, command) for every command that starts the trainer, with continued lines joined."""
+    """Yield (page, command) for every command that starts the trainer, with continued lines
+    joined.
+    """
     for path in PAGES:
         for line in path.read_text().replace("\\\n", " ").splitlines():
             if re.match(r"(    )?(python|torchrun\b.*) -m maxrl_fast\.train\b", line):
@@ -185,7 +230,9 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_no_command_of_a_page_writes_into_tracked_files() -> None:
@@ -195,24 +242,36 @@ def test_no_command_of_a_page_writes_into_tracked_files() -> None:
         lines = [line for block in FENCE.findall(path.read_text()) for line in block.splitlines()]
         lines += re.findall(r"^    \S.*", path.read_text().replace("\\\n", " "), re.MULTILINE)
         for line in lines:
-            for name in re.findall(r"(?:--out|--to|--weights|\s>>?)[ =]*([\w./-]+)", line.partition(" # ")[0]):
+            for name in re.findall(
+                r"(?:--out|--to|--weights|\s>>?)[ =]*([\w./-]+)", line.partition(" # ")[0]
+            ):
                 out, num_outputs = (ROOT / name).resolve(), num_outputs + 1
                 if name != "docs/options.md":
-                    assert not any(file.is_relative_to(out) for file in tracked), f"{name_of(path)}: {line.strip()}"
+                    assert not any(file.is_relative_to(out) for file in tracked), (
+                        f"{name_of(path)}: {line.strip()}"
+                    )
     assert num_outputs > 10
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples" / "papers").glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "examples" / "papers").glob("*.py")), ids=lambda script: script.stem
+)
 def test_an_experiment_writes_into_an_ignored_folder_unless_it_is_told_otherwise(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(script.parent))
     found = runpy.run_path(str(script))
-    for settings in (value for value in found.values() if dataclasses.is_dataclass(value) and hasattr(value, "out")):
+    for settings in (
+        value
+        for value in found.values()
+        if dataclasses.is_dataclass(value) and hasattr(value, "out")
+    ):
         assert git("check-ignore", str(settings.out)).strip() == str(settings.out)
 
 
-def test_the_experiment_of_a_page_leaves_the_tree_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_experiment_of_a_page_leaves_the_tree_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = git("status", "--porcelain")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "papers"))
@@ -223,7 +282,9 @@ def test_the_experiment_of_a_page_leaves_the_tree_as_it_was(tmp_path: Path, monk
 
 def test_the_options_page_is_current() -> None:
     is_current = (ROOT / "docs" / "options.md").read_text() == page()
-    assert is_current, "docs/options.md is out of date: python -m maxrl_fast.config.options_page > docs/options.md"
+    assert is_current, (
+        "docs/options.md is out of date: python -m maxrl_fast.config.options_page > docs/options.md"
+    )
 
 
 def test_the_options_page_has_the_order_of_help(

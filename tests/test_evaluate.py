@@ -1,4 +1,6 @@
-"""The command line `python -m maxrl_fast.evaluate`: what it computes, writes, compares and refuses."""
+"""The command line `python -m maxrl_fast.evaluate`: what it computes, writes, compares and
+refuses.
+"""
 
 import errno
 import io
@@ -27,12 +29,47 @@ SMALL = (*RUNTIME, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a policy that solves some of its mazes. The run has a checkpoint before training and one after."""
+    """Train a policy that solves some of its mazes. The run has a checkpoint before training and
+    one after.
+    """
     out = tmp_path_factory.mktemp("runs") / "trained"
     options = ("--maze-size", "5", "--seed", "4", "--max-new-tokens", "9", "--eval-prompts", "7")
-    options += ("--eval-samples", "6", "--prompts", "8", "--rollouts", "8", "--k", "2", "--steps", "3")
-    options += ("--sft-steps", "80", "--sft-batch", "16", "--sft-lr", "5e-3", "--warmup-steps", "0", "--lr", "5e-4")
-    options += ("--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2")
+    options += (
+        "--eval-samples",
+        "6",
+        "--prompts",
+        "8",
+        "--rollouts",
+        "8",
+        "--k",
+        "2",
+        "--steps",
+        "3",
+    )
+    options += (
+        "--sft-steps",
+        "80",
+        "--sft-batch",
+        "16",
+        "--sft-lr",
+        "5e-3",
+        "--warmup-steps",
+        "0",
+        "--lr",
+        "5e-4",
+    )
+    options += (
+        "--hidden-size",
+        "32",
+        "--intermediate-size",
+        "48",
+        "--layers",
+        "2",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+    )
     assert train.main([*RUNTIME, *options, "--out", str(out)]) == 0
     return out
 
@@ -41,14 +78,21 @@ def trained(tmp_path_factory):
 def finished(trained, tmp_path_factory):
     """Evaluate the run's last checkpoint with its first one as the baseline."""
     out = tmp_path_factory.mktemp("evaluations") / "finished"
-    assert run(trained / "latest", "--baseline", trained / "checkpoints" / "step-000000", "--out", out) == 0
+    assert (
+        run(trained / "latest", "--baseline", trained / "checkpoints" / "step-000000", "--out", out)
+        == 0
+    )
     return out
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     """Save a checkpoint that is not in the folder of a run."""
-    directory, model, task = tmp_path_factory.mktemp("models") / "untrained", tiny_decoder(), MazeTask(5)
+    directory, model, task = (
+        tmp_path_factory.mktemp("models") / "untrained",
+        tiny_decoder(),
+        MazeTask(5),
+    )
     save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
     return directory
 
@@ -68,7 +112,10 @@ def run(checkpoint, *flags):
 
 
 def read(out):
-    return json.loads((out / "eval.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return json.loads(
+        (out / "eval.json").read_text(),
+        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
+    )
 
 
 def samples_of(out):
@@ -80,12 +127,21 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(trained, finished):
     [_, last] = [json.loads(line) for line in (trained / "eval.jsonl").read_text().splitlines()]
     results = read(finished)
     for k in (1, 2, 4):
-        assert results["pass_at_k"][str(k)]["mean"] == pytest.approx(last["pass_at_k"][str(k)], abs=1e-12)
+        assert results["pass_at_k"][str(k)]["mean"] == pytest.approx(
+            last["pass_at_k"][str(k)], abs=1e-12
+        )
     for name in ("response_length_mean", "truncated", "num_tokens", "reward_errors"):
         assert results[name] == last[name]
     assert 0 < results["pass_at_k"]["1"]["mean"] < 1
     options = results["options"]
-    wanted = {"maze_size": 5, "seed": 4, "task_seed": 4, "max_new_tokens": 9, "samples": 6, "prompts": 7}
+    wanted = {
+        "maze_size": 5,
+        "seed": 4,
+        "task_seed": 4,
+        "max_new_tokens": 9,
+        "samples": 6,
+        "prompts": 7,
+    }
     assert wanted.items() <= options.items()
     assert options["k"] == [1, 2, 4]
     assert results["run"] == str(trained)
@@ -108,16 +164,25 @@ def test_the_results_follow_from_the_samples(finished):
         passes = [float(brute_force.pass_at_k(6, count, k)) for count in counts]
         [interval] = bootstrap(torch.tensor(passes)[:, None], 40, 0.95, seed=4)
         assert results["pass_at_k"][str(k)] == pytest.approx(vars(interval), abs=1e-6)
-        assert results["max_at_k"][str(k)]["mean"] == pytest.approx(sum(passes) / 7)  # rewards are 0 and 1
+        # rewards are 0 and 1
+        assert results["max_at_k"][str(k)]["mean"] == pytest.approx(sum(passes) / 7)
     assert list(results["coverage"]) == ["1", "2", "4", "6"]
     assert results["coverage"]["6"]["mean"] == pytest.approx(results["solved"])
     assert results["maj_at_k"]["1"]["mean"] == pytest.approx(sum(counts) / 42)
-    assert results["response_length_mean"] == pytest.approx(sum(sample["tokens"] for sample in samples) / 42)
-    assert results["truncated"] == pytest.approx(sum(sample["truncated"] for sample in samples) / 42)
+    assert results["response_length_mean"] == pytest.approx(
+        sum(sample["tokens"] for sample in samples) / 42
+    )
+    assert results["truncated"] == pytest.approx(
+        sum(sample["truncated"] for sample in samples) / 42
+    )
     left_out = [i for i, count in enumerate(counts) if count < 2]
     diversities = results["per_prompt"]["diversity"]
     assert [i for i, value in enumerate(diversities) if value is None] == left_out
-    assert results["diversity"]["num_left_out"] == len(left_out) == 7 - results["diversity"]["num_prompts"]
+    assert (
+        results["diversity"]["num_left_out"]
+        == len(left_out)
+        == 7 - results["diversity"]["num_prompts"]
+    )
     known = [value for value in diversities if value is not None]
     assert results["diversity"]["mean"] == pytest.approx(sum(known) / len(known))
 
@@ -128,7 +193,10 @@ def test_majority_votes_use_the_tasks_answers(trained, tmp_path):
     assert list(results["maj_at_k"]) == ["3", "6"]
     total = 0.0
     for start in range(0, 42, 6):
-        group = [(task.answer(sample["response"]), sample["reward"]) for sample in samples[start : start + 6]]
+        group = [
+            (task.answer(sample["response"]), sample["reward"])
+            for sample in samples[start : start + 6]
+        ]
         votes = Counter(answer for answer, _ in group if answer) or Counter({"": 6})
         tied = [answer for answer, count in votes.items() if count == max(votes.values())]
         rewards = [[reward for given, reward in group if given == answer] for answer in tied]
@@ -137,7 +205,9 @@ def test_majority_votes_use_the_tasks_answers(trained, tmp_path):
 
 
 def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
-    """A baseline has the same numbers whether it is sampled here or read from the folder of its own evaluation."""
+    """A baseline has the same numbers whether it is sampled here or read from the folder of its own
+    evaluation.
+    """
     first = trained / "checkpoints" / "step-000000"
     assert run(first, "--out", tmp_path / "first") == 0
     alone, results = read(tmp_path / "first"), read(finished)
@@ -149,7 +219,9 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
     assert baseline["diversity"] == alone["diversity"]["mean"]
     assert baseline["response_length_mean"] == alone["response_length_mean"]
     gains = pass_at_k(6, torch.tensor(own), 2) - pass_at_k(6, torch.tensor(theirs), 2)
-    assert baseline["gain"]["2"] == pytest.approx(vars(bootstrap(gains[:, None], 40, 0.95, seed=4)[0]), abs=1e-12)
+    assert baseline["gain"]["2"] == pytest.approx(
+        vars(bootstrap(gains[:, None], 40, 0.95, seed=4)[0]), abs=1e-12
+    )
     pairs = list(zip(own, theirs, strict=True))
     assert baseline["support"] == {
         "preserved": sum(a > 0 and b > 0 for a, b in pairs),
@@ -158,12 +230,23 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
         "out_of_support": sum(a == 0 and b == 0 for a, b in pairs),
     }
     for k in (1, 2, 4):
-        passes = {j: sum(float(brute_force.pass_at_k(6, c, j)) for c in own) / 7 for j in range(1, 7)}
-        match = next((j for j, value in passes.items() if value >= alone["pass_at_k"][str(k)]["mean"] - 1e-9), None)
+        passes = {
+            j: sum(float(brute_force.pass_at_k(6, c, j)) for c in own) / 7 for j in range(1, 7)
+        }
+        match = next(
+            (
+                j
+                for j, value in passes.items()
+                if value >= alone["pass_at_k"][str(k)]["mean"] - 1e-9
+            ),
+            None,
+        )
         ratio = None if match is None else k / match
         assert baseline["samples_to_match"][str(k)] == {"samples": match, "ratio": ratio}
 
-    assert run(trained / "latest", "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
+    assert (
+        run(trained / "latest", "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
+    )
     assert {**read(tmp_path / "second")["baseline"], "name": ""} == {**baseline, "name": ""}
 
 
@@ -175,7 +258,12 @@ def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, unt
     assert results["run"] is None
     assert results["pass_at_k"]["1"]["mean"] < results["baseline"]["pass_at_k"]["1"]["mean"]
     assert results["solved"] == 0
-    assert results["diversity"] == {**results["diversity"], "mean": None, "num_prompts": 0, "num_left_out": 7}
+    assert results["diversity"] == {
+        **results["diversity"],
+        "mean": None,
+        "num_prompts": 0,
+        "num_left_out": 7,
+    }
     assert results["baseline"]["samples_to_match"] == {"1": {"samples": None, "ratio": None}}
 
 
@@ -188,9 +276,13 @@ def test_a_baseline_that_solves_nothing_has_no_samples_to_match(trained, untrain
 
 def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path):
     assert run(trained, "--out", tmp_path / "again") == 0
-    same, other = (tmp_path / "again" / "samples.jsonl").read_bytes(), (finished / "samples.jsonl").read_bytes()
+    same, other = (
+        (tmp_path / "again" / "samples.jsonl").read_bytes(),
+        (finished / "samples.jsonl").read_bytes(),
+    )
     best = (trained / "best").resolve()
-    assert (same == other) == (best == (trained / "latest").resolve())  # a run's folder means its best checkpoint
+    # a run's folder means its best checkpoint
+    assert (same == other) == (best == (trained / "latest").resolve())
     assert read(tmp_path / "again")["checkpoint"] == str(best)
     assert run(best, "--out", tmp_path / "third", "--prompts", "3") == 0
     third = (tmp_path / "third" / "samples.jsonl").read_bytes()
@@ -198,44 +290,85 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
     assert same.startswith(third)  # a sample does not depend on how many prompts there are
     assert run(best, "--out", tmp_path / "fourth", "--seed", "5") == 0
     fourth = samples_of(tmp_path / "fourth")
-    assert [s["prompt"] for s in fourth] == [s["prompt"] for s in samples_of(tmp_path / "again")]  # the run's mazes
-    assert [s["response"] for s in fourth] != [s["response"] for s in samples_of(tmp_path / "again")]
+    # the run's mazes
+    assert [s["prompt"] for s in fourth] == [s["prompt"] for s in samples_of(tmp_path / "again")]
+    assert [s["response"] for s in fourth] != [
+        s["response"] for s in samples_of(tmp_path / "again")
+    ]
 
 
 def test_flags_override_the_runs_options(trained, tmp_path, capsys):
-    flags = ("--maze-size", "7", "--task-seed", "1", "--split", "train", "--top-p", "0.9", "--seed", "2")
+    flags = (
+        "--maze-size",
+        "7",
+        "--task-seed",
+        "1",
+        "--split",
+        "train",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "2",
+    )
     assert run(trained, *flags, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
     assert wanted.items() <= options.items()
     task = MazeTask(7, seed=1)
-    assert samples_of(tmp_path / "out")[0]["prompt"] == task.decode(task.prompts("train", 0, 1).tokens.tolist())
+    assert samples_of(tmp_path / "out")[0]["prompt"] == task.decode(
+        task.prompts("train", 0, 1).tokens.tolist()
+    )
     text, error = capsys.readouterr()
     assert error == ""
-    assert f"the task's options and seed are those of the run {trained}, but for what flags say" in text
+    assert (
+        f"the task's options and seed are those of the run {trained}, but for what flags say"
+        in text
+    )
     assert "7 train prompts x 6 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
 
 
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
     assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
-    assert {"seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}.items() <= options.items()
+    assert {
+        "seed": 0,
+        "task_seed": 0,
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+    }.items() <= options.items()
     text = capsys.readouterr().out
     assert "those of the run" not in text
     task = MazeTask(5)
     num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(7)})
     assert num_distinct < 7
-    assert f"7 test prompts ({num_distinct} distinct: intervals take all for distinct) x 6 samples" in text
+    assert (
+        f"7 test prompts ({num_distinct} distinct: intervals take all for distinct) x 6 samples"
+        in text
+    )
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 
 def test_the_screen_shows_progress_and_results(trained, tmp_path, monkeypatch):
     output = io.StringIO()
-    monkeypatch.setattr(evaluate, "Screen", lambda: Screen(Console(file=output, force_terminal=True, width=160, no_color=True)))
+    monkeypatch.setattr(
+        evaluate,
+        "Screen",
+        lambda: Screen(Console(file=output, force_terminal=True, width=160, no_color=True)),
+    )
     flags = ("--baseline", trained / "checkpoints" / "step-000000", "--confidence", "0.9")
     assert run(trained / "latest", *flags, "--out", tmp_path / "out") == 0
     text, results = output.getvalue(), read(tmp_path / "out")
-    for words in ("evaluate", "7/7", "left", "max@k", "maj@k", "90%", "samples to match", "preserved", "out of support"):
+    for words in (
+        "evaluate",
+        "7/7",
+        "left",
+        "max@k",
+        "maj@k",
+        "90%",
+        "samples to match",
+        "preserved",
+        "out of support",
+    ):
         assert words in text
     interval = results["pass_at_k"]["2"]
     assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
@@ -245,7 +378,12 @@ def test_the_screen_shows_progress_and_results(trained, tmp_path, monkeypatch):
         assert str(tmp_path / "out" / name) in text
         assert (tmp_path / "out" / name).stat().st_size > 0
     assert (tmp_path / "out" / "coverage.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"eval.json", "samples.jsonl", "coverage.png", "lock"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "eval.json",
+        "samples.jsonl",
+        "coverage.png",
+        "lock",
+    }
 
 
 def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
@@ -266,7 +404,10 @@ def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
 
     assert evaluate.main(["--compare", *folders, *flags, "--out", str(tmp_path / "three")]) == 0
     text, error = capsys.readouterr()
-    assert "warning: A and C are not of the same prompts, samples and sampling; they differ in samples: 6 and 3" in error
+    assert (
+        "warning: A and C are not of the same prompts, samples and sampling; they differ in samples: 6 and 3"
+        in error
+    )
     assert "A and B" not in error
     assert (tmp_path / "three" / "coverage.png").read_bytes() != picture
 
@@ -282,44 +423,85 @@ REFUSALS = {
     "no samples": (("{run}", "--samples", "0"), "samples must be at least 1, got 0"),
     "no prompts": (("{run}", "--prompts", "0"), "prompts must be at least 1, got 0"),
     "no resamples": (("{run}", "--bootstrap", "0"), "bootstrap must be at least 1, got 0"),
-    "all confidence": (("{run}", "--confidence", "1"), "confidence must be above 0 and below 1, got 1.0"),
+    "all confidence": (
+        ("{run}", "--confidence", "1"),
+        "confidence must be above 0 and below 1, got 1.0",
+    ),
     "k too large": (("{run}", "--k", "1", "7"), "k must be from 1 to the 6 samples, got 7"),
     "k of none": (("{run}", "--k", "0"), "k must be from 1 to the 6 samples, got 0"),
     "greedy samples": (
         ("{run}", "--temperature", "0"),
         "greedy decoding gives one response: samples must be 1 at temperature 0, got 6",
     ),
-    "cold": (("{run}", "--temperature", "-1"), "temperature must be a finite number of at least 0, got -1.0"),
-    "no top-p": (("{run}", "--top-p", "0"), "top_p must be a number above 0 and at most 1, got 0.0"),
+    "cold": (
+        ("{run}", "--temperature", "-1"),
+        "temperature must be a finite number of at least 0, got -1.0",
+    ),
+    "no top-p": (
+        ("{run}", "--top-p", "0"),
+        "top_p must be a number above 0 and at most 1, got 0.0",
+    ),
     "a negative seed": (("{run}", "--seed", "-1"), "seed must be in [0, 2^63), got -1"),
-    "a negative task seed": (("{run}", "--task-seed", "-1"), "task_seed must be in [0, 2^63), got -1"),
-    "even mazes": (("{run}", "--maze-size", "6"), "maze size must be an odd number from 5 to 31, got 6"),
+    "a negative task seed": (
+        ("{run}", "--task-seed", "-1"),
+        "task_seed must be in [0, 2^63), got -1",
+    ),
+    "even mazes": (
+        ("{run}", "--maze-size", "6"),
+        "maze size must be an odd number from 5 to 31, got 6",
+    ),
     "too long": (("{run}", "--max-new-tokens", "1000"), "positions"),
-    "no embeddings": (("{run}", "--embeddings", "{tmp}/none"), "--embeddings must be the directory of a model, got {tmp}/none"),
-    "a full folder": (("{run}", "--out", "{untrained}"), "--out must be a new or empty folder, got {untrained}"),
+    "no embeddings": (
+        ("{run}", "--embeddings", "{tmp}/none"),
+        "--embeddings must be the directory of a model, got {tmp}/none",
+    ),
+    "a full folder": (
+        ("{run}", "--out", "{untrained}"),
+        "--out must be a new or empty folder, got {untrained}",
+    ),
     "no baseline": (
         ("{run}", "--baseline", "{tmp}/none"),
         "--baseline must be a Hugging Face checkpoint directory or the folder",
     ),
-    "other samples": (("{run}", "--baseline", "{finished}", "--samples", "4"), "it differs in samples: 6 and 4"),
-    "other prompts": (("{run}", "--baseline", "{finished}", "--split", "train"), "it differs in split: test and train"),
-    "other sampling": (("{run}", "--baseline", "{finished}", "--min-p", "0.1"), "it differs in min_p: 0.0 and 0.1"),
+    "other samples": (
+        ("{run}", "--baseline", "{finished}", "--samples", "4"),
+        "it differs in samples: 6 and 4",
+    ),
+    "other prompts": (
+        ("{run}", "--baseline", "{finished}", "--split", "train"),
+        "it differs in split: test and train",
+    ),
+    "other sampling": (
+        ("{run}", "--baseline", "{finished}", "--min-p", "0.1"),
+        "it differs in min_p: 0.0 and 0.1",
+    ),
     "other rules": (
         ("{run}", "--baseline", "{finished}", "--reward", "{tmp}/x.py:score"),
         "it differs in reward: None and x.py:score",
     ),
-    "one to compare": (("--compare", "{finished}"), "--compare needs at least two finished evaluations, got 1"),
-    "no evaluation": (("--compare", "{finished}", "{run}"), "{run} must be the folder of a finished evaluation"),
+    "one to compare": (
+        ("--compare", "{finished}"),
+        "--compare needs at least two finished evaluations, got 1",
+    ),
+    "no evaluation": (
+        ("--compare", "{finished}", "{run}"),
+        "{run} must be the folder of a finished evaluation",
+    ),
     "compared at what is not there": (
         ("--compare", "{finished}", "{finished}", "--k", "7"),
         "k must be from 1 to 6, the fewest samples of these evaluations, got 7",
     ),
-    "compared and evaluated": (("{run}", "--compare", "{finished}", "{finished}"), "without CHECKPOINT"),
+    "compared and evaluated": (
+        ("{run}", "--compare", "{finished}", "{finished}"),
+        "without CHECKPOINT",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_bad_input_is_refused_before_any_work(case, trained, finished, untrained, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_refused_before_any_work(
+    case, trained, finished, untrained, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(Evaluator, "evaluate", lambda *_, **__: pytest.fail("it has begun to work"))
     monkeypatch.chdir(tmp_path)
     places = {"tmp": tmp_path, "run": trained, "finished": finished, "untrained": untrained}
@@ -337,8 +519,24 @@ def test_bad_input_is_refused_before_any_work(case, trained, finished, untrained
 def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MazeTask, "num_test_prompts", 5)
     assert run(trained, "--out", tmp_path / "out") == 2
-    assert "prompts must be at most the 5 prompts that are held out, got 7" in capsys.readouterr().err
-    assert evaluate.main([str(trained), *RUNTIME, "--samples", "1", "--bootstrap", "9", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        "prompts must be at most the 5 prompts that are held out, got 7" in capsys.readouterr().err
+    )
+    assert (
+        evaluate.main(
+            [
+                str(trained),
+                *RUNTIME,
+                "--samples",
+                "1",
+                "--bootstrap",
+                "9",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert read(tmp_path / "out")["options"]["prompts"] == 5
 
 
@@ -349,12 +547,23 @@ def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, caps
         (lambda results: results["settings"].pop("top_p"), "lacks 'top_p'"),
         (lambda results: results["per_prompt"].update(num_correct=[7] * 7), "a count from 0 to 6"),
         (lambda results: results["per_prompt"].update(num_correct=[]), "a count from 0 to 6"),
-        (lambda results: results["per_prompt"].update(num_correct="many"), "must be the folder of a finished evaluation"),
-        (lambda results: results["settings"].update(prompts_sha256="0"), "it differs in the prompts themselves"),
-        (lambda results: results.update(truncated="some"), "truncated must be a number, got 'some'"),
+        (
+            lambda results: results["per_prompt"].update(num_correct="many"),
+            "must be the folder of a finished evaluation",
+        ),
+        (
+            lambda results: results["settings"].update(prompts_sha256="0"),
+            "it differs in the prompts themselves",
+        ),
+        (
+            lambda results: results.update(truncated="some"),
+            "truncated must be a number, got 'some'",
+        ),
     ],
 )
-def test_invalid_results_of_a_baseline_are_refused(change, sentence, finished, trained, tmp_path, capsys):
+def test_invalid_results_of_a_baseline_are_refused(
+    change, sentence, finished, trained, tmp_path, capsys
+):
     results = read(finished)
     change(results)
     (tmp_path / "eval.json").write_text(json.dumps(results))
@@ -372,7 +581,14 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
     (tmp_path / "reward.py").write_text(
         "def score(prompt, response):\n    if len(response) % 2:\n        raise ValueError('odd')\n    return -len(response)\n"
     )
-    flags = ("--maze-size", "5", "--reward", f"{tmp_path}/reward.py:score", "--max-reward-error-rate", "0.99")
+    flags = (
+        "--maze-size",
+        "5",
+        "--reward",
+        f"{tmp_path}/reward.py:score",
+        "--max-reward-error-rate",
+        "0.99",
+    )
     assert run(untrained, *flags, "--out", tmp_path / "out") == 0
     assert "rewards failed (exception" in capsys.readouterr().err
     results, samples = read(tmp_path / "out"), samples_of(tmp_path / "out")
@@ -380,7 +596,8 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
     assert rewards == [None if len(s["response"]) % 2 else -len(s["response"]) for s in samples]
     assert results["reward_errors"] == pytest.approx(rewards.count(None) / 42)
     assert 0 < rewards.count(None) < 42
-    lowest = min(reward for reward in rewards if reward is not None)  # failed rewards count as the lowest
+    # failed rewards count as the lowest
+    lowest = min(reward for reward in rewards if reward is not None)
     known = [lowest if reward is None else reward for reward in rewards]
     best = [max(known[i : i + 6]) for i in range(0, 42, 6)]
     assert run(untrained, *flags, "--k", "6", "1", "--out", tmp_path / "more") == 0
@@ -390,8 +607,17 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
 
 
 def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys):
-    (tmp_path / "reward.py").write_text("def score(prompt, response):\n    raise ValueError('no idea')\n")
-    flags = ("--maze-size", "5", "--reward", f"{tmp_path}/reward.py:score", "--out", tmp_path / "out")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, response):\n    raise ValueError('no idea')\n"
+    )
+    flags = (
+        "--maze-size",
+        "5",
+        "--reward",
+        f"{tmp_path}/reward.py:score",
+        "--out",
+        tmp_path / "out",
+    )
     assert run(untrained, *flags) == 1
     error = capsys.readouterr().err
     assert "no idea" in error
@@ -413,12 +639,23 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_sigint_ends_the_process_with_130(untrained, tmp_path):
-    flags = ["--maze-size", "5", "--prompts", "2000", "--samples", "64", *RUNTIME, "--out", str(tmp_path / "out")]
+    flags = [
+        "--maze-size",
+        "5",
+        "--prompts",
+        "2000",
+        "--samples",
+        "64",
+        *RUNTIME,
+        "--out",
+        str(tmp_path / "out"),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "maxrl_fast.evaluate", str(untrained), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        # a shell's background jobs ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     for line in process.stdout:  # wait until it samples
@@ -441,5 +678,13 @@ def test_help_lists_the_options(capsys):
         evaluate.main(["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    for words in ("CHECKPOINT", "--baseline", "--samples", "--compare", "--embeddings", "--task", "top-p .95"):
+    for words in (
+        "CHECKPOINT",
+        "--baseline",
+        "--samples",
+        "--compare",
+        "--embeddings",
+        "--task",
+        "top-p .95",
+    ):
         assert words in text

@@ -21,10 +21,20 @@ from tests.tasks.test_dataset import save_byte_level_policy, written
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-SCRIPTS = [path for path in sorted(EXAMPLES.rglob("*.py")) if re.search('__name__ == "__main__"|parse_args', path.read_text())]
-BENCHMARKS = [path for path in sorted(EXAMPLES.parent.glob("bench/*.py")) if '__name__ == "__main__"' in path.read_text()]
-NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}  # which scripts import
-NO_SCRIPTS |= {"naive_engine.py", "sort_task.py", "custom_loss.py"}  # which --rollout, --task and --loss load
+SCRIPTS = [
+    path
+    for path in sorted(EXAMPLES.rglob("*.py"))
+    if re.search('__name__ == "__main__"|parse_args', path.read_text())
+]
+BENCHMARKS = [
+    path
+    for path in sorted(EXAMPLES.parent.glob("bench/*.py"))
+    if '__name__ == "__main__"' in path.read_text()
+]
+# which scripts import
+NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}
+# which --rollout, --task and --loss load
+NO_SCRIPTS |= {"naive_engine.py", "sort_task.py", "custom_loss.py"}
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *BENCHMARKS], ids=lambda path: path.stem)
@@ -45,24 +55,53 @@ def test_every_script_says_what_it_does_and_how_long_it_takes(path, tmp_path, mo
 
 
 def test_every_example_is_a_script_or_is_loaded_by_one():
-    assert {path.name for path in EXAMPLES.rglob("*.py")} - {path.name for path in SCRIPTS} == NO_SCRIPTS
+    assert {path.name for path in EXAMPLES.rglob("*.py")} - {
+        path.name for path in SCRIPTS
+    } == NO_SCRIPTS
 
 
 def test_advantages():
     run = subprocess.run(
-        [sys.executable, EXAMPLES / "advantages.py"], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
+        [sys.executable, EXAMPLES / "advantages.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLES.parent,
     )
     lines = [line.split() for line in run.stdout.splitlines()]
-    assert lines[0] == ["RLOO", *["-0.20"] * 2, "1.00", *["-0.20"] * 3, *["0.20"] * 3, "-1.00", *["0.20"] * 2]
-    assert lines[2] == ["MaxRL", *["-1.00"] * 2, "5.00", *["-1.00"] * 3, *["0.20"] * 3, "-1.00", *["0.20"] * 2]
+    assert lines[0] == [
+        "RLOO",
+        *["-0.20"] * 2,
+        "1.00",
+        *["-0.20"] * 3,
+        *["0.20"] * 3,
+        "-1.00",
+        *["0.20"] * 2,
+    ]
+    assert lines[2] == [
+        "MaxRL",
+        *["-1.00"] * 2,
+        "5.00",
+        *["-1.00"] * 3,
+        *["0.20"] * 3,
+        "-1.00",
+        *["0.20"] * 2,
+    ]
 
 
 @pytest.mark.slow
 def test_token_loss():
     run = subprocess.run(
-        [sys.executable, EXAMPLES / "token_loss.py"], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
+        [sys.executable, EXAMPLES / "token_loss.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLES.parent,
     )
-    names, rates = zip(*((words[0], float(words[5])) for words in map(str.split, run.stdout.splitlines())), strict=True)
+    names, rates = zip(
+        *((words[0], float(words[5])) for words in map(str.split, run.stdout.splitlines())),
+        strict=True,
+    )
     assert names == ("MaxRL", "PACS")
     assert min(rates) > 0.5  # from 1/64
 
@@ -79,7 +118,10 @@ def test_grpo_loop(tmp_path):
     policy = save_byte_level_policy(tmp_path)
     own = [*command, "--model", policy, "--steps", "1", "--estimator", "maxrl", "--rollouts", "2"]
     assert (
-        "step   0: mean reward" in subprocess.run(own, capture_output=True, text=True, check=True, cwd=EXAMPLES.parent).stdout
+        "step   0: mean reward"
+        in subprocess.run(
+            own, capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
+        ).stdout
     )
 
 
@@ -89,7 +131,12 @@ def test_the_maze_config_is_valid():
     resolve(config, MazeTask(config.task.maze_size))
 
 
-QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
 GSM8K, PROBLEM = {"question": "1+1?", "answer": "#### 2"}, {"problem": "1+1?", "answer": "2"}
 
 
@@ -117,19 +164,34 @@ def sizes(hidden, intermediate, layers, heads, kv_heads, head_dim, **others):
 
 
 QWEN3_2B = sizes(2048, 6144, 28, 16, 8, 128, **QWEN3)
-QWEN2_7B = sizes(3584, 18944, 28, 28, 4, 128, model_type="qwen2", vocab_size=152064, max_position_embeddings=4096)
+QWEN2_7B = sizes(
+    3584, 18944, 28, 28, 4, 128, model_type="qwen2", vocab_size=152064, max_position_embeddings=4096
+)
 SMOLLM2 = sizes(
-    *(960, 2560, 32, 15, 5, 64), model_type="llama", vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192
+    *(960, 2560, 32, 15, 5, 64),
+    model_type="llama",
+    vocab_size=49152,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
 )
 GEMMA3 = sizes(
     *(1152, 6912, 26, 4, 1, 256),
-    **{"model_type": "gemma3_text", "vocab_size": 262144, "sliding_window": 512, "max_position_embeddings": 32768},
+    **{
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "sliding_window": 512,
+        "max_position_embeddings": 32768,
+    },
 )
 RECIPES = {
     "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K, "8x80", SMOLLM2),
     "polaris_qwen3.toml": Recipe("maxrl", 256, 16, PROBLEM, "8x80", QWEN3_2B),
-    "deepscaler_pacs.toml": Recipe("pacs", 1024, 8, PROBLEM, "8x80", sizes(2560, 9728, 36, 32, 8, 128, **QWEN3)),
-    "math_maxpo.toml": Recipe("maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B),
+    "deepscaler_pacs.toml": Recipe(
+        "pacs", 1024, 8, PROBLEM, "8x80", sizes(2560, 9728, 36, 32, 8, 128, **QWEN3)
+    ),
+    "math_maxpo.toml": Recipe(
+        "maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B
+    ),
     "qwen3_lora_24gb.toml": Recipe("maxrl", 32, 16, GSM8K, "1x24", QWEN3_2B),
     "gemma3_1b.toml": Recipe("maxrl", 64, 16, GSM8K, "1x80", GEMMA3),
 }
@@ -140,16 +202,27 @@ def test_every_config_of_the_examples_is_tested():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(name, tmp_path, capsys):
-    """The checkpoint has the model's sizes, and no weights; a file of a few lines replaces the data set of the hub."""
+def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
+    name, tmp_path, capsys
+):
+    """The checkpoint has the model's sizes, and no weights; a file of a few lines replaces the data
+    set of the hub.
+    """
     recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path)
     (policy / "model.safetensors").unlink()
     (policy / "config.json").write_text(json.dumps(recipe.config))
     lines = [{key: f"{i} {value}" for key, value in recipe.line.items()} for i in range(60)]
     data = written(tmp_path / "data.jsonl", lines)
     text = (EXAMPLES / name).read_text()
-    (tmp_path / name).write_text(f"data = '{data}'\n" + re.sub("^hub = .*\n", "", text, flags=re.MULTILINE))
-    assert train.main(["--config", str(tmp_path / name), "--model", str(policy), "--dry-run", recipe.machine]) == 0
+    (tmp_path / name).write_text(
+        f"data = '{data}'\n" + re.sub("^hub = .*\n", "", text, flags=re.MULTILINE)
+    )
+    assert (
+        train.main(
+            ["--config", str(tmp_path / name), "--model", str(policy), "--dry-run", recipe.machine]
+        )
+        == 0
+    )
     rows = capsys.readouterr().out.splitlines()
     options = {key.strip(): value for key, _, value in (row.partition(" = ") for row in rows)}
     assert (options["objective"], options["rollout"]) == (recipe.objective, "vllm")
@@ -157,9 +230,15 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(nam
     start = next(i for i, row in enumerate(rows) if row.startswith("memory of "))
     printed = rows[start : next(i for i, row in enumerate(rows) if row.startswith("work per step"))]
     assert printed[-1].strip().startswith("It fits")
-    header = [row.removeprefix("#").removeprefix(" ") for row in text.splitlines() if row.startswith("#")]
-    shown = header[header.index(next(row for row in header if row.startswith("memory of "))) :][: len(printed)]
-    assert shown == printed, "the header must have these lines:\n" + "\n".join(f"# {row}".rstrip() for row in printed)
+    header = [
+        row.removeprefix("#").removeprefix(" ") for row in text.splitlines() if row.startswith("#")
+    ]
+    shown = header[header.index(next(row for row in header if row.startswith("memory of "))) :][
+        : len(printed)
+    ]
+    assert shown == printed, "the header must have these lines:\n" + "\n".join(
+        f"# {row}".rstrip() for row in printed
+    )
 
 
 def test_a_recipe_without_its_model_is_refused(capsys):
@@ -171,8 +250,21 @@ def test_a_recipe_without_its_model_is_refused(capsys):
 def test_gym_tiny(tmp_path):
     """Run a short version. The whole example takes two minutes."""
     command = [sys.executable, EXAMPLES / "gym_tiny.py", tmp_path / "out"]
-    short = ["--sft-steps", "3", "--steps", "2", "--eval-prompts", "8", "--eval-samples", "2", "--threads", "1"]
-    run = subprocess.run([*command, *short], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent)
+    short = [
+        "--sft-steps",
+        "3",
+        "--steps",
+        "2",
+        "--eval-prompts",
+        "8",
+        "--eval-samples",
+        "2",
+        "--threads",
+        "1",
+    ]
+    run = subprocess.run(
+        [*command, *short], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
+    )
     lines = run.stdout.splitlines()
     assert "task gym:spell_backward" in lines[0] or "spell_backward of reasoning-gym" in lines[0]
     assert len([line for line in lines if line.startswith("'Spell this word backward")]) == 4
@@ -180,16 +272,26 @@ def test_gym_tiny(tmp_path):
 
 def test_the_ops_import_no_trainer():
     code = "import sys; from maxrl_fast import ops; print([m for m in sys.modules if m.startswith('maxrl_fast')])"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "maxrl_fast.ops.group_advantage" in modules
     for name in ("train", "config", "model", "rollout", "tasks", "learner"):
         assert f"maxrl_fast.{name}" not in modules
 
 
 def test_the_ops_import_nothing_but_torch_and_the_standard_library():
-    """So `import maxrl_fast.ops` costs little beyond `import torch`: no transformers, tyro, rich, matplotlib or tensorboard."""
+    """So `import maxrl_fast.ops` costs little beyond `import torch`: no transformers, tyro, rich,
+    matplotlib or tensorboard.
+    """
     code = "import sys, torch; before = set(sys.modules); from maxrl_fast import ops; print(*(set(sys.modules) - before))"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "maxrl_fast.ops" in modules
-    others = {name for name in modules if name.partition(".")[0] not in {"maxrl_fast", *sys.stdlib_module_names}}
+    others = {
+        name
+        for name in modules
+        if name.partition(".")[0] not in {"maxrl_fast", *sys.stdlib_module_names}
+    }
     assert not others

@@ -14,7 +14,9 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook.ipynb"
 
 def test_the_notebook_is_stored_without_outputs():
     """A diff of it then shows what was written, and no figure can be out of date."""
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     assert len(cells) >= 6
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
 
@@ -61,9 +63,13 @@ def test_interrupting_the_kernel_of_a_notebook_saves_and_returns(tmp_path):
             message = client.get_iopub_msg(timeout=60)
             said += message["content"].get("text", "")
         assert f"exit 130 {metrics.read_text().count(chr(10))}\n" in said
-        assert (tmp_path / "run" / "latest").resolve().name == f"step-{metrics.read_text().count(chr(10)):06d}"
+        assert (
+            tmp_path / "run" / "latest"
+        ).resolve().name == f"step-{metrics.read_text().count(chr(10)):06d}"
         assert metrics.read_text().count("\n") >= steps
-        reply = client.execute_interactive("print(run.policy.training)", timeout=60, output_hook=lambda message: None)
+        reply = client.execute_interactive(
+            "print(run.policy.training)", timeout=60, output_hook=lambda message: None
+        )
         assert reply["content"]["status"] == "ok"  # the kernel lives
     finally:
         client.stop_channels()

@@ -1,4 +1,6 @@
-"""The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses. Every registry row is complete."""
+"""The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses. Every
+registry row is complete.
+"""
 
 import re
 
@@ -46,7 +48,21 @@ def test_every_row_is_complete():
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):
     picture = tmp_path / "weights.png"
-    assert main(["--weights", str(picture), "--estimators", "grpo", "maxpo:2", "maxrl:3", "--rollouts", "16"]) == 0
+    assert (
+        main(
+            [
+                "--weights",
+                str(picture),
+                "--estimators",
+                "grpo",
+                "maxpo:2",
+                "maxrl:3",
+                "--rollouts",
+                "16",
+            ]
+        )
+        == 0
+    )
     assert picture.stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "3.614" in printed  # grpo at p = .01
@@ -62,7 +78,10 @@ def test_weights_are_printed_and_drawn(tmp_path, capsys):
         ("--estimators maxpo:x", "a size must be an integer, got 'maxpo:x'"),
         ("--estimators unlikeliness", "the weight of unlikeliness depends on the log-probs"),
         ("--rollouts 0", "rollouts must be at least 1, got 0"),
-        ("--weights nowhere/out.png", "--weights must be a picture file that can be written, got nowhere/out.png"),
+        (
+            "--weights nowhere/out.png",
+            "--weights must be a picture file that can be written, got nowhere/out.png",
+        ),
         ("--weights out.doc", "--weights must be a picture file that can be written, got out.doc"),
     ],
 )

@@ -18,6 +18,8 @@ def test_the_version_is_in_one_place():
 
 
 def test_the_build_takes_no_instructions_that_only_some_machines_have():
-    """AVX2 and AVX-512 are chosen when the extension runs (csrc/cpu/dispatch.h), so that a wheel runs on any x86-64."""
+    """AVX2 and AVX-512 are chosen when the extension runs (csrc/cpu/dispatch.h), so that a wheel
+    runs on any x86-64.
+    """
     for file in (ROOT / "CMakeLists.txt", ROOT / "setup.py"):
         assert not re.search(r"[\s\"';:]-m(arch|tune|cpu|avx|fma|sse)", file.read_text()), file

@@ -1,4 +1,6 @@
-"""Tasks, objectives and engines of the user's: classes and functions of files, and entry points of installed distributions."""
+"""Tasks, objectives and engines of the user's: classes and functions of files, and entry points of
+installed distributions.
+"""
 
 import json
 import os
@@ -44,7 +46,8 @@ def site(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / "sorting_plugin.py").write_text(
-        SORT.read_text() + "\n\ndef centred(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
+        SORT.read_text()
+        + "\n\ndef centred(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
     )
     (folder / "naive_plugin.py").write_text(NAIVE.read_text())
     groups = {
@@ -103,32 +106,47 @@ def test_a_name_that_is_neither_a_class_nor_has_data_is_refused(file, why, tmp_p
 
 def own_task(tmp_path, body):
     """Return the flags of a task whose class is the example's with this body."""
-    file = written(tmp_path / "own.py", f"from examples.sort_task import SortTask\nclass Own(SortTask):\n    {body}\n")
+    file = written(
+        tmp_path / "own.py",
+        f"from examples.sort_task import SortTask\nclass Own(SortTask):\n    {body}\n",
+    )
     return ["--task", f"{file}:Own"]
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("prompts = None", r"must have the method prompts\(split, start, count\), which it does not"),
+        (
+            "prompts = None",
+            r"must have the method prompts\(split, start, count\), which it does not",
+        ),
         (
             "def prompts(self, split, start): ...",
             r"must have the method prompts\(split, start, count\), got prompts\(split, start\)",
         ),
-        ("def decode(self, tokens): ...", r"the method decode\(tokens, with_special=False\), got decode\(tokens\)"),
+        (
+            "def decode(self, tokens): ...",
+            r"the method decode\(tokens, with_special=False\), got decode\(tokens\)",
+        ),
         (
             "def score(self, prompts, rollouts, why): ...",
             r"the method score\(prompts, rollouts\), got score\(prompts, rollouts, why\)",
         ),
         ("stop_ids = [2]", r"must have the attribute stop_ids, tuple\[int, \.\.\.\], got \[2\]"),
         ("vocab_size = True", r"must have the attribute vocab_size, int, got True"),
-        ("num_test_prompts = 1.5", r"must have the attribute num_test_prompts, int or None, got 1\.5"),
+        (
+            "num_test_prompts = 1.5",
+            r"must have the attribute num_test_prompts, int or None, got 1\.5",
+        ),
         ("def __init__(self): pass", r"must have the attribute name, str, which it does not"),
         (
             "def __init__(self, size): pass",
             r"has the parameter size without a default, which nothing gives; --task-args gives it",
         ),
-        ("def __init__(self): self.x = {}['key']", r"cannot be made: KeyError: 'key' \(own\.py, line 3\)"),
+        (
+            "def __init__(self): self.x = {}['key']",
+            r"cannot be made: KeyError: 'key' \(own\.py, line 3\)",
+        ),
     ],
 )
 def test_a_class_that_is_no_task_is_refused_with_what_it_lacks(body, message, tmp_path, capsys):
@@ -176,18 +194,29 @@ def refused_model(tmp_path):
 
 def test_installed_names_are_found_and_listed(site, capsys):
     check(parse(["--task", "sorting", *ARGS, "--objective", "centred", "--rollout", "naive"]))
-    assert build_task(TaskOptions(task="sorting", task_args='{"length": 3}'), seed=0).name == "sort 3 digits"
+    assert (
+        build_task(TaskOptions(task="sorting", task_args='{"length": 3}'), seed=0).name
+        == "sort 3 digits"
+    )
     with pytest.raises(SystemExit):
         parse(["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for listed in ("--task sorting (sorting 1.2)", "--objective centred (sorting 1.2)", "--rollout naive (sorting 1.2)"):
+    for listed in (
+        "--task sorting (sorting 1.2)",
+        "--objective centred (sorting 1.2)",
+        "--rollout naive (sorting 1.2)",
+    ):
         assert listed in shown
     assert objectives.main([]) == 0
-    assert re.search(r"centred +│ a function of the rewards .* installed: sorting 1\.2", capsys.readouterr().out)
+    assert re.search(
+        r"centred +│ a function of the rewards .* installed: sorting 1\.2", capsys.readouterr().out
+    )
 
 
 def test_built_in_names_look_up_no_entry_points(monkeypatch):
-    monkeypatch.setattr(plugins, "entry_points", lambda **_: pytest.fail("entry points were looked up"))
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda **_: pytest.fail("entry points were looked up")
+    )
     config = parse(["--task", "maze", "--objective", "grpo", "--rollout", "native"])
     check(config)
     task = build_task(config.task, 0)
@@ -198,15 +227,22 @@ def test_a_name_of_two_distributions_is_refused_with_both(site, capsys):
     install(site, "second", {"maxrl_fast.tasks": "sorting = elsewhere:Task"}, version="0.3")
     said = refused(capsys, "--task", "sorting")
     assert re.search(
-        r"--task sorting must be of one distribution, got (sorting 1\.2 and second 0\.3|second 0\.3 and .*);", said
+        r"--task sorting must be of one distribution, got (sorting 1\.2 and second 0\.3|second 0\.3 and .*);",
+        said,
     )
 
 
 @pytest.mark.parametrize(
     ("option", "group"),
-    [("task", "maxrl_fast.tasks"), ("objective", "maxrl_fast.objectives"), ("rollout", "maxrl_fast.engines")],
+    [
+        ("task", "maxrl_fast.tasks"),
+        ("objective", "maxrl_fast.objectives"),
+        ("rollout", "maxrl_fast.engines"),
+    ],
 )
-def test_a_plugin_that_fails_on_import_says_whose_it_is(option, group, tmp_path, monkeypatch, capsys):
+def test_a_plugin_that_fails_on_import_says_whose_it_is(
+    option, group, tmp_path, monkeypatch, capsys
+):
     install(tmp_path, "broken", {group: "bad = broken_plugin:Thing"})
     written(tmp_path / "broken_plugin.py", "import a_module_that_is_nowhere")
     monkeypatch.syspath_prepend(tmp_path)
@@ -216,37 +252,48 @@ def test_a_plugin_that_fails_on_import_says_whose_it_is(option, group, tmp_path,
         said = str(error.value)
     else:
         said = refused(capsys, f"--{option}", "bad")
-    assert f"--{option} bad is of broken 1.2, whose entry point ({group}: bad = broken_plugin:Thing) cannot be loaded: " in said
+    assert (
+        f"--{option} bad is of broken 1.2, whose entry point ({group}: bad = broken_plugin:Thing) cannot be loaded: "
+        in said
+    )
     assert "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'" in said
 
 
 def engine_of(name, **options):
     task = build_task(TaskOptions(maze_size=5), 0)
-    return build_engine(name, tiny_decoder(), task, torch.float32, max_new_tokens=8, max_batch=4, **options)
+    return build_engine(
+        name, tiny_decoder(), task, torch.float32, max_new_tokens=8, max_batch=4, **options
+    )
 
 
 def test_the_estimate_of_memory_says_that_it_leaves_an_own_engine_out(capsys):
     for engine, is_said in ((f"{NAIVE}:NaiveEngine", True), ("native", False)):
-        assert train.main([*SIZES, "--task", "chain", "--sft-steps", "0", "--rollout", engine, "--dry-run"]) == 0
+        assert (
+            train.main(
+                [*SIZES, "--task", "chain", "--sft-steps", "0", "--rollout", engine, "--dry-run"]
+            )
+            == 0
+        )
         printed = capsys.readouterr().out
-        assert (f"The memory of the engine {engine} is not known and not in the table." in printed) == is_said
+        assert (
+            f"The memory of the engine {engine} is not known and not in the table." in printed
+        ) == is_said
         assert ("rollout weights" in printed) != is_said
 
 
 def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     base = "from examples.naive_engine import NaiveEngine\nclass Own(NaiveEngine):\n    "
     file = written(tmp_path / "own.py", base + "def generate(self, prompts, num_samples): ...\n")
-    wanted = (
-        r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step\), got generate\(prompts, num_samples\)"
-    )
+    wanted = r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step\), got generate\(prompts, num_samples\)"
     with pytest.raises(InputError, match=wanted):
         engine_of(f"{file}:Own")
     with pytest.raises(InputError, match=r"NaiveEngine takes model, dtype, got cache_bytes"):
         engine_of(f"{NAIVE}:NaiveEngine", kv_cache_gb=1.0)
     with pytest.raises(InputError, match=r"must be FILE\.py:CLASS: .*own\.py has no Missing"):
         engine_of(f"{file}:Missing")
-    assert "--rollout must be native, vllm, FILE.py:CLASS or the name of an installed engine, got 'vlm'" in refused(
-        capsys, "--rollout", "vlm"
+    assert (
+        "--rollout must be native, vllm, FILE.py:CLASS or the name of an installed engine, got 'vlm'"
+        in refused(capsys, "--rollout", "vlm")
     )
 
 
@@ -262,18 +309,36 @@ def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, ca
         f"{NAIVE}:NaiveEngine",
     ]
     for name, flags in (("installed", installed), ("files", files)):
-        assert train.main([*SIZES, "--sft-steps", "120", *flags, *ARGS, "--out", str(tmp_path / name)]) == 0
-        assert "log-probs of the rollout engine differ from the policy's by" in capsys.readouterr().out
-    one, other = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in ("installed", "files"))
+        assert (
+            train.main([*SIZES, "--sft-steps", "120", *flags, *ARGS, "--out", str(tmp_path / name)])
+            == 0
+        )
+        assert (
+            "log-probs of the rollout engine differ from the policy's by" in capsys.readouterr().out
+        )
+    one, other = (
+        (tmp_path / name / "latest" / "model.safetensors").read_bytes()
+        for name in ("installed", "files")
+    )
     assert one == other
     assert read(tmp_path / "files" / "metrics.jsonl")[-1]["reward_mean"] > 0
     assert json.loads((tmp_path / "files" / "config.json").read_text())["correction"] == "tis"
-    more = ["--resume", str(tmp_path / "installed"), "--steps", "4", "--lr-schedule", "constant", "--allow-changes"]
+    more = [
+        "--resume",
+        str(tmp_path / "installed"),
+        "--steps",
+        "4",
+        "--lr-schedule",
+        "constant",
+        "--allow-changes",
+    ]
     assert train.main(more) == 0
     for name in ("sorting_plugin.py", "naive_plugin.py"):
         (site / name).write_text((site / name).read_text() + "\n")
     capsys.readouterr()
-    assert train.main(["--resume", str(tmp_path / "installed"), "--task-args", '{"length": 4}']) == 2
+    assert (
+        train.main(["--resume", str(tmp_path / "installed"), "--task-args", '{"length": 4}']) == 2
+    )
     said = capsys.readouterr().err
     for changed in (
         "task_args: ",
@@ -288,10 +353,21 @@ def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, ca
 def test_a_run_of_a_task_class_is_evaluated(tmp_path):
     run = tmp_path / "run"
     assert train.main([*SIZES, "--task", f"{SORT}:SortTask", *ARGS, "--out", str(run)]) == 0
-    flags = ["--prompts", "6", "--samples", "4", "--rollout", f"{NAIVE}:NaiveEngine", "--out", str(tmp_path / "evaluated")]
+    flags = [
+        "--prompts",
+        "6",
+        "--samples",
+        "4",
+        "--rollout",
+        f"{NAIVE}:NaiveEngine",
+        "--out",
+        str(tmp_path / "evaluated"),
+    ]
     assert evaluate.main([str(run), *flags]) == 0
     result = json.loads((tmp_path / "evaluated" / "eval.json").read_text())
-    assert result["pass_at_k"]["1"]["mean"] == pytest.approx(read(run / "eval.jsonl")[-1]["pass_at_k"]["1"])
+    assert result["pass_at_k"]["1"]["mean"] == pytest.approx(
+        read(run / "eval.jsonl")[-1]["pass_at_k"]["1"]
+    )
     assert result["settings"]["task_args"] == ARGS[1]
 
 
@@ -308,16 +384,45 @@ class Own(SortTask):
     reward = f"{{__file__}}:score"
 """
     file = written(tmp_path / "own.py", text)
-    assert train.main([*SIZES, "--task", f"{file}:Own", "--steps", "1", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        train.main(
+            [*SIZES, "--task", f"{file}:Own", "--steps", "1", "--out", str(tmp_path / "run")]
+        )
+        == 0
+    )
     assert read(tmp_path / "run" / "metrics.jsonl")[0]["reward_mean"] == 1.0
 
 
 @pytest.mark.slow
 def test_own_classes_run_under_torchrun(tmp_path):
-    flags = [*SIZES, "--task", f"{SORT}:SortTask", *ARGS, "--rollout", f"{NAIVE}:NaiveEngine", "--steps", "1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maxrl_fast.train"]
+    flags = [
+        *SIZES,
+        "--task",
+        f"{SORT}:SortTask",
+        *ARGS,
+        "--rollout",
+        f"{NAIVE}:NaiveEngine",
+        "--steps",
+        "1",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "maxrl_fast.train",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, *flags, "--out", str(tmp_path / "two")], env=environment, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(
+        [*command, *flags, "--out", str(tmp_path / "two")],
+        env=environment,
+        cwd=ROOT,
+        check=True,
+        timeout=300,
+    )
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     one, two = (read(tmp_path / name / "metrics.jsonl")[0] for name in ("one", "two"))
     assert two["reward_mean"] == one["reward_mean"]

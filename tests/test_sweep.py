@@ -1,4 +1,6 @@
-"""The sweep: its grid, what it refuses, a run that fails, Ctrl-C and resuming, the numbers over seeds."""
+"""The sweep: its grid, what it refuses, a run that fails, Ctrl-C and resuming, the numbers over
+seeds.
+"""
 
 import json
 import os
@@ -19,8 +21,30 @@ from tests.test_train import read
 
 ROOT = Path(__file__).parents[1]
 FLAGS = [
-    *("--task", "chain", "--prompts", "4", "--rollouts", "4", "--eval-prompts", "1", "--eval-samples", "4"),
-    *("--hidden-size", "32", "--intermediate-size", "48", "--layers", "1", "--heads", "4", "--kv-heads", "2"),
+    *(
+        "--task",
+        "chain",
+        "--prompts",
+        "4",
+        "--rollouts",
+        "4",
+        "--eval-prompts",
+        "1",
+        "--eval-samples",
+        "4",
+    ),
+    *(
+        "--hidden-size",
+        "32",
+        "--intermediate-size",
+        "48",
+        "--layers",
+        "1",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+    ),
     *("--threads", "1", "--dtype", "float32"),
 ]
 
@@ -40,11 +64,27 @@ def after(words, flag):
 def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path):
     config = tmp_path / "shared.toml"
     config.write_text("steps = 7\ntask = 'chain'\n")
-    sides = ["--seeds", "0", "1", "--objective", "maxrl", "grpo", "--lr", "1e-3", "2e-3", "--compile"]
+    sides = [
+        "--seeds",
+        "0",
+        "1",
+        "--objective",
+        "maxrl",
+        "grpo",
+        "--lr",
+        "1e-3",
+        "2e-3",
+        "--compile",
+    ]
     commands = printed(capsys, "--config", str(config), *sides)
     shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
-    assert shown == [(a, b, c) for a in ("maxrl", "grpo") for b in ("1e-3", "2e-3") for c in ("0", "1")]
-    assert all(after(x, "--config") == str(config) and "--compile" in x and after(x, "--resume") == "auto" for x in commands)
+    assert shown == [
+        (a, b, c) for a in ("maxrl", "grpo") for b in ("1e-3", "2e-3") for c in ("0", "1")
+    ]
+    assert all(
+        after(x, "--config") == str(config) and "--compile" in x and after(x, "--resume") == "auto"
+        for x in commands
+    )
     assert after(commands[3], "--out") == "runs/sweep-shared/maxrl_lr-2e-3_seed-1"
 
 
@@ -52,7 +92,12 @@ def test_the_commands_of_the_documents_are_right(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/evaluation.md"))
     lines = re.findall(r"^    python -m maxrl_fast\.sweep (.*)$", text, re.MULTILINE)
-    assert [len(printed(capsys, *shlex.split(line, comments=True))) for line in lines] == [6, 6, 3, 6]
+    assert [len(printed(capsys, *shlex.split(line, comments=True))) for line in lines] == [
+        6,
+        6,
+        3,
+        6,
+    ]
 
 
 def test_rewards_are_of_every_run_and_no_side(capsys):
@@ -68,7 +113,9 @@ def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
     own = f"{ROOT}/examples/custom_advantage.py:short_and_right"
     commands = printed(capsys, "--objective", "rloo", own, "--model", "models/a", "/b/c d")
     names = [after(x, "--out").removeprefix("runs/sweep/") for x in commands]
-    assert names == [f"{x}_model-{y}_seed-0" for x in ("rloo", "short_and_right") for y in ("models-a", "b-c-d")]
+    assert names == [
+        f"{x}_model-{y}_seed-0" for x in ("rloo", "short_and_right") for y in ("models-a", "b-c-d")
+    ]
 
 
 def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
@@ -76,26 +123,47 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     assert "--prompt-suffix=-- think" in words
 
 
-@pytest.mark.parametrize("runs", ["[]", "null", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}', '{"x": {"group": ["g"]}}'])
+@pytest.mark.parametrize(
+    "runs",
+    ["[]", "null", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}', '{"x": {"group": ["g"]}}'],
+)
 def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
     (tmp_path / "sweep.json").write_text(f'{{"runs": {runs}}}')
     assert sweep.main(["--out", str(tmp_path)]) == 2
-    assert re.search(r"sweep\.json must hold the runs of a sweep, got .*; restore it", capsys.readouterr().err)
+    assert re.search(
+        r"sweep\.json must hold the runs of a sweep, got .*; restore it", capsys.readouterr().err
+    )
 
 
 def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_path):
-    assert sweep.main(["--data", "/nowhere", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]) == 1
+    assert (
+        sweep.main(
+            ["--data", "/nowhere", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]
+        )
+        == 1
+    )
     assert not (tmp_path / "maxpo_seed-0").exists()
     capfd.readouterr()
-    assert sweep.main(["--data", "/there", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]) == 1
+    assert (
+        sweep.main(
+            ["--data", "/there", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]
+        )
+        == 1
+    )
     assert "maxpo_seed-0 failed with exit code 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--objective maxpo maxrl --k 4", "error: the run of objective maxrl: --k is not used by objective maxrl"),
-        ("--lr 0.1 -0.1", "error: the run of lr -0.1: lr must be a finite number above 0, got -0.1"),
+        (
+            "--objective maxpo maxrl --k 4",
+            "error: the run of objective maxrl: --k is not used by objective maxrl",
+        ),
+        (
+            "--lr 0.1 -0.1",
+            "error: the run of lr -0.1: lr must be a finite number above 0, got -0.1",
+        ),
         ("--seeds 0 0", "runs/sweep/maxpo_seed-0 is of two runs of the grid"),
         ("--lr 0.1 --lr 0.2", "--lr must be given once, with all its values behind it"),
         ("--seeds 0 --seed 1", "--seed must be given once"),
@@ -114,7 +182,10 @@ def test_a_sweep_under_torchrun_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert sweep.main(["--seeds", "0"]) == 2
     said = capsys.readouterr().err
-    assert "cannot run under torchrun; --dry-run prints the commands of its runs, each of which torchrun can start" in said
+    assert (
+        "cannot run under torchrun; --dry-run prints the commands of its runs, each of which torchrun can start"
+        in said
+    )
 
 
 def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(tmp_path):
@@ -122,7 +193,10 @@ def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(
         (tmp_path / str(seed)).mkdir()
         if passes is not None:
             lines = [{"step": 0, "pass_at_k": {"1": 0.9}}, {"step": 3, "pass_at_k": passes}]
-            text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "pass_at_k": {"1": 0.0}'
+            text = (
+                "".join(json.dumps(line) + "\n" for line in lines)
+                + '{"step": 4, "pass_at_k": {"1": 0.0}'
+            )
             (tmp_path / str(seed) / "eval.jsonl").write_text(text)
     row = over_seeds("maxrl", {seed: tmp_path / str(seed) for seed in range(4)})
     assert (row["group"], row["seeds"], list(row["pass_at_k"])) == ("maxrl", [0, 1, 2], ["1"])
@@ -134,13 +208,22 @@ def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(
 
 
 def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):
-    """Where a sweep was extended for some of its seeds only, the others have the pass@k of an earlier step."""
+    """Where a sweep was extended for some of its seeds only, the others have the pass@k of an
+    earlier step.
+    """
     runs = {}
     for seed, steps in ((0, 4), (1, 2), (2, 4)):
         folder = tmp_path / f"maxrl_seed-{seed}"
         folder.mkdir()
-        (folder / "eval.jsonl").write_text(json.dumps({"step": steps, "pass_at_k": {"1": 0.1 * steps}}) + "\n")
-        runs[folder.name] = {"group": "maxrl", "seed": seed, "state": "finished", "options": {"steps": steps}}
+        (folder / "eval.jsonl").write_text(
+            json.dumps({"step": steps, "pass_at_k": {"1": 0.1 * steps}}) + "\n"
+        )
+        runs[folder.name] = {
+            "group": "maxrl",
+            "seed": seed,
+            "state": "finished",
+            "options": {"steps": steps},
+        }
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
     assert sweep.Sweep(tmp_path, [], Screen()).run() == 0
     (row,) = json.loads((tmp_path / "sweep.json").read_text())["summary"]
@@ -148,7 +231,9 @@ def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_finished(tmp_path, capfd):
+def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_finished(
+    tmp_path, capfd
+):
     out = tmp_path / "sweep"
     shared = ["--steps", "2", "--seeds", "0", "1", "--objective", "maxrl", "--out", str(out)]
     assert sweep.main([*FLAGS, *shared, "--chain-length", "3", "0"]) == 1
@@ -173,15 +258,23 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     capfd.readouterr()
     assert sweep.main([*only_whole, "--clip-grad", "0.3"]) == 2
     said = capfd.readouterr().err
-    assert "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out" in said
+    assert (
+        "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out" in said
+    )
     assert sweep.main(only_whole) == 2
-    assert "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out" in capfd.readouterr().err
+    assert (
+        "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out"
+        in capfd.readouterr().err
+    )
     (out / "maxrl_chain-length-4_seed-0" / "config.json").unlink()
     assert sweep.main(only_whole) == 0
     assert times == [(out / name / "config.json").stat().st_mtime_ns for name in names]
     content = json.loads((out / "sweep.json").read_text())
     assert len(content["runs"]) == 6  # of both commands
-    assert [row["group"] for row in content["summary"] if row["seeds"]] == ["maxrl_chain-length-3", "maxrl_chain-length-4"]
+    assert [row["group"] for row in content["summary"] if row["seeds"]] == [
+        "maxrl_chain-length-3",
+        "maxrl_chain-length-4",
+    ]
 
 
 @pytest.mark.slow
@@ -190,7 +283,14 @@ def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tm
     flags = [*FLAGS, "--steps", "150", "--objective", "maxrl", "--seeds", "0", "1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "maxrl_fast.sweep", *flags, "--out", str(out)]
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     log, limit = out / "maxrl_seed-0" / "metrics.jsonl", time.monotonic() + 120
     while not (log.exists() and log.read_text().count("\n") > 3):
         assert time.monotonic() < limit
@@ -201,11 +301,16 @@ def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tm
     assert process.returncode == 130, output
     assert "stopped by Ctrl-C; the same command resumes the sweep" in output
     assert not (out / "maxrl_seed-1").exists()
-    assert json.loads((out / "sweep.json").read_text())["runs"]["maxrl_seed-0"]["state"] == "stopped"
+    assert (
+        json.loads((out / "sweep.json").read_text())["runs"]["maxrl_seed-0"]["state"] == "stopped"
+    )
     num_done = len(read(log))
     assert num_done < 150
     assert sweep.main([*flags, "--out", str(out)]) == 0
     assert [record["step"] for record in read(log)] == list(range(1, 151))
     assert sweep.main([*flags[:-2], "0", "--out", str(whole)]) == 0
-    parts = [(folder / "maxrl_seed-0" / "latest" / "model.safetensors").read_bytes() for folder in (out, whole)]
+    parts = [
+        (folder / "maxrl_seed-0" / "latest" / "model.safetensors").read_bytes()
+        for folder in (out, whole)
+    ]
     assert parts[0] == parts[1]

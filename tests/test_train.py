@@ -24,8 +24,30 @@ from tests.models import save_checkpoint, tiny_decoder
 
 SMALL = [
     *("--maze-size", "5", "--prompts", "4", "--rollouts", "4", "--k", "2", "--steps", "3"),
-    *("--sft-steps", "40", "--sft-batch", "8", "--sft-lr", "5e-3", "--eval-prompts", "6", "--eval-samples", "4"),
-    *("--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2"),
+    *(
+        "--sft-steps",
+        "40",
+        "--sft-batch",
+        "8",
+        "--sft-lr",
+        "5e-3",
+        "--eval-prompts",
+        "6",
+        "--eval-samples",
+        "4",
+    ),
+    *(
+        "--hidden-size",
+        "32",
+        "--intermediate-size",
+        "48",
+        "--layers",
+        "2",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+    ),
     *("--threads", "1", "--dtype", "float32"),
 ]
 TIMINGS = {"rollout_seconds", "train_seconds", "tokens_per_second"}
@@ -40,7 +62,9 @@ def read(path):
 
 
 def without_timings(path):
-    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in read(path)]
+    return [
+        {key: value for key, value in record.items() if key not in TIMINGS} for record in read(path)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +76,18 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_its_files(finished):
     config = json.loads((finished / "config.json").read_text())
-    assert (config["objective"], config["k"], config["seed"], config["max_new_tokens"]) == ("maxpo", 2, 0, 8)
+    assert (config["objective"], config["k"], config["seed"], config["max_new_tokens"]) == (
+        "maxpo",
+        2,
+        0,
+        8,
+    )
     assert config["versions"]["torch"] == torch.__version__
     metrics = read(finished / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3]
-    schedule = LearningRate(config["lr"], config["steps"], config["warmup_steps"], config["lr_schedule"])
+    schedule = LearningRate(
+        config["lr"], config["steps"], config["warmup_steps"], config["lr_schedule"]
+    )
     assert [record["lr"] for record in metrics] == [schedule.at(step) for step in (1, 2, 3)]
     wanted = {
         "reward_mean",
@@ -76,7 +107,9 @@ def test_a_run_writes_its_files(finished):
     assert list(evaluations[0]["pass_at_k"]) == ["1", "2", "4"]
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "tensorboard").glob("events*"))
-    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [f"step-00000{i}" for i in (0, 2, 3)]
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [
+        f"step-00000{i}" for i in (0, 2, 3)
+    ]
     assert (finished / "latest").resolve() == finished / "checkpoints" / "step-000003"
 
 
@@ -94,7 +127,9 @@ def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
     assert run(tmp_path / "again", "--save-every", "2", "--eval-every", "2") == 0
     assert_same_run(finished, tmp_path / "again")
     assert run(tmp_path / "other", "--seed", "1") == 0
-    assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(finished / "metrics.jsonl")
+    assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(
+        finished / "metrics.jsonl"
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +138,9 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
     weights = {}
     for name, given in flags.items():
         assert run(tmp_path / name, "--sft-steps", "3", "--steps", "0", *given) == 0
-        weights[name] = load_checkpoint(tmp_path / name / "checkpoints" / "step-000000").model.embed_tokens.weight
+        weights[name] = load_checkpoint(
+            tmp_path / name / "checkpoints" / "step-000000"
+        ).model.embed_tokens.weight
     assert torch.equal(weights["as-beta2"], weights["as-sft-beta2"])
     assert not torch.equal(weights["as-sft-beta2"], weights["default"])
 
@@ -111,7 +148,20 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
 @pytest.mark.slow
 def test_two_threads_repeat_bitwise(tmp_path):
     for name in ("one", "two"):
-        assert run(tmp_path / name, "--threads", "2", "--prompts", "32", "--rollouts", "16", "--maze-size", "9") == 0
+        assert (
+            run(
+                tmp_path / name,
+                "--threads",
+                "2",
+                "--prompts",
+                "32",
+                "--rollouts",
+                "16",
+                "--maze-size",
+                "9",
+            )
+            == 0
+        )
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -140,7 +190,9 @@ def test_the_last_checkpoint_is_the_trained_model(tmp_path, monkeypatch):
 
 def test_a_terminal_shows_progress(tmp_path, monkeypatch):
     output = io.StringIO()
-    monkeypatch.setattr(train, "Screen", lambda **_: Screen(Console(file=output, force_terminal=True, width=160)))
+    monkeypatch.setattr(
+        train, "Screen", lambda **_: Screen(Console(file=output, force_terminal=True, width=160))
+    )
     assert run(tmp_path / "run", "--eval-every", "1") == 0
     for words in ("warm start", "evaluate", "train", "3/3", "left", "reward", "held-out prompts"):
         assert words in output.getvalue()
@@ -160,7 +212,10 @@ def test_a_terminal_shows_progress(tmp_path, monkeypatch):
         "--objective maxpo_off_policy --k 2 --updates-per-step 2",
         "--objective pacs --updates-per-step 2",
         "--objective pacs_paper --score grpo --ref-reset-interval 2",
-        *(f"--objective grpo --loss {loss} --updates-per-step 2" for loss in ("luspo", "gmpo", "vespo", "topr", "topr_token")),
+        *(
+            f"--objective grpo --loss {loss} --updates-per-step 2"
+            for loss in ("luspo", "gmpo", "vespo", "topr", "topr_token")
+        ),
         "--objective grpo --loss sapo --loss-options tau_positive=0.8 tau_negative=1.2 --updates-per-step 2",
         "--objective grpo --loss dppo --loss-options high=0.1 --updates-per-step 2",
         "--objective grpo --loss dispo --loss-options high_negative=5 --updates-per-step 2",
@@ -173,8 +228,13 @@ def test_a_terminal_shows_progress(tmp_path, monkeypatch):
 def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
     assert train.main([*base(), "--out", str(tmp_path / "run"), *flags.split()]) == 0
     assert max(record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")) > 0
-    assert all(("pacs_accuracy" in record) == ("pacs" in flags) for record in read(tmp_path / "run" / "metrics.jsonl"))
-    before, after = (load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-00000{i}") for i in (0, 3))
+    assert all(
+        ("pacs_accuracy" in record) == ("pacs" in flags)
+        for record in read(tmp_path / "run" / "metrics.jsonl")
+    )
+    before, after = (
+        load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-00000{i}") for i in (0, 3)
+    )
     assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
 
 
@@ -182,10 +242,16 @@ def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
 def test_top_p_sampling_needs_no_correction(tmp_path, capsys):
     flags = ("--top-p", "0.9", "--kv-cache-gb", "0.001")
     assert run(tmp_path / "run", *flags) == 0
-    assert "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)" in capsys.readouterr().out
+    assert (
+        "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)"
+        in capsys.readouterr().out
+    )
     assert run(tmp_path / "tis", *flags, "--correction", "tis") == 0
-    for plain, tis in zip(*(read(tmp_path / name / "metrics.jsonl") for name in ("run", "tis")), strict=True):
-        assert max(plain["logprob_diff"], tis["logprob_diff"]) < 1e-4  # with the kept mass it would be above 0.01
+    for plain, tis in zip(
+        *(read(tmp_path / name / "metrics.jsonl") for name in ("run", "tis")), strict=True
+    ):
+        # with the kept mass it would be above 0.01
+        assert max(plain["logprob_diff"], tis["logprob_diff"]) < 1e-4
         assert plain["ratio"] == pytest.approx(1, abs=1e-4)
         assert tis["importance_weight"] == pytest.approx(1, abs=1e-4)
         assert "importance_weight" not in plain
@@ -193,7 +259,9 @@ def test_top_p_sampling_needs_no_correction(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_correction(tmp_path):
-    """Options of the run's correction that the other does not take are left out; a config.json of before has no correction."""
+    """Options of the run's correction that the other does not take are left out; a config.json of
+    before has no correction.
+    """
     assert run(tmp_path / "run", "--correction", "tis", "--importance-cap", "3") == 0
     more = ("--resume", str(tmp_path / "run"), "--allow-changes", "--steps")
     flags = ("--correction", "icepop", "--correction-options", "low=0.4")
@@ -214,9 +282,24 @@ def test_a_run_resumes_with_another_correction(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_training_a_checkpoint_of_another_family(tmp_path, family):
-    model, task = tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"), MazeTask(5)
-    save_checkpoint(tmp_path / "start", model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
-    assert run(tmp_path / "run", "--model", str(tmp_path / "start"), "--checkpoint-activations", "--sft-steps", "5") == 0
+    model, task = (
+        tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"),
+        MazeTask(5),
+    )
+    save_checkpoint(
+        tmp_path / "start", model.config, model.weights(), task.tokenizer_files(), task.stop_ids
+    )
+    assert (
+        run(
+            tmp_path / "run",
+            "--model",
+            str(tmp_path / "start"),
+            "--checkpoint-activations",
+            "--sft-steps",
+            "5",
+        )
+        == 0
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest")
     assert (theirs.config.model_type, theirs.dtype) == (family, torch.bfloat16)
     assert not torch.equal(theirs.model.norm.weight.float(), model.model.norm.weight)
@@ -224,12 +307,27 @@ def test_training_a_checkpoint_of_another_family(tmp_path, family):
 
 @pytest.mark.slow
 def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
-    flags = ["--model", str(finished / "latest"), "--lora-rank", "2", "--lora-targets", "q_proj,down_proj", "--lr", "0.01"]
+    flags = [
+        "--model",
+        str(finished / "latest"),
+        "--lora-rank",
+        "2",
+        "--lora-targets",
+        "q_proj,down_proj",
+        "--lr",
+        "0.01",
+    ]
     assert run(tmp_path / "run", *flags) == 0
     assert "576 of them trained (LoRA)" in capsys.readouterr().out.replace("\n", " ")
-    before, after = (load_checkpoint(path / "latest").state_dict() for path in (finished, tmp_path / "run"))
+    before, after = (
+        load_checkpoint(path / "latest").state_dict() for path in (finished, tmp_path / "run")
+    )
     changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
-    assert changed == {f"model.layers.{i}.{name}.weight" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert changed == {
+        f"model.layers.{i}.{name}.weight"
+        for i in range(2)
+        for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
     assert run(tmp_path / "bad", "--lora-rank", "2", "--lora-targets", "qkv") == 2
     assert "lora_targets must be among" in capsys.readouterr().err
 
@@ -237,9 +335,12 @@ def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
 @pytest.mark.slow
 def test_compiled_layers_train_like_eager_ones(finished, tmp_path):
     assert run(tmp_path / "run", "--compile") == 0
-    for ours, theirs in zip(read(finished / "metrics.jsonl"), read(tmp_path / "run" / "metrics.jsonl"), strict=True):
+    for ours, theirs in zip(
+        read(finished / "metrics.jsonl"), read(tmp_path / "run" / "metrics.jsonl"), strict=True
+    ):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-2, abs=1e-4)
-        assert theirs["reward_mean"] == pytest.approx(ours["reward_mean"], abs=0.13)  # a sampled token may differ
+        # a sampled token may differ
+        assert theirs["reward_mean"] == pytest.approx(ours["reward_mean"], abs=0.13)
 
 
 def base():
@@ -252,8 +353,14 @@ def base():
 def test_training_from_a_checkpoint(finished, tmp_path):
     assert run(tmp_path / "more", "--model", str(finished / "latest"), "--sft-steps", "0") == 0
     first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
-    assert torch.equal(first["model.norm.weight"], load_checkpoint(finished / "latest").state_dict()["model.norm.weight"])
-    assert read(tmp_path / "more" / "eval.jsonl")[0]["pass_at_k"] == read(finished / "eval.jsonl")[-1]["pass_at_k"]
+    assert torch.equal(
+        first["model.norm.weight"],
+        load_checkpoint(finished / "latest").state_dict()["model.norm.weight"],
+    )
+    assert (
+        read(tmp_path / "more" / "eval.jsonl")[0]["pass_at_k"]
+        == read(finished / "eval.jsonl")[-1]["pass_at_k"]
+    )
 
 
 @pytest.mark.slow
@@ -264,31 +371,49 @@ def test_training_from_a_checkpoint(finished, tmp_path):
         ("--objective maxrl", lambda r, _: ops.maxrl_advantage(r)),
         ("--objective maxrl --order 2", lambda r, _: ops.maxrl_advantage(r, 2)),
         ("--objective grpo", lambda r, _: ops.grpo_advantage(r)),
-        ("--objective grpo --eps 0.5 --ddof 0", lambda r, _: ops.grpo_advantage(r, eps=0.5, ddof=0)),
+        (
+            "--objective grpo --eps 0.5 --ddof 0",
+            lambda r, _: ops.grpo_advantage(r, eps=0.5, ddof=0),
+        ),
         ("--objective rloo", lambda r, _: ops.rloo_advantage(r)),
         ("--objective dr_grpo", lambda r, _: r - r.mean(1, keepdim=True)),
         ("--objective reinforce", lambda r, _: r - r.mean(1, keepdim=True)),
         ("--objective pkpo --k 3", lambda r, _: ops.expected_improvement(r, 3) * 3 / 4),
-        ("--objective opo", lambda r, s: ops.group_advantage(r, "opo", lengths=s.lengths.view(4, 4))),
+        (
+            "--objective opo",
+            lambda r, s: ops.group_advantage(r, "opo", lengths=s.lengths.view(4, 4)),
+        ),
         (
             "--objective reinforce_pp_tokens --ddof 0",
-            lambda r, s: ops.group_advantage(r, "reinforce_pp_tokens", lengths=s.lengths.view(4, 4), ddof=0),
+            lambda r, s: ops.group_advantage(
+                r, "reinforce_pp_tokens", lengths=s.lengths.view(4, 4), ddof=0
+            ),
         ),
         (
             "--objective differential_smoothing",
-            lambda r, s: ops.group_advantage(r, "differential_smoothing", logprobs=s.mean_logprobs.view(4, 4)),
+            lambda r, s: ops.group_advantage(
+                r, "differential_smoothing", logprobs=s.mean_logprobs.view(4, 4)
+            ),
         ),
         ("--objective lite_ppo", lambda r, _: (r - r.mean(1, keepdim=True)) / (r.std() + 1e-6)),
         ("--objective remax", lambda r, _: r - torch.tensor([[1.0], [0], [0], [1]])),
         (
             "--objective reinforce --max-new-tokens 8 --overlong-buffer 4",
-            lambda r, s: ops.group_advantage(r - (s.lengths.view(4, 4) - 4).clamp_min(0) / 4, "reinforce"),
+            lambda r, s: ops.group_advantage(
+                r - (s.lengths.view(4, 4) - 4).clamp_min(0) / 4, "reinforce"
+            ),
         ),
-        ("--objective self", lambda r, _: ops.grpo_advantage(r) * torch.tensor([[0.0], [1], [1], [0]])),
+        (
+            "--objective self",
+            lambda r, _: ops.grpo_advantage(r) * torch.tensor([[0.0], [1], [1], [0]]),
+        ),
     ],
 )
 def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags, expected):
-    rewards, seen = torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0, 0, 0, 0], [1, 0, 1, 0]]), []
+    rewards, seen = (
+        torch.tensor([[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0, 0, 0, 0], [1, 0, 1, 0]]),
+        [],
+    )
     update = Learner.update
 
     def spy(self, samples, advantages, sequences, *, when, **options):
@@ -302,7 +427,21 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
         return torch.tensor([1.0, 0, 0, 1]) if is_greedy else rewards[: len(prompts)].flatten()
 
     monkeypatch.setattr(MazeTask, "score", score)
-    assert train.main([*base(), "--out", str(tmp_path / "run"), "--steps", "1", "--eval-prompts", "4", *flags.split()]) == 0
+    assert (
+        train.main(
+            [
+                *base(),
+                "--out",
+                str(tmp_path / "run"),
+                "--steps",
+                "1",
+                "--eval-prompts",
+                "4",
+                *flags.split(),
+            ]
+        )
+        == 0
+    )
     when, advantages, rollouts, aggregation = seen[-1]
     assert when == "step 1"
     torch.testing.assert_close(advantages, expected(rewards, rollouts).flatten())
@@ -322,7 +461,10 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
         ("--layers 1000000000", "GB of weights, this machine"),
         ("--hidden-size 8000000000000000000", "got"),
         ("--kv-cache-gb 1e-6", "kv_cache_gb must hold the longest prompt and a response"),
-        ("--model /nowhere", "--model must be the folder of a checkpoint, got /nowhere, which is not there"),
+        (
+            "--model /nowhere",
+            "--model must be the folder of a checkpoint, got /nowhere, which is not there",
+        ),
     ],
 )
 def test_bad_input_exits_with_2_before_any_work(tmp_path, capsys, flags, sentence):
@@ -347,20 +489,31 @@ def test_a_checkpoint_that_does_not_fit_the_task_is_refused(finished, tmp_path, 
 
 
 def test_a_response_limit_beyond_the_positions_is_refused_on_resuming(finished, capsys):
-    assert train.main(["--resume", str(finished), "--max-new-tokens", "4000", "--allow-changes"]) == 2
+    assert (
+        train.main(["--resume", str(finished), "--max-new-tokens", "4000", "--allow-changes"]) == 2
+    )
     assert "responses of 4000 tokens need" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
-    for words in ("objective = maxpo", "k = 2", "max_new_tokens = 8", "Adam moments", "key/value cache", "GFLOP"):
+    for words in (
+        "objective = maxpo",
+        "k = 2",
+        "max_new_tokens = 8",
+        "Adam moments",
+        "key/value cache",
+        "GFLOP",
+    ):
         assert words in text
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, capsys, monkeypatch):
+def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(
+    tmp_path, capsys, monkeypatch
+):
     update = Learner.update
 
     def poisoned(self, samples, advantages, sequences, *, when, **options):
@@ -372,7 +525,8 @@ def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, 
     monkeypatch.setattr(Learner, "update", poisoned)
     assert run(tmp_path / "run", "--save-every", "1") == 1
     error = capsys.readouterr().err
-    assert "step 2: an advantage is not finite for prompt 325" in error  # after 320 of the warm start and 4 of step 1
+    # after 320 of the warm start and 4 of step 1
+    assert "step 2: an advantage is not finite for prompt 325" in error
     assert "checkpoints/step-000001" in error
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
     load_checkpoint(tmp_path / "run" / "latest")
@@ -380,7 +534,9 @@ def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(tmp_path, 
 
 def test_out_of_gpu_memory_is_reported_with_advice(tmp_path, capsys, monkeypatch):
     def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."
+        )
 
     monkeypatch.setattr(Passes, "logprobs", full)
     assert run(tmp_path / "run", "--importance-cap", "2") == 1
@@ -392,7 +548,16 @@ def test_out_of_gpu_memory_is_reported_with_advice(tmp_path, capsys, monkeypatch
 @pytest.mark.slow
 def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "maxrl_fast.train", *SMALL, "--steps", "100000", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "maxrl_fast.train",
+        *SMALL,
+        "--steps",
+        "100000",
+        "--out",
+        str(out),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
     while not (out / "metrics.jsonl").exists() or len(read(out / "metrics.jsonl")) < 2:
@@ -415,6 +580,12 @@ def test_help_groups_the_options(capsys, monkeypatch):
         train.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for words in ("objective options", "rollout options", "--maze-size", "--token-budget", "evaluation options"):
+    for words in (
+        "objective options",
+        "rollout options",
+        "--maze-size",
+        "--token-budget",
+        "evaluation options",
+    ):
         assert words in text
     assert "second backward pass; 0: none." in text  # one line, unlike in the source

@@ -8,7 +8,9 @@ using cpu::Decoder;
 using cpu::Generation;
 using py::literals::operator""_a;
 
-std::string_view name_of(Arithmetic arithmetic) { return kNamesOf<Arithmetic>[static_cast<int>(arithmetic)]; }
+std::string_view name_of(Arithmetic arithmetic) {
+  return kNamesOf<Arithmetic>[static_cast<int>(arithmetic)];
+}
 
 // The record whose fields are the arguments of a function.
 template <typename Record>
@@ -29,19 +31,22 @@ void bind_generation(py::module_& m) {
   });
   m.def("fastest_for_bfloat16", [] { return name_of(cpu::fastest_for_bfloat16()); });
   py::class_<Decoder>(m, "CpuDecoder")
-      .def(py::init(
-          [](const py::kwargs& given) { return std::make_unique<Decoder>(record_of<DecoderOptions>("CpuDecoder", given)); }))
+      .def(py::init([](const py::kwargs& given) {
+        return std::make_unique<Decoder>(record_of<DecoderOptions>("CpuDecoder", given));
+      }))
       .def("load",
            [](Decoder& decoder, const py::kwargs& given) {
              const auto weights = record_of<DecoderWeights>("load", given);
              const py::gil_scoped_release release;
              decoder.load(weights);
            })
-      .def("cache_bytes",
-           [](const Decoder& decoder, int64_t length) { return cpu::KeyValueCache::bytes(decoder.sizes(), length); });
+      .def("cache_bytes", [](const Decoder& decoder, int64_t length) {
+        return cpu::KeyValueCache::bytes(decoder.sizes(), length);
+      });
   py::class_<Generation>(m, "CpuGeneration")
       .def(py::init([](const Decoder& decoder, const py::kwargs& given) {
-             return std::make_unique<Generation>(decoder, record_of<GenerationJob>("CpuGeneration", given));
+             return std::make_unique<Generation>(decoder,
+                                                 record_of<GenerationJob>("CpuGeneration", given));
            }),
            py::keep_alive<1, 2>())
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())

@@ -16,15 +16,18 @@ namespace py = pybind11;
 
 class Keywords final : public Arguments {
  public:
-  // The names as Python's strings, in the order of the fields, which every call of a function shares.
+  // The names as Python's strings, in the order of the fields, which every call of a function
+  // shares.
   using Names = std::vector<py::object>;
 
   // given: a dict, or a tuple of the fields in their order
-  Keywords(std::string_view function, py::handle given, Names& names) : function_(function), given_(given), names_(names) {}
+  Keywords(std::string_view function, py::handle given, Names& names)
+      : function_(function), given_(given), names_(names) {}
 
   void finish() const override {
     if (PyTuple_Check(given_.ptr())) {
-      if (num_read_ != PyTuple_GET_SIZE(given_.ptr())) fail("too many fields in ", py::repr(given_));
+      if (num_read_ != PyTuple_GET_SIZE(given_.ptr()))
+        fail("too many fields in ", py::repr(given_));
       return;
     }
     if (PyDict_Size(given_.ptr()) == num_read_) return;
@@ -57,7 +60,8 @@ class Keywords final : public Arguments {
     int overflow = 0;
     const bool is_integer = PyLong_Check(value);
     const int64_t number = is_integer ? PyLong_AsLongLongAndOverflow(value, &overflow) : 0;
-    const bool fits = is_integer && !overflow && (bytes == 8 || number == static_cast<int32_t>(number));
+    const bool fits =
+        is_integer && !overflow && (bytes == 8 || number == static_cast<int32_t>(number));
     require(fits, value, name, bytes == 8 ? "an integer" : "a 32-bit integer");
     return number;
   }
@@ -73,14 +77,16 @@ class Keywords final : public Arguments {
     const std::string_view chosen = text(value, name);
     for (size_t i = 0; i < count; ++i)
       if (chosen == names[i]) return i;
-    throw py::value_error(std::string(function_) + ": unknown " + std::string(name) + " '" + std::string(chosen) + "'");
+    throw py::value_error(std::string(function_) + ": unknown " + std::string(name) + " '" +
+                          std::string(chosen) + "'");
   }
   size_t length(Value value, Name name) const override {
     require(PyList_Check(value) || PyTuple_Check(value), value, name, "a list");
     return static_cast<size_t>(PySequence_Fast_GET_SIZE(value));
   }
   Value item(Value value, size_t i) const override { return PySequence_Fast_GET_ITEM(value, i); }
-  void in_record(Value value, Name name, const std::function<void(Arguments&)>& read) const override {
+  void in_record(Value value, Name name,
+                 const std::function<void(Arguments&)>& read) const override {
     require(PyDict_Check(value) || PyTuple_Check(value), value, name, "a record");
     Names names;
     Keywords fields(name, value, names);

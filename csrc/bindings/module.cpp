@@ -1,5 +1,6 @@
-// The module maxrl_fast._C: every kernel as a function of Python. They take addresses (and, for CUDA, the stream) as integers
-// and allocate no tensor. Callers go through maxrl_fast/ops, which checks tensors and passes the current stream.
+// The module maxrl_fast._C: every kernel as a function of Python. They take addresses (and, for
+// CUDA, the stream) as integers and allocate no tensor. Callers go through maxrl_fast/ops, which
+// checks tensors and passes the current stream.
 #include <map>
 #include <memory>
 
@@ -9,7 +10,8 @@
 #include "keywords.h"
 
 template <>
-inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {"baseline", "avx2", "avx512"};
+inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {"baseline", "avx2",
+                                                                             "avx512"};
 
 namespace maxrl::bindings {
 
@@ -19,7 +21,8 @@ void bind_generation(py::module_& m);
 
 namespace {
 
-const Kernel& kernel_for_dtype(const std::string& name, const std::vector<Kernel>& kernels, Keywords& at) {
+const Kernel& kernel_for_dtype(const std::string& name, const std::vector<Kernel>& kernels,
+                               Keywords& at) {
   if (!kernels.front().dtype) return kernels.front();
   std::string_view dtype;
   std::string known;
@@ -35,7 +38,8 @@ void bind_kernels(py::module_& m) {
   std::map<std::string, std::vector<Kernel>> by_name;
   for (const Kernel& kernel : kernels()) by_name[kernel.name].push_back(kernel);
   for (const auto& [key, found] : by_name)
-    m.def(key.c_str(), [name = key, kernels = found, names = std::make_shared<Keywords::Names>()](const py::kwargs& given) {
+    m.def(key.c_str(), [name = key, kernels = found,
+                        names = std::make_shared<Keywords::Names>()](const py::kwargs& given) {
       Keywords at(name, given, *names);
       return kernel_for_dtype(name, kernels, at).run(at);
     });
@@ -53,13 +57,16 @@ void export_fields(py::module_& m, const char* record, const char* const (&names
 void bind_instructions(py::module_& m) {
   m.def("instruction_sets", [] {  // the widest first
     std::vector<std::string_view> names;
-    for (int i = static_cast<int>(cpu::processor_instructions()); i >= 0; --i) names.push_back(kNamesOf<Instructions>[i]);
+    for (int i = static_cast<int>(cpu::processor_instructions()); i >= 0; --i)
+      names.push_back(kNamesOf<Instructions>[i]);
     return names;
   });
   m.def("limit_instructions", [](std::string_view name) {
     for (int i = static_cast<int>(cpu::processor_instructions()); i >= 0; --i)
-      if (name == kNamesOf<Instructions>[i]) return void(cpu::widest_instructions = static_cast<Instructions>(i));
-    throw py::value_error("this machine does not have the instruction set '" + std::string(name) + "'");
+      if (name == kNamesOf<Instructions>[i])
+        return void(cpu::widest_instructions = static_cast<Instructions>(i));
+    throw py::value_error("this machine does not have the instruction set '" + std::string(name) +
+                          "'");
   });
 }
 

@@ -36,7 +36,8 @@ using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 class AlignedBytes {
  public:
   AlignedBytes() = default;
-  explicit AlignedBytes(int64_t size) : data_(static_cast<std::byte*>(::operator new(size, kCacheLine))) {}
+  explicit AlignedBytes(int64_t size)
+      : data_(static_cast<std::byte*>(::operator new(size, kCacheLine))) {}
 
   template <typename Element>
   Element* as() const {

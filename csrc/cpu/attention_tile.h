@@ -1,10 +1,12 @@
 // A tile of queries against blocks of keys: the arithmetic of attention.cpp.
 //
-// A row is one query of one head, and has a lane of a vector. Queries, outputs and their gradients are therefore transposed on
-// the way in and out, and the softmax is lane by lane. Scores, outputs and gradients of queries are sums of vectors times
-// broadcast numbers of keys and values as they stand; gradients of keys and values have a head's dimensions in their lanes:
+// A row is one query of one head, and has a lane of a vector. Queries, outputs and their gradients
+// are therefore transposed on the way in and out, and the softmax is lane by lane. Scores, outputs
+// and gradients of queries are sums of vectors times broadcast numbers of keys and values as they
+// stand; gradients of keys and values have a head's dimensions in their lanes:
 //
-//   s[key][rows] = sum_d k[key][d] q[d][rows]    o[d][rows] += sum_key v[key][d] p[key][rows]    dv[key][ds] += sum_row ...
+//   s[key][rows] = sum_d k[key][d] q[d][rows]    o[d][rows] += sum_key v[key][d] p[key][rows]
+//   dv[key][ds] += sum_row ...
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -14,22 +16,30 @@
 
 namespace maxrl::cpu {
 
-// `stride`: numbers from one packed key to the next; dims, a head's dimensions, are padded to a multiple of 16 up to it.
+// `stride`: numbers from one packed key to the next; dims, a head's dimensions, are padded to a
+// multiple of 16 up to it.
 template <typename Vectors_, int stride_>
 struct alignas(64) AttentionTile {
   using Vectors = Vectors_;
   using Real = typename Vectors::Real;
   using Reals = typename Vectors::Reals;
-  static constexpr int kStride = stride_, kLanes = Vectors::kLanes, kVectors = 2, kRows = kVectors * kLanes;
-  static constexpr int kKeys = kLanes == 16 ? 12 : 6;  // keys whose scores the registers hold for all rows
-  static constexpr int kTail = kLanes == 16 ? 4 : 3;   // and of the last steps; up to kTail - 1 keys after the last are read
-  static constexpr int kBlock = kStride == 16 ? 96 : 48;  // keys whose probabilities stay in the first cache
-  static constexpr Real kHidden = -1e30, kNoTop = -1e20;  // a hidden score is far below the top of a row that has seen none
-  static constexpr Real kHeadroom = 60;  // by which a score may exceed its row's top: 2^60 leaves room for sums
+  static constexpr int kStride = stride_, kLanes = Vectors::kLanes, kVectors = 2,
+                       kRows = kVectors * kLanes;
+  static constexpr int kKeys =
+      kLanes == 16 ? 12 : 6;  // keys whose scores the registers hold for all rows
+  static constexpr int kTail =
+      kLanes == 16 ? 4 : 3;  // and of the last steps; up to kTail - 1 keys after the last are read
+  static constexpr int kBlock =
+      kStride == 16 ? 96 : 48;  // keys whose probabilities stay in the first cache
+  static constexpr Real
+      kHidden = -1e30,
+      kNoTop = -1e20;  // a hidden score is far below the top of a row that has seen none
+  static constexpr Real kHeadroom =
+      60;  // by which a score may exceed its row's top: 2^60 leaves room for sums
 
   Real q[kStride * kRows];  // transposed, times log2(e) / sqrt(head_dim)
   Real o[kStride * kRows];  // transposed; forward: the output before it is divided; backward: dq
-  Real p[kBlock * kRows];   // scores, then probabilities, of a block
+  Real p[kBlock * kRows];  // scores, then probabilities, of a block
   Real first[kRows], last[kRows];  // a row's own keys, among the packed ones: it sees first..last
   Reals top[kVectors], sum[kVectors];
   int64_t places[kRows];  // (token, head) of a row in the stream's tensors
@@ -45,14 +55,16 @@ struct alignas(64) AttentionTile {
 
   // All rows of a tensor: transposed and multiplied, and as they are into `rows`, unless null.
   template <typename Element>
-  void load(const Element* from, int64_t head_dim, Real factor, Real* transposed, Real* rows) const {
+  void load(const Element* from, int64_t head_dim, Real factor, Real* transposed,
+            Real* rows) const {
     compiled_for(Vectors{}, [=, this_ = this] {
       for (int r = 0; r < kRows; r += kLanes)
         for (int d = 0; d < this_->dims; d += kLanes) {
           Reals x[kLanes];
           const auto load_all = [&](int64_t count) {
 #pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) x[i] = load_lanes<Vectors>(from + this_->places[r + i] * head_dim + d, count);
+            for (int i = 0; i < kLanes; ++i)
+              x[i] = load_lanes<Vectors>(from + this_->places[r + i] * head_dim + d, count);
           };
           if (head_dim - d >= kLanes)
             load_all(kLanes);
@@ -75,11 +87,13 @@ struct alignas(64) AttentionTile {
         for (int d = 0; d < dims; d += kLanes) {
           Reals x[kLanes];
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i) x[i] = read(o + (d + i) * kRows + r) * factors[r / kLanes];
+          for (int i = 0; i < kLanes; ++i)
+            x[i] = read(o + (d + i) * kRows + r) * factors[r / kLanes];
           transpose<kLanes / 2>(x);
           if (head_dim - d >= kLanes && count - r >= kLanes)
 #pragma GCC unroll 16
-            for (int i = 0; i < kLanes; ++i) store_lanes<Vectors>(to + places[r + i] * head_dim + d, kLanes, x[i]);
+            for (int i = 0; i < kLanes; ++i)
+              store_lanes<Vectors>(to + places[r + i] * head_dim + d, kLanes, x[i]);
           else
             for (int i = 0; i < std::min(count - r, kLanes); ++i)
               store_lanes<Vectors>(to + places[r + i] * head_dim + d, head_dim - d, x[i]);
@@ -112,8 +126,8 @@ struct alignas(64) AttentionTile {
     });
   }
 
-  // The blocks of keys that `count` rows see: all of the first `shared` keys, and their own. use(is_masked, vector, begin,
-  // count) is for all vectors of rows if not masked, else for one.
+  // The blocks of keys that `count` rows see: all of the first `shared` keys, and their own.
+  // use(is_masked, vector, begin, count) is for all vectors of rows if not masked, else for one.
   template <typename Use>
   void for_blocks(int count, int64_t shared, const Use& use) const {
     const auto range = [&](auto is_masked, int vector, int64_t begin, int64_t end) {
@@ -122,7 +136,9 @@ struct alignas(64) AttentionTile {
     };
     range(std::false_type{}, 0, 0, shared);
     const auto key = [](Real place) { return static_cast<int64_t>(place); };
-    const bool same = first[0] == first[count - 1];  // rows of one sequence all see its keys up to the first row's
+    const bool same =
+        first[0] ==
+        first[count - 1];  // rows of one sequence all see its keys up to the first row's
     const int64_t seen_by_all = key(last[0]) + 1;
     if (same) range(std::false_type{}, 0, key(first[0]), seen_by_all);
     for (int i = 0; i * kLanes < count; ++i)
@@ -130,28 +146,33 @@ struct alignas(64) AttentionTile {
             key(last[std::min(count, (i + 1) * kLanes) - 1]) + 1);
   }
 
-  // Adds keys begin..begin + count - 1 to the online softmax. A row's probabilities are 2^(score - top), its top the greatest
-  // score of the first keys, and raised only where a score exceeds it by kHeadroom.
+  // Adds keys begin..begin + count - 1 to the online softmax. A row's probabilities are 2^(score -
+  // top), its top the greatest score of the first keys, and raised only where a score exceeds it by
+  // kHeadroom.
   template <bool is_masked>
   void forward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values) {
     compiled_for(Vectors{}, [=, this_ = this] {
       this_->template add_keys<is_masked>(vector, begin, count, keys + begin * kStride);
-      add_weighted_keys<is_masked ? 1 : kVectors>(this_->dims, count, this_->p + vector * kLanes, values + begin * kStride,
+      add_weighted_keys<is_masked ? 1 : kVectors>(this_->dims, count, this_->p + vector * kLanes,
+                                                  values + begin * kStride,
                                                   this_->o + vector * kLanes);
     });
   }
 
   // Adds what keys begin..begin + count - 1 give to dq and what these rows give to their dk and dv.
   template <bool is_masked>
-  void backward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values, Real* dk, Real* dv) {
+  void backward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values,
+                      Real* dk, Real* dv) {
     compiled_for(Vectors{}, [=, this_ = this] {
       constexpr int vectors = is_masked ? 1 : kVectors;
       const int row = vector * kLanes, dims = this_->dims;
       const int64_t at = begin * kStride;
       this_->template find_p_and_ds<is_masked>(vector, begin, count, keys + at, values + at);
       add_weighted_keys<vectors>(dims, count, this_->ds + row, keys + at, this_->o + row);
-      add_weighted_rows<vectors * kLanes>(dims, count, this_->p + row, this_->g_rows + row * kStride, dv + at);
-      add_weighted_rows<vectors * kLanes>(dims, count, this_->ds + row, this_->q_rows + row * kStride, dk + at);
+      add_weighted_rows<vectors * kLanes>(dims, count, this_->p + row,
+                                          this_->g_rows + row * kStride, dv + at);
+      add_weighted_rows<vectors * kLanes>(dims, count, this_->ds + row,
+                                          this_->q_rows + row * kStride, dk + at);
     });
   }
 
@@ -160,27 +181,32 @@ struct alignas(64) AttentionTile {
   template <bool is_masked>
   Reals seen(Reals x, int vector, int64_t key, Real hidden) const {
     if constexpr (!is_masked) return x;
-    return where_between(read(first + vector * kLanes), Vectors::all(static_cast<Real>(key)), read(last + vector * kLanes), x,
-                         Vectors::all(hidden));
+    return where_between(read(first + vector * kLanes), Vectors::all(static_cast<Real>(key)),
+                         read(last + vector * kLanes), x, Vectors::all(hidden));
   }
 
   // sink(first, sums) for all keys, some at a time: sums[key][i] = sum_d keys[key][d] rows[d][i].
   template <int vectors, typename Sink>
-  static void key_products(int dims, int count, const Real* rows, const Real* keys, const Sink& sink) {
+  static void key_products(int dims, int count, const Real* rows, const Real* keys,
+                           const Sink& sink) {
     int j = 0;
-    for (; j + kKeys <= count; j += kKeys) some_products<vectors, kKeys>(dims, j, rows, keys + j * kStride, sink);
-    for (; j < count; j += kTail) some_products<vectors, kTail>(dims, j, rows, keys + j * kStride, sink);
+    for (; j + kKeys <= count; j += kKeys)
+      some_products<vectors, kKeys>(dims, j, rows, keys + j * kStride, sink);
+    for (; j < count; j += kTail)
+      some_products<vectors, kTail>(dims, j, rows, keys + j * kStride, sink);
   }
   template <int vectors, int num_keys, typename Sink>
-  static void some_products(int dims, int first_key, const Real* rows, const Real* keys, const Sink& sink) {
+  static void some_products(int dims, int first_key, const Real* rows, const Real* keys,
+                            const Sink& sink) {
     Reals sums[num_keys][vectors] = {};
     add_products<kStride, kRows>(dims, keys, rows, sums);
     sink(first_key, sums);
   }
-  // sums[key][i] += sum_step numbers[key][step] rows[step][i], where `number_stride` is from one key's numbers to the next's
-  // and `row_stride` from a row to the next.
+  // sums[key][i] += sum_step numbers[key][step] rows[step][i], where `number_stride` is from one
+  // key's numbers to the next's and `row_stride` from a row to the next.
   template <int number_stride, int row_stride, int num_keys, int vectors>
-  static void add_products(int steps, const Real* numbers, const Real* rows, Reals (&sums)[num_keys][vectors]) {
+  static void add_products(int steps, const Real* numbers, const Real* rows,
+                           Reals (&sums)[num_keys][vectors]) {
 #pragma GCC unroll 2
     for (int step = 0; step < steps; ++step) {
       Reals row[vectors];
@@ -195,7 +221,8 @@ struct alignas(64) AttentionTile {
     }
   }
 
-  // Exponentials have a loop of their own: beside the sums of products, their constants would not fit into the registers.
+  // Exponentials have a loop of their own: beside the sums of products, their constants would not
+  // fit into the registers.
   template <bool is_masked>
   void add_keys(int vector, int64_t begin, int count, const Real* keys) {
     constexpr int vectors = is_masked ? 1 : kVectors;
@@ -208,14 +235,17 @@ struct alignas(64) AttentionTile {
       for (int j = 0; j < num_keys; ++j)
 #pragma GCC unroll 2
         for (int i = 0; i < vectors; ++i) {
-          const Reals score = seen<is_masked>(scores[j][i], vector + i, begin + first_key + j, kHidden);
-          if (num_keys == kKeys || first_key + j < count) highest[i] = Vectors::greater(score, highest[i]);
+          const Reals score =
+              seen<is_masked>(scores[j][i], vector + i, begin + first_key + j, kHidden);
+          if (num_keys == kKeys || first_key + j < count)
+            highest[i] = Vectors::greater(score, highest[i]);
           write(p + row + (first_key + j) * kRows + i * kLanes, score);
         }
     });
     Reals tops[vectors], sums_of[vectors];
     for (int i = 0; i < vectors; ++i) {
-      if (__builtin_expect(any_greater(highest[i], top[vector + i] + kHeadroom), 0)) raise(vector + i, highest[i]);
+      if (__builtin_expect(any_greater(highest[i], top[vector + i] + kHeadroom), 0))
+        raise(vector + i, highest[i]);
       tops[i] = top[vector + i], sums_of[i] = sum[vector + i];
     }
     for_scores<vectors>(count, row, [&](int, int i, Real* at) {
@@ -225,7 +255,8 @@ struct alignas(64) AttentionTile {
     });
     for (int i = 0; i < vectors; ++i) sum[vector + i] = sums_of[i];
   }
-  // Gives rows that have seen a score far above their top a higher one: what they have summed up shrinks.
+  // Gives rows that have seen a score far above their top a higher one: what they have summed up
+  // shrinks.
   void raise(int vector, const Reals& highest) {
     const Reals raised = highest > top[vector] + kHeadroom ? highest : top[vector];
     const Reals factor = power_of_two<Vectors>(top[vector] - raised);
@@ -260,18 +291,24 @@ struct alignas(64) AttentionTile {
       };
     };
     Reals lse_of[vectors], delta_of[vectors];
-    for (int i = 0; i < vectors; ++i) lse_of[i] = read(lse + row + i * kLanes), delta_of[i] = read(delta + row + i * kLanes);
-    key_products<vectors>(dims, count, q + row, keys, to_all(p, [](int, int, const Reals& score) { return score; }));
+    for (int i = 0; i < vectors; ++i)
+      lse_of[i] = read(lse + row + i * kLanes), delta_of[i] = read(delta + row + i * kLanes);
+    key_products<vectors>(dims, count, q + row, keys,
+                          to_all(p, [](int, int, const Reals& score) { return score; }));
     for_scores<vectors>(count, row, [&](int j, int i, Real* at) {
-      write(at, seen<is_masked>(power_of_two<Vectors>(read(at) - lse_of[i]), vector + i, begin + j, 0));
+      write(at,
+            seen<is_masked>(power_of_two<Vectors>(read(at) - lse_of[i]), vector + i, begin + j, 0));
     });
     key_products<vectors>(dims, count, g + row, values,
-                          to_all(ds, [&](int place, int i, const Reals& dp) { return read(p + place) * (dp - delta_of[i]); }));
+                          to_all(ds, [&](int place, int i, const Reals& dp) {
+                            return read(p + place) * (dp - delta_of[i]);
+                          }));
   }
 
   // sums[d][rows] += sum_key keys[key][d] weights[key][rows].
   template <int vectors>
-  static void add_weighted_keys(int dims, int count, const Real* weights, const Real* keys, Real* sums) {
+  static void add_weighted_keys(int dims, int count, const Real* weights, const Real* keys,
+                                Real* sums) {
     constexpr int kStep = (kLanes == 16 ? 16 : 8) / vectors;
     for (int d = 0; d < dims; d += kStep) {
       Reals sum[kStep][vectors];
@@ -299,19 +336,24 @@ struct alignas(64) AttentionTile {
 
   // sums[key][d] += sum_row weights[key][row] rows[row][d].
   template <int num_rows>
-  static void add_weighted_rows(int dims, int count, const Real* weights, const Real* rows, Real* sums) {
+  static void add_weighted_rows(int dims, int count, const Real* weights, const Real* rows,
+                                Real* sums) {
     int d = 0;
     if constexpr (kStride >= 2 * kLanes)
-      for (; d + 2 * kLanes <= dims; d += 2 * kLanes) add_weighted_dims<num_rows, 2>(count, weights, rows + d, sums + d);
-    for (; d < dims; d += kLanes) add_weighted_dims<num_rows, 1>(count, weights, rows + d, sums + d);
+      for (; d + 2 * kLanes <= dims; d += 2 * kLanes)
+        add_weighted_dims<num_rows, 2>(count, weights, rows + d, sums + d);
+    for (; d < dims; d += kLanes)
+      add_weighted_dims<num_rows, 1>(count, weights, rows + d, sums + d);
   }
   template <int num_rows, int parts>
   static void add_weighted_dims(int count, const Real* weights, const Real* rows, Real* sums) {
     int j = 0;
     for (; j + kKeys <= count; j += kKeys)
-      add_weighted_some<num_rows, parts, kKeys>(kKeys, weights + j * kRows, rows, sums + j * kStride);
+      add_weighted_some<num_rows, parts, kKeys>(kKeys, weights + j * kRows, rows,
+                                                sums + j * kStride);
     for (; j < count; j += kTail)
-      add_weighted_some<num_rows, parts, kTail>(count - j, weights + j * kRows, rows, sums + j * kStride);
+      add_weighted_some<num_rows, parts, kTail>(count - j, weights + j * kRows, rows,
+                                                sums + j * kStride);
   }
   template <int num_rows, int parts, int num_keys>
   static void add_weighted_some(int count, const Real* weights, const Real* rows, Real* sums) {

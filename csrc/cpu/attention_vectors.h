@@ -1,5 +1,5 @@
-// What attention_tile.h needs of vectors beyond vectors.h: base-2 exponential and logarithm, comparisons, transposition, and
-// loads and stores of one vector of elements, or a part of it.
+// What attention_tile.h needs of vectors beyond vectors.h: base-2 exponential and logarithm,
+// comparisons, transposition, and loads and stores of one vector of elements, or a part of it.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -19,7 +19,8 @@ inline typename Vectors::Reals power_of_two(typename Vectors::Reals x) {
   if constexpr (sizeof(typename Vectors::Real) == 4) {
     using Reals = typename Vectors::Reals;
     using Words = typename Vectors::Words;
-    constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
+    constexpr float kShift =
+        0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
     x = Vectors::greater(Vectors::all(-127.0f), x);
     const Reals shifted = x + kShift, r = x - (shifted - kShift);
     Reals p = r * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
@@ -30,7 +31,8 @@ inline typename Vectors::Reals power_of_two(typename Vectors::Reals x) {
     p = p * r + 1.0f;
     return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
   } else {
-    for (int lane = 0; lane < Vectors::kLanes; ++lane) x[lane] = x[lane] <= -1022 ? 0.0 : std::exp2(x[lane]);
+    for (int lane = 0; lane < Vectors::kLanes; ++lane)
+      x[lane] = x[lane] <= -1022 ? 0.0 : std::exp2(x[lane]);
     return x;
   }
 }
@@ -41,7 +43,8 @@ inline typename Vectors::Reals log_of_two(typename Vectors::Reals x) {
   if constexpr (sizeof(typename Vectors::Real) == 4) {
     using Reals = typename Vectors::Reals;
     using Integers = decltype(x > x);
-    const Integers bits = bits_as<Integers>(x), n = (bits - 0x3f3504f3) >> 23;  // x = m 2^n, m from sqrt(1/2) to sqrt(2)
+    const Integers bits = bits_as<Integers>(x),
+                   n = (bits - 0x3f3504f3) >> 23;  // x = m 2^n, m from sqrt(1/2) to sqrt(2)
     const Reals m = bits_as<Reals>(bits - (n << 23)), t = (m - 1.0f) / (m + 1.0f), u = t * t;
     const Reals series = (((u * (2.0f / 9) + 2.0f / 7) * u + 2.0f / 5) * u + 2.0f / 3) * u + 2.0f;
     return t * series * 0x1.715476p+0f + __builtin_convertvector(n, Reals);
@@ -51,8 +54,8 @@ inline typename Vectors::Reals log_of_two(typename Vectors::Reals x) {
   }
 }
 
-// Comparisons, whose results are masks of another kind for each set of instructions. Arguments are references, for callers may
-// be compiled for other instructions until they are inlined.
+// Comparisons, whose results are masks of another kind for each set of instructions. Arguments are
+// references, for callers may be compiled for other instructions until they are inlined.
 
 // Whether a lane of a is greater than that of b.
 template <typename Reals>
@@ -64,7 +67,8 @@ inline bool any_greater(const Reals& a, const Reals& b) {
 }
 // x where low <= at <= high, otherwise `hidden`.
 template <typename Reals>
-inline Reals where_between(const Reals& low, const Reals& at, const Reals& high, const Reals& x, const Reals& hidden) {
+inline Reals where_between(const Reals& low, const Reals& at, const Reals& high, const Reals& x,
+                           const Reals& hidden) {
   return (low <= at) & (at <= high) ? x : hidden;
 }
 #if defined(__x86_64__)
@@ -78,7 +82,8 @@ MAXRL_INLINE_AVX512 __m512 plain(const Reals16& x) { return reinterpret_cast<__m
 MAXRL_INLINE_AVX512 bool any_greater(const Reals16& a, const Reals16& b) {
   return _mm512_cmp_ps_mask(plain(a), plain(b), _CMP_GT_OQ) != 0;
 }
-MAXRL_INLINE_AVX512 Reals16 where_between(const Reals16& low, const Reals16& at, const Reals16& high, const Reals16& x,
+MAXRL_INLINE_AVX512 Reals16 where_between(const Reals16& low, const Reals16& at,
+                                          const Reals16& high, const Reals16& x,
                                           const Reals16& hidden) {
   const __mmask16 from_low = _mm512_cmp_ps_mask(plain(low), plain(at), _CMP_LE_OQ);
   const __mmask16 between = _mm512_mask_cmp_ps_mask(from_low, plain(at), plain(high), _CMP_LE_OQ);
@@ -89,11 +94,12 @@ MAXRL_INLINE_AVX2 __m256 plain(const Reals8& x) { return reinterpret_cast<__m256
 MAXRL_INLINE_AVX2 bool any_greater(const Reals8& a, const Reals8& b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(plain(a), plain(b), _CMP_GT_OQ)) != 0;
 }
-MAXRL_INLINE_AVX2 Reals8 where_between(const Reals8& low, const Reals8& at, const Reals8& high, const Reals8& x,
-                                       const Reals8& hidden) {
+MAXRL_INLINE_AVX2 Reals8 where_between(const Reals8& low, const Reals8& at, const Reals8& high,
+                                       const Reals8& x, const Reals8& hidden) {
   const __m256 from_low = _mm256_cmp_ps(plain(low), plain(at), _CMP_LE_OQ);
   const __m256 to_high = _mm256_cmp_ps(plain(at), plain(high), _CMP_LE_OQ);
-  return reinterpret_cast<Reals8>(_mm256_blendv_ps(plain(hidden), plain(x), _mm256_and_ps(from_low, to_high)));
+  return reinterpret_cast<Reals8>(
+      _mm256_blendv_ps(plain(hidden), plain(x), _mm256_and_ps(from_low, to_high)));
 }
 #endif
 
@@ -101,11 +107,13 @@ template <int distance, typename Reals, int... lane>
 inline void exchange(Reals& a, Reals& b, std::integer_sequence<int, lane...>) {
   constexpr int kLanes = sizeof...(lane);
 #ifdef __clang__
-  const Reals low = __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane - distance : lane)...);
+  const Reals low =
+      __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane - distance : lane)...);
   b = __builtin_shufflevector(a, b, ((lane & distance) ? kLanes + lane : lane + distance)...);
 #else
   using Places = decltype(a > b);
-  const Reals low = __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane - distance : lane)...});
+  const Reals low =
+      __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane - distance : lane)...});
   b = __builtin_shuffle(a, b, Places{((lane & distance) ? kLanes + lane : lane + distance)...});
 #endif
   a = low;
@@ -115,7 +123,8 @@ inline void transpose(Reals (&x)[lanes]) {
   if constexpr (distance > 0) {
 #pragma GCC unroll 16
     for (int i = 0; i < lanes; ++i)
-      if (!(i & distance)) exchange<distance>(x[i], x[i + distance], std::make_integer_sequence<int, lanes>{});
+      if (!(i & distance))
+        exchange<distance>(x[i], x[i + distance], std::make_integer_sequence<int, lanes>{});
     transpose<distance / 2>(x);
   }
 }
@@ -131,7 +140,8 @@ inline typename Vectors::Reals load_lanes(const Element* from, int64_t count) {
   else if (count > 0)
     memcpy(&x, from, count * sizeof(Number));
   if constexpr (std::is_same_v<Element, BFloat16>)
-    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename Vectors::Words) << 16);
+    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename Vectors::Words)
+                                            << 16);
   else
     return x;
 }
@@ -145,7 +155,8 @@ inline void store_lanes(Element* to, int64_t count, typename Vectors::Reals x) {
     else if (count > 0)
       memcpy(to, &numbers, count * sizeof(Element));
   };
-  if constexpr (std::is_same_v<Element, BFloat16>) {  // to nearest even; NaNs of bfloat16 inputs have lower halves of 0
+  if constexpr (std::is_same_v<Element, BFloat16>) {  // to nearest even; NaNs of bfloat16 inputs
+                                                      // have lower halves of 0
     const auto bits = bits_as<typename Vectors::Words>(x);
     copy(__builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves));
   } else {

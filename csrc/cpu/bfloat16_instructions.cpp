@@ -14,20 +14,25 @@ namespace maxrl::cpu {
 namespace {
 
 #if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
-uint32_t cpuid_7(uint32_t subleaf, int index) {  // eax, ebx, ecx or edx of leaf 7; 0 if there is none
+uint32_t cpuid_7(uint32_t subleaf,
+                 int index) {  // eax, ebx, ecx or edx of leaf 7; 0 if there is none
   uint32_t registers[4] = {};
   __get_cpuid_count(7, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]);
   return registers[index];
 }
 
 // AVX-512 is there only if the system saves its registers too.
-bool has_avx512_bf16() { return processor_instructions() == Instructions::kAvx512 && (cpuid_7(1, 0) >> 5 & 1); }
+bool has_avx512_bf16() {
+  return processor_instructions() == Instructions::kAvx512 && (cpuid_7(1, 0) >> 5 & 1);
+}
 
-// Asks the kernel for the process's permission to use the tiles' data, which an older kernel, a hypervisor or a policy refuses.
+// Asks the kernel for the process's permission to use the tiles' data, which an older kernel, a
+// hypervisor or a policy refuses.
 bool has_amx() {
   constexpr uint32_t kTile = 1u << 24, kTileBf16 = 1u << 22, kXsave = 1u << 27;
   constexpr uint64_t kTileState = 3u << 17;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  constexpr long kRequestPermission = 0x1023,
+                 kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   uint32_t eax, ebx, ecx, edx;
   if (!has_avx512_bf16() || (~cpuid_7(0, 3) & (kTile | kTileBf16))) return false;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & kXsave)) return false;
@@ -65,7 +70,8 @@ const std::vector<Arithmetic>& bfloat16_arithmetics() {
 
 void check_available(Arithmetic arithmetic) {
   const auto& found = bfloat16_arithmetics();
-  if (arithmetic != Arithmetic::kFloat32 && std::find(found.begin(), found.end(), arithmetic) == found.end())
+  if (arithmetic != Arithmetic::kFloat32 &&
+      std::find(found.begin(), found.end(), arithmetic) == found.end())
     throw std::invalid_argument(std::string("this machine cannot compute in '") +
                                 kNamesOf<Arithmetic>[static_cast<int>(arithmetic)] + "'");
 }

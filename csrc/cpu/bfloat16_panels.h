@@ -1,10 +1,11 @@
-// Matrix multiplication in bfloat16 with float32 sums, C [m, n] = A [m, k] B^T as in panels.h, on three paths: AMX tiles,
-// AVX512-BF16, and plain C++ that runs anywhere.
+// Matrix multiplication in bfloat16 with float32 sums, C [m, n] = A [m, k] B^T as in panels.h, on
+// three paths: AMX tiles, AVX512-BF16, and plain C++ that runs anywhere.
 //
-// Rows of A are rounded to bfloat16 when they are multiplied, and padded with zeros to whole steps of 32 numbers. B is in
-// panels of 16 rows, each [k / 2][16][2]: a panel's row has two successive numbers of each of 16 rows of B, which is what the
-// instructions of both kinds multiply. On every path an element of C is the same sequence of operations whatever m is, so that
-// a sample's numbers are bitwise independent of what else is in the batch; between paths it is not the same sequence.
+// Rows of A are rounded to bfloat16 when they are multiplied, and padded with zeros to whole steps
+// of 32 numbers. B is in panels of 16 rows, each [k / 2][16][2]: a panel's row has two successive
+// numbers of each of 16 rows of B, which is what the instructions of both kinds multiply. On every
+// path an element of C is the same sequence of operations whatever m is, so that a sample's numbers
+// are bitwise independent of what else is in the batch; between paths it is not the same sequence.
 #pragma once
 #include <cstring>
 
@@ -17,18 +18,23 @@ namespace maxrl::cpu {
 constexpr int64_t kBFloat16Step = 32;  // numbers of k that an AMX instruction multiplies
 
 // Numbers of a row of k: padding is zero.
-inline int64_t bfloat16_depth(int64_t k) { return (k + kBFloat16Step - 1) / kBFloat16Step * kBFloat16Step; }
+inline int64_t bfloat16_depth(int64_t k) {
+  return (k + kBFloat16Step - 1) / kBFloat16Step * kBFloat16Step;
+}
 
-// Distance between rounded rows, where rows of a power of two would compete for few sets of the L1 cache.
+// Distance between rounded rows, where rows of a power of two would compete for few sets of the L1
+// cache.
 inline int64_t bfloat16_stride(int64_t k) { return bfloat16_depth(k) + kBFloat16Step; }
 
-inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict to, int64_t first = 0) {
+inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict to,
+                      int64_t first = 0) {
   for (int64_t j = first; j < k; ++j) to[j] = rounded(x[j]);
   for (int64_t j = k; j < bfloat16_depth(k); ++j) to[j] = {0};
 }
 
-// A path rounds rows, and multiplies up to rows_of(m) rows a + i * stride [depth] with up to panels_of(m) panels, to
-// out [panel][rows_of(m)][16], at most kMaxOut floats. It may compute more rows than `rows`.
+// A path rounds rows, and multiplies up to rows_of(m) rows a + i * stride [depth] with up to
+// panels_of(m) panels, to out [panel][rows_of(m)][16], at most kMaxOut floats. It may compute more
+// rows than `rows`.
 struct PlainBFloat16 {
   using Vectors = cpu::Vectors<float, 4>;
   static constexpr int kRows = 12;
@@ -37,15 +43,18 @@ struct PlainBFloat16 {
   static constexpr int panels_of(int64_t) { return 1; }
   static void round(const float* x, int64_t k, BFloat16* to) { round_row(x, k, to); }
 
-  static void multiply(int rows, int, const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t,
-                       float* out) {
-    const auto value = [](BFloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); };
+  static void multiply(int rows, int, const BFloat16* a, int64_t stride, int64_t depth,
+                       const BFloat16* panels, int64_t, float* out) {
+    const auto value = [](BFloat16 x) {
+      return bits_as<float>(static_cast<uint32_t>(x.bits) << 16);
+    };
     for (int i = 0; i < rows; ++i) {
       float sums[kPanel] = {};
       for (int64_t j = 0; j < depth; j += 2) {
         const float even = value(a[i * stride + j]), odd = value(a[i * stride + j + 1]);
         const BFloat16* const b = panels + j * kPanel;
-        for (int64_t c = 0; c < kPanel; ++c) sums[c] += even * value(b[2 * c]) + odd * value(b[2 * c + 1]);
+        for (int64_t c = 0; c < kPanel; ++c)
+          sums[c] += even * value(b[2 * c]) + odd * value(b[2 * c + 1]);
       }
       std::memcpy(out + i * kPanel, sums, sizeof sums);
     }
@@ -70,7 +79,8 @@ struct Avx512BFloat16 {
   }
 
   template <int rows>
-  MAXRL_AVX512_BF16 static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panel, float* out) {
+  MAXRL_AVX512_BF16 static void tile(const BFloat16* a, int64_t stride, int64_t depth,
+                                     const BFloat16* panel, float* out) {
     __m512 sums[rows];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; ++i) sums[i] = _mm512_setzero_ps();
@@ -87,10 +97,12 @@ struct Avx512BFloat16 {
     for (int i = 0; i < rows; ++i) _mm512_storeu_ps(out + i * kPanel, sums[i]);
   }
   template <int most = kRows>
-  MAXRL_AVX512_BF16 static void multiply(int rows, int panels, const BFloat16* a, int64_t stride, int64_t depth,
-                                         const BFloat16* panel, int64_t panel_stride, float* out) {
+  MAXRL_AVX512_BF16 static void multiply(int rows, int panels, const BFloat16* a, int64_t stride,
+                                         int64_t depth, const BFloat16* panel, int64_t panel_stride,
+                                         float* out) {
     if constexpr (most > 1)
-      if (rows < most) return multiply<most - 1>(rows, panels, a, stride, depth, panel, panel_stride, out);
+      if (rows < most)
+        return multiply<most - 1>(rows, panels, a, stride, depth, panel, panel_stride, out);
     tile<most>(a, stride, depth, panel, out);
   }
 };
@@ -104,8 +116,8 @@ struct AmxBFloat16 : Avx512BFloat16 {
   static constexpr int panels_of(int64_t) { return 2; }
 
   template <int rows, int count>
-  MAXRL_AMX static void tile(const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels, int64_t panel_stride,
-                             float* out) {
+  MAXRL_AMX static void tile(const BFloat16* a, int64_t stride, int64_t depth,
+                             const BFloat16* panels, int64_t panel_stride, float* out) {
     const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
     _tile_zero(0);
     _tile_zero(1);
@@ -128,12 +140,15 @@ struct AmxBFloat16 : Avx512BFloat16 {
     _tile_stored(0, out, kRowBytes);
     if constexpr (rows > kTile) _tile_stored(1, out + kSums, kRowBytes);
     if constexpr (count > 1) _tile_stored(2, out + rows * kPanel, kRowBytes);
-    if constexpr (count > 1 && rows > kTile) _tile_stored(3, out + rows * kPanel + kSums, kRowBytes);
+    if constexpr (count > 1 && rows > kTile)
+      _tile_stored(3, out + rows * kPanel + kSums, kRowBytes);
   }
 
-  MAXRL_AMX static void multiply(int rows, int count, const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panels,
-                                 int64_t panel_stride, float* out) {
-    const auto work = rows > kTile ? (count > 1 ? tile<32, 2> : tile<32, 1>) : (count > 1 ? tile<16, 2> : tile<16, 1>);
+  MAXRL_AMX static void multiply(int rows, int count, const BFloat16* a, int64_t stride,
+                                 int64_t depth, const BFloat16* panels, int64_t panel_stride,
+                                 float* out) {
+    const auto work = rows > kTile ? (count > 1 ? tile<32, 2> : tile<32, 1>)
+                                   : (count > 1 ? tile<16, 2> : tile<16, 1>);
     asm volatile("" ::: "memory");  // some compilers do not know that loads of tiles read memory
     work(a, stride, depth, panels, panel_stride, out);
     asm volatile("" ::: "memory");
@@ -141,7 +156,8 @@ struct AmxBFloat16 : Avx512BFloat16 {
 };
 #endif
 
-constexpr int64_t kMaxBFloat16Rows = 32;  // rows_of of any path: rounded rows are allocated in multiples of it
+constexpr int64_t kMaxBFloat16Rows =
+    32;  // rows_of of any path: rounded rows are allocated in multiples of it
 constexpr int64_t kMaxOut = 4 * 16 * kPanel;
 
 }  // namespace maxrl::cpu

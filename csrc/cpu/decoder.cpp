@@ -30,8 +30,10 @@ constexpr float kMasked = -std::numeric_limits<float>::infinity();  // the score
 template <typename Vectors>
 float exponentials(float* scores, int64_t size) {
   auto top = Vectors::all(kMasked);
-  for (int64_t j = 0; j < size; j += Vectors::kLanes) top = Vectors::greater(top, Vectors::read(scores + j));
-  const auto base = Vectors::all(Vectors::greatest(top)), lowest = Vectors::all(Vectors::kLowestExponent);
+  for (int64_t j = 0; j < size; j += Vectors::kLanes)
+    top = Vectors::greater(top, Vectors::read(scores + j));
+  const auto base = Vectors::all(Vectors::greatest(top)),
+             lowest = Vectors::all(Vectors::kLowestExponent);
   auto sum = Vectors::all(0);
   for (int64_t j = 0; j < size; j += Vectors::kLanes) {
     const auto e = Vectors::exponential(Vectors::greater(lowest, Vectors::read(scores + j) - base));
@@ -45,7 +47,8 @@ template <typename Vectors>
 TileRow<Vectors> swiglu(TileRow<Vectors> gate, const TileRow<Vectors>& up) {
   for (int p = 0; p < gate.kParts; ++p) {
     auto& x = gate.part[p];
-    const auto below = Vectors::greater(Vectors::all(Vectors::kLowestExponent), -Vectors::greater(x, -x));
+    const auto below =
+        Vectors::greater(Vectors::all(Vectors::kLowestExponent), -Vectors::greater(x, -x));
     const auto e = Vectors::exponential(below), one = Vectors::all(1);
     x *= (x > 0 ? one : e) / (one + e);
     x *= up.part[p];
@@ -59,7 +62,8 @@ template <typename Layout>
 void Decoder::Matrix::reset(Layout, int64_t out_size, int64_t in_size) {
   using Element = typename Layout::Element;
   const int64_t size = padded(out_size) * Layout::depth(in_size);
-  if (out != out_size || in != in_size) panels = AlignedBytes(size * static_cast<int64_t>(sizeof(Element)));
+  if (out != out_size || in != in_size)
+    panels = AlignedBytes(size * static_cast<int64_t>(sizeof(Element)));
   out = out_size;
   in = in_size;
   std::fill_n(panels.as<Element>(), size, Element{});
@@ -67,19 +71,25 @@ void Decoder::Matrix::reset(Layout, int64_t out_size, int64_t in_size) {
 
 // Packs `rows` rows, starting at output row `first`; successive panels are `step` panels apart.
 template <typename Layout>
-void Decoder::Matrix::pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
+void Decoder::Matrix::pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
+                           int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t at = step == 1 ? first + row : row / kPanel * kPanel * step + first + row % kPanel;
-    auto* const panel = panels.as<typename Layout::Element>() + at / kPanel * kPanel * Layout::depth(in);
-    for (int64_t j = 0; j < in; ++j) panel[Layout::place(j, at % kPanel)] = Layout::from_float(weights[row * in + j]);
+    const int64_t at =
+        step == 1 ? first + row : row / kPanel * kPanel * step + first + row % kPanel;
+    auto* const panel =
+        panels.as<typename Layout::Element>() + at / kPanel * kPanel * Layout::depth(in);
+    for (int64_t j = 0; j < in; ++j)
+      panel[Layout::place(j, at % kPanel)] = Layout::from_float(weights[row * in + j]);
   }
 }
 
 Decoder::Decoder(const DecoderOptions& options)
     : sizes_(options.sizes), qkv_size_((sizes_.heads + 2 * sizes_.kv_heads) * sizes_.head_dim),
-      query_size_(sizes_.heads * sizes_.head_dim), cos_(options.cos, options.cos + options.positions * sizes_.head_dim / 2),
-      sin_(options.sin, options.sin + options.positions * sizes_.head_dim / 2), layers_(sizes_.layers) {
+      query_size_(sizes_.heads * sizes_.head_dim),
+      cos_(options.cos, options.cos + options.positions * sizes_.head_dim / 2),
+      sin_(options.sin, options.sin + options.positions * sizes_.head_dim / 2),
+      layers_(sizes_.layers) {
   check_available(sizes_.arithmetic);
 }
 
@@ -89,8 +99,10 @@ void Decoder::load(const DecoderWeights& weights) {
 
 template <typename Layout>
 void Decoder::load_in(Layout layout, const DecoderWeights& weights) {
-  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim, intermediate = sizes_.intermediate;
-  const auto pack = [&](Matrix& matrix, const float* from, int64_t first, int64_t rows, int64_t step) {
+  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim,
+                intermediate = sizes_.intermediate;
+  const auto pack = [&](Matrix& matrix, const float* from, int64_t first, int64_t rows,
+                        int64_t step) {
     matrix.pack(layout, from, first, rows, step, weights.num_threads);
   };
   const auto pack_whole = [&](Matrix& matrix, const float* from, int64_t out, int64_t in) {
@@ -139,21 +151,27 @@ void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_
   workspace.mixed.resize(kMaxQueries * padded(sizes_.head_dim));
   if (is_bfloat16(sizes_.arithmetic)) {
     const int64_t tokens = std::max(longest_prompt, max_new_tokens);
-    const int64_t of_rows = kMaxRows * bfloat16_stride(std::max({sizes_.hidden, sizes_.intermediate, query_size_}));
-    const int64_t size = std::max(of_rows, kMaxQueries * bfloat16_stride(std::max(tokens, sizes_.head_dim)));
+    const int64_t of_rows =
+        kMaxRows * bfloat16_stride(std::max({sizes_.hidden, sizes_.intermediate, query_size_}));
+    const int64_t size =
+        std::max(of_rows, kMaxQueries * bfloat16_stride(std::max(tokens, sizes_.head_dim)));
     workspace.rounded = AlignedBytes(size * static_cast<int64_t>(sizeof(BFloat16)));
     std::fill_n(workspace.rounded.as<BFloat16>(), size, BFloat16{});
   }
 }
 
-// Rotates queries, scaled by 1 / sqrt(head_dim), and keys, and writes keys and values to their caches.
+// Rotates queries, scaled by 1 / sqrt(head_dim), and keys, and writes keys and values to their
+// caches.
 template <typename Vectors>
-void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const {
+void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows,
+                               int64_t num_rows, float* qkv) const {
   const int64_t dim = sizes_.head_dim, half = dim / 2;
   const auto query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
   for (int64_t i = 0; i < num_rows; ++i) {
     float* const row = qkv + i * row_stride(qkv_size_);
-    const float *const cos = cos_.data() + rows[i].position * half, *const sin = sin_.data() + rows[i].position * half;
+    const float *const cos = cos_.data() + rows[i].position * half, *const sin =
+                                                                        sin_.data() +
+                                                                        rows[i].position * half;
     const auto rotate = [&](float* x, const std::vector<float>& norm, float scale) {
       if (!norm.empty()) norm_row<Vectors>(x, dim, norm.data(), sizes_.norm_eps, x);
       float* const upper = x + half;
@@ -165,7 +183,8 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
       }
     };
     float *const keys = row + query_size_, *const values = keys + sizes_.kv_heads * dim;
-    for (int64_t head = 0; head < sizes_.heads; ++head) rotate(row + head * dim, layer.q_norm, query_scale);
+    for (int64_t head = 0; head < sizes_.heads; ++head)
+      rotate(row + head * dim, layer.q_norm, query_scale);
     const bool is_own = rows[i].own != nullptr;
     KeyValueCache& cache = is_own ? *rows[i].own : *rows[i].prefix;
     const int64_t place = (is_own ? rows[i].own_length : rows[i].prefix_length) - 1;
@@ -176,9 +195,11 @@ void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderR
   }
 }
 
-// Multiplies the queries of all rows that share a prefix, and of all heads that share keys, with the prefix's keys at once.
+// Multiplies the queries of all rows that share a prefix, and of all heads that share keys, with
+// the prefix's keys at once.
 template <typename Numbers>
-void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const {
+void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv,
+                     Workspace& workspace) const {
   constexpr int kRows = Numbers::kRows;
   const int64_t repeats = sizes_.heads / sizes_.kv_heads;
   for (int64_t begin = 0, end; begin < num_rows; begin = end) {
@@ -187,23 +208,27 @@ void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, co
     for (int64_t head = 0; head < sizes_.kv_heads; ++head)
       for (int64_t first = 0; first < queries; first += kRows)
         attend_tile<Numbers>(layer, head, rows, begin * repeats + first,
-                             static_cast<int>(std::min<int64_t>(kRows, queries - first)), qkv, workspace);
+                             static_cast<int>(std::min<int64_t>(kRows, queries - first)), qkv,
+                             workspace);
   }
 }
 
-// Attention of `count` queries of a key/value head. Query q belongs to row q / repeats and to query head q % repeats of this
-// key/value head.
+// Attention of `count` queries of a key/value head. Query q belongs to row q / repeats and to query
+// head q % repeats of this key/value head.
 template <typename Numbers>
-void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
-                          Workspace& workspace) const {
+void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first,
+                          int count, const float* qkv, Workspace& workspace) const {
   using Element = typename Numbers::Element;
   using Vectors = typename Numbers::Vectors;
   using Row = TileRow<Vectors>;
   BFloat16* const rounded = workspace.rounded.as<BFloat16>();
-  const int64_t repeats = sizes_.heads / sizes_.kv_heads, dim = sizes_.head_dim, dim_panels = panels_of(dim);
+  const int64_t repeats = sizes_.heads / sizes_.kv_heads, dim = sizes_.head_dim,
+                dim_panels = panels_of(dim);
   const auto row_of = [&](int64_t i) -> const DecoderRow& { return rows[(first + i) / repeats]; };
   const auto place_of = [&](int64_t i) { return (head * repeats + (first + i) % repeats) * dim; };
-  const auto query_of = [&](int64_t i) { return qkv + (first + i) / repeats * row_stride(qkv_size_) + place_of(i); };
+  const auto query_of = [&](int64_t i) {
+    return qkv + (first + i) / repeats * row_stride(qkv_size_) + place_of(i);
+  };
 
   int64_t longest = 0, longest_own = 0;
   for (int i = 0; i < count; ++i) {
@@ -211,13 +236,17 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     longest_own = std::max(longest_own, row_of(i).own_length);
   }
   const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
-  float* const scores = workspace.scores.data();  // [count, width]: the prefix, then the row's own tokens
+  float* const scores =
+      workspace.scores.data();  // [count, width]: the prefix, then the row's own tokens
   const KeyValueCache& prefix = *row_of(0).prefix;
-  const auto score = [&](int start, int queries, const KeyValueCache& cache, int64_t length, int64_t at) {
+  const auto score = [&](int start, int queries, const KeyValueCache& cache, int64_t length,
+                         int64_t at) {
     Numbers::multiply(
-        queries, [&](int64_t i) { return query_of(start + i); }, dim, cache.keys<Element>(layer, head), panels_of(length),
-        cache.keys_panel_stride(), rounded,
-        [&](int64_t i, int64_t panel, const Row& row) { row.write(scores + (start + i) * width + at + panel * kPanel); });
+        queries, [&](int64_t i) { return query_of(start + i); }, dim,
+        cache.keys<Element>(layer, head), panels_of(length), cache.keys_panel_stride(), rounded,
+        [&](int64_t i, int64_t panel, const Row& row) {
+          row.write(scores + (start + i) * width + at + panel * kPanel);
+        });
   };
   const auto for_own = [&](const auto& use) {  // use(first query, number of queries, row)
     for (int i = 0, end; i < count; i = end) {
@@ -226,7 +255,9 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     }
   };
   score(0, count, prefix, longest, 0);
-  for_own([&](int start, int queries, const DecoderRow& of) { score(start, queries, *of.own, of.own_length, own_at); });
+  for_own([&](int start, int queries, const DecoderRow& of) {
+    score(start, queries, *of.own, of.own_length, own_at);
+  });
 
   float sums[kMaxQueries];
   for (int i = 0; i < count; ++i) {
@@ -238,9 +269,11 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
 
   float* const mixed = workspace.mixed.data();  // [count, padded(head_dim)]
   Numbers::multiply(
-      count, [&](int64_t i) { return scores + i * width; }, longest, prefix.values<Element>(layer, head), dim_panels,
-      prefix.values_panel_stride(), rounded,
-      [&](int64_t i, int64_t panel, const Row& row) { row.write(mixed + (i * dim_panels + panel) * kPanel); });
+      count, [&](int64_t i) { return scores + i * width; }, longest,
+      prefix.values<Element>(layer, head), dim_panels, prefix.values_panel_stride(), rounded,
+      [&](int64_t i, int64_t panel, const Row& row) {
+        row.write(mixed + (i * dim_panels + panel) * kPanel);
+      });
   for_own([&](int start, int queries, const DecoderRow& of) {
     Numbers::multiply(
         queries, [&](int64_t i) { return scores + (start + i) * width + own_at; }, of.own_length,
@@ -252,27 +285,33 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
         });
   });
   for (int i = 0; i < count; ++i) {
-    float* const to = workspace.attended.data() + (first + i) / repeats * row_stride(query_size_) + place_of(i);
+    float* const to =
+        workspace.attended.data() + (first + i) / repeats * row_stride(query_size_) + place_of(i);
     const float* const from = mixed + i * dim_panels * kPanel;
     for (int64_t d = 0; d < dim; ++d) to[d] = from[d] / sums[i];
   }
 }
 
-void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const {
+void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
+                      Workspace& workspace) const {
   const TileRegisters tiles(sizes_.arithmetic);
-  const int64_t stride = row_stride(sizes_.hidden), activated_stride = row_stride(sizes_.intermediate);
-  float *x = workspace.hidden.data(), *const y = workspace.normed.data(), *qkv = workspace.qkv.data();
+  const int64_t stride = row_stride(sizes_.hidden),
+                activated_stride = row_stride(sizes_.intermediate);
+  float *x = workspace.hidden.data(), *const y = workspace.normed.data(),
+        *qkv = workspace.qkv.data();
   float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
   for (int64_t i = 0; i < num_rows; ++i)
     std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
 
   // Multiplies the rows of `from` with a matrix.
-  const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix, const auto& sink) {
+  const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix,
+                            const auto& sink) {
     with_numbers(sizes_.arithmetic, [&](auto numbers) {
       using Numbers = decltype(numbers);
       Numbers::multiply(
-          num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in, matrix.panels.as<typename Numbers::Element>(),
-          panels_of(matrix.out), Numbers::depth(matrix.in) * kPanel, workspace.rounded.as<BFloat16>(), sink);
+          num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in,
+          matrix.panels.as<typename Numbers::Element>(), panels_of(matrix.out),
+          Numbers::depth(matrix.in) * kPanel, workspace.rounded.as<BFloat16>(), sink);
     });
   };
   const auto add_to_hidden = [&](int64_t i, int64_t panel, auto row) {
@@ -283,7 +322,8 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
   const auto norm = [&](const std::vector<float>& weight) {
     with_widest_floats([&](auto vectors) {
       for (int64_t i = 0; i < num_rows; ++i)
-        norm_row<decltype(vectors)>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
+        norm_row<decltype(vectors)>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps,
+                                    y + i * stride);
     });
   };
 
@@ -295,7 +335,9 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
       if (bias) row += row.read(bias + panel * kPanel);
       row.write(qkv + i * row_stride(qkv_size_) + panel * kPanel);
     });
-    with_widest_floats([&](auto vectors) { rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv); });
+    with_widest_floats([&](auto vectors) {
+      rotate_and_store<decltype(vectors)>(layer, index, rows, num_rows, qkv);
+    });
     if (index + 1 == sizes_.layers) {  // no one reads the outputs of the other rows
       rows += first;
       num_rows -= first;
@@ -303,19 +345,24 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first, W
       qkv += first * row_stride(qkv_size_);
       if (num_rows == 0) return;
     }
-    with_numbers(sizes_.arithmetic, [&](auto numbers) { attend<decltype(numbers)>(index, rows, num_rows, qkv, workspace); });
+    with_numbers(sizes_.arithmetic, [&](auto numbers) {
+      attend<decltype(numbers)>(index, rows, num_rows, qkv, workspace);
+    });
     multiply(attended, row_stride(query_size_), layer.o, add_to_hidden);
     norm(layer.post_norm);
     multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {
       row.write(workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + panel * kPanel);
     });
-    // Not fused with the multiplication: the constants of the exponential would cause register spills there.
+    // Not fused with the multiplication: the constants of the exponential would cause register
+    // spills there.
     with_widest_floats([&](auto vectors) {
       using Row = TileRow<decltype(vectors)>;
       for (int64_t i = 0; i < num_rows; ++i)
         for (int64_t panel = 0; panel < panels_of(sizes_.intermediate); ++panel) {
-          const float* const from = workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + 2 * panel * kPanel;
-          swiglu(Row::read(from), Row::read(from + kPanel)).write(activated + i * activated_stride + panel * kPanel);
+          const float* const from =
+              workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + 2 * panel * kPanel;
+          swiglu(Row::read(from), Row::read(from + kPanel))
+              .write(activated + i * activated_stride + panel * kPanel);
         }
     });
     multiply(activated, activated_stride, layer.down, add_to_hidden);

@@ -1,6 +1,8 @@
-// The decoder of Qwen2, Qwen3 and Llama on a CPU, for sampling: from rows of tokens to logits, one thread per call.
+// The decoder of Qwen2, Qwen3 and Llama on a CPU, for sampling: from rows of tokens to logits, one
+// thread per call.
 //
-// Matrix multiplications and attention are in float32 or in bfloat16 with float32 sums (numbers.h); all else is in float32.
+// Matrix multiplications and attention are in float32 or in bfloat16 with float32 sums (numbers.h);
+// all else is in float32.
 #pragma once
 #include <vector>
 
@@ -9,8 +11,9 @@
 
 namespace maxrl::cpu {
 
-// A token and the caches that it attends to: `prefix_length` tokens of a cache that rows may share, then `own_length` tokens of
-// its own. The token's key and value are the last ones of its own cache, or of the prefix if it has no own cache.
+// A token and the caches that it attends to: `prefix_length` tokens of a cache that rows may share,
+// then `own_length` tokens of its own. The token's key and value are the last ones of its own
+// cache, or of the prefix if it has no own cache.
 struct DecoderRow {
   int64_t token, position;
   KeyValueCache* prefix;
@@ -21,11 +24,12 @@ struct DecoderRow {
 
 // Scratch memory of one thread.
 struct Workspace {
-  AlignedVector<float> hidden, normed, qkv, attended, gate_up, activated, logits;  // [row][row_stride(size)]
-  AlignedVector<float> scores, mixed;   // of a tile of queries
-  std::vector<float> probabilities;   // [vocab], for sampling
-  std::vector<int64_t> order;         // [vocab], for sampling
-  AlignedBytes rounded;               // BFloat16: the rows of a product
+  AlignedVector<float> hidden, normed, qkv, attended, gate_up, activated,
+      logits;  // [row][row_stride(size)]
+  AlignedVector<float> scores, mixed;  // of a tile of queries
+  std::vector<float> probabilities;  // [vocab], for sampling
+  std::vector<int64_t> order;  // [vocab], for sampling
+  AlignedBytes rounded;  // BFloat16: the rows of a product
 };
 
 class Decoder {
@@ -37,8 +41,9 @@ class Decoder {
 
   void load(const DecoderWeights& weights);
 
-  // Writes keys and values of all rows to their caches, and the logits of rows `first` to `num_rows` - 1 to workspace.logits,
-  // [num_rows - first][row_stride(vocab)]. It is fastest if rows that share a prefix are adjacent.
+  // Writes keys and values of all rows to their caches, and the logits of rows `first` to
+  // `num_rows` - 1 to workspace.logits, [num_rows - first][row_stride(vocab)]. It is fastest if
+  // rows that share a prefix are adjacent.
   void forward(const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const;
 
   // Allocates a workspace for sequences of at most these lengths; forward allocates nothing.
@@ -49,10 +54,11 @@ class Decoder {
  private:
   struct Matrix {  // packed into panels
     int64_t out = 0, in = 0;
-    AlignedBytes panels;        // in the Layout of the decoder's numbers
+    AlignedBytes panels;  // in the Layout of the decoder's numbers
     AlignedVector<float> bias;  // padded to whole panels, or empty
     template <typename Layout>
-    void pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
+    void pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
+              int num_threads);
     template <typename Layout>
     void reset(Layout, int64_t out, int64_t in);
   };
@@ -62,14 +68,16 @@ class Decoder {
   };
 
   template <typename Vectors>
-  void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const;
+  void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows,
+                        float* qkv) const;
   template <typename Layout>
   void load_in(Layout layout, const DecoderWeights& weights);
   template <typename Numbers>
-  void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv, Workspace& workspace) const;
+  void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv,
+              Workspace& workspace) const;
   template <typename Numbers>
-  void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count, const float* qkv,
-                   Workspace& workspace) const;
+  void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count,
+                   const float* qkv, Workspace& workspace) const;
 
   DecoderSizes sizes_;
   int64_t qkv_size_, query_size_;

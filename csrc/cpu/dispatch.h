@@ -15,9 +15,10 @@ enum class Instructions { kBaseline, kAvx2, kAvx512 };
 
 inline Instructions processor_instructions() {
 #if defined(__x86_64__)
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Instructions::kBaseline;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512dq"))
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+    return Instructions::kBaseline;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vl") ||
+      !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq"))
     return Instructions::kAvx2;
   return Instructions::kAvx512;
 #else
@@ -25,7 +26,8 @@ inline Instructions processor_instructions() {
 #endif
 }
 
-// The widest that kernels use. Only tests change it, to narrower ones, and never while a kernel runs.
+// The widest that kernels use. Only tests change it, to narrower ones, and never while a kernel
+// runs.
 inline Instructions widest_instructions = processor_instructions();
 
 #if defined(__x86_64__)
@@ -45,7 +47,8 @@ MAXRL_AVX512 __attribute__((noinline)) void compiled_for(Vectors<float, 16>, con
   work();
 }
 template <typename Real, typename Work>
-MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<Real, 32 / sizeof(Real)>, const Work& work) {
+MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<Real, 32 / sizeof(Real)>,
+                                                       const Work& work) {
   work();
 }
 #endif
@@ -54,8 +57,8 @@ __attribute__((noinline, flatten)) void compiled_for(AnyVectors, const Work& wor
   work();
 }
 
-// use(Vectors{}) with the most lanes, of at most these bytes, of the widest instructions. What `use` calls gets their
-// instructions only by compiled_for.
+// use(Vectors{}) with the most lanes, of at most these bytes, of the widest instructions. What
+// `use` calls gets their instructions only by compiled_for.
 template <typename Real, int most_bytes = 64, typename Use>
 void with_widest(const Use& use) {
 #if defined(__x86_64__)
@@ -66,26 +69,33 @@ void with_widest(const Use& use) {
   use(Vectors<Real, 16 / sizeof(Real)>{});
 }
 
-// work(Vectors<float, lanes>{}) with the most lanes of the widest instructions, and compiled for them.
+// work(Vectors<float, lanes>{}) with the most lanes of the widest instructions, and compiled for
+// them.
 template <typename Work>
 void with_widest_floats(const Work& work) {
   with_widest<float>([&](auto vectors) { compiled_for(vectors, [&] { work(vectors); }); });
 }
 
 // Rows of one piece of work: enough to hide the cost of starting a piece.
-inline int64_t rows_per_piece(int64_t vocab_size) { return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1)); }
+inline int64_t rows_per_piece(int64_t vocab_size) {
+  return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1));
+}
 
-// Calls work(Vectors{}, begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not depend on the number of
-// threads. Every thread has its own `scratch` of the given size, null if that is 0.
+// Calls work(Vectors{}, begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not
+// depend on the number of threads. Every thread has its own `scratch` of the given size, null if
+// that is 0.
 template <typename Real, typename Work>
-void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads, const Work& work) {
+void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads,
+              const Work& work) {
   const int64_t pieces = (num_rows + grain - 1) / grain;
-  const std::unique_ptr<Real[]> scratch(scratch_size ? new Real[scratch_size * num_threads] : nullptr);
+  const std::unique_ptr<Real[]> scratch(scratch_size ? new Real[scratch_size * num_threads]
+                                                     : nullptr);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (pieces > 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = piece * grain, end = std::min(begin + grain, num_rows);
     Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
-    with_widest<Real, 32>([&](auto vectors) { compiled_for(vectors, [&] { work(vectors, begin, end, own); }); });
+    with_widest<Real, 32>(
+        [&](auto vectors) { compiled_for(vectors, [&] { work(vectors, begin, end, own); }); });
   }
 }
 

@@ -11,7 +11,9 @@
 namespace maxrl::cpu {
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 }  // namespace
 
@@ -45,8 +47,8 @@ bool Generation::run(double seconds) {
   return false;
 }
 
-// Admits waiting samples into free slots, into at least a quarter of all slots at a time, because small batches cost more per
-// token.
+// Admits waiting samples into free slots, into at least a quarter of all slots at a time, because
+// small batches cost more per token.
 void Generation::admit() {
   const double start = now();
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
@@ -60,7 +62,8 @@ void Generation::admit() {
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(static)
   for (size_t i = old; i < rows_.size(); ++i)
-    append_token(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(), workspaces_[omp_get_thread_num()]);
+    append_token(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(),
+                 workspaces_[omp_get_thread_num()]);
   finish();
   statistics_.prefill_seconds += now() - start;
 }
@@ -69,7 +72,8 @@ void Generation::admit() {
 void Generation::prefill(int64_t begin, int64_t end) {
   const DecoderSizes& sizes = decoder_.sizes();
   for (int64_t p = begin; p < end; ++p) {
-    prompts_[p] = {std::make_unique<KeyValueCache>(sizes, prompt_length(p)), std::vector<float>(sizes.vocab), job_.num_samples};
+    prompts_[p] = {std::make_unique<KeyValueCache>(sizes, prompt_length(p)),
+                   std::vector<float>(sizes.vocab), job_.num_samples};
     cache_bytes_ += KeyValueCache::bytes(sizes, prompt_length(p));
     statistics_.prompt_tokens += prompt_length(p);
   }
@@ -83,7 +87,12 @@ void Generation::prefill(int64_t begin, int64_t end) {
       const int64_t count = std::min(Decoder::kMaxRows, length - first);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t position = first + i;
-        rows[i] = {job_.tokens[job_.cu_seqlens[p] + position], position, prompts_[p].cache.get(), position + 1, nullptr, 0};
+        rows[i] = {job_.tokens[job_.cu_seqlens[p] + position],
+                   position,
+                   prompts_[p].cache.get(),
+                   position + 1,
+                   nullptr,
+                   0};
       }
       const bool is_last = first + count == length;
       decoder_.forward(rows, count, is_last ? count - 1 : count, workspace);
@@ -96,8 +105,10 @@ void Generation::prefill(int64_t begin, int64_t end) {
 void Generation::decode() {
   const double start = now();
   const auto num_rows = static_cast<int64_t>(rows_.size());
-  // Split the batch into equal pieces, one per thread; several per thread if a piece would exceed kMaxRows.
-  const int64_t rounds = (num_rows + job_.num_threads * Decoder::kMaxRows - 1) / (job_.num_threads * Decoder::kMaxRows);
+  // Split the batch into equal pieces, one per thread; several per thread if a piece would exceed
+  // kMaxRows.
+  const int64_t rounds = (num_rows + job_.num_threads * Decoder::kMaxRows - 1) /
+                         (job_.num_threads * Decoder::kMaxRows);
   const int64_t pieces = std::min(num_rows, rounds * job_.num_threads);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -108,11 +119,15 @@ void Generation::decode() {
       const Row& row = rows_[i];
       const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
       const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
-      rows[i - begin] = {last, length + row.length - 1, prompts_[prompt].cache.get(), length, row.cache, row.length};
+      rows[i - begin] = {
+          last,      length + row.length - 1, prompts_[prompt].cache.get(), length, row.cache,
+          row.length};
     }
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
-      append_token(rows_[i], workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab), workspace);
+      append_token(rows_[i],
+                   workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
+                   workspace);
   }
   ++statistics_.steps;
   finish();
@@ -120,7 +135,8 @@ void Generation::decode() {
 }
 
 void Generation::append_token(Row& row, const float* logits, Workspace& workspace) const {
-  const Sampled sampled = sample(logits, decoder_.sizes().vocab, job_.sampling, uniform(job_.keys[row.sample], row.length),
+  const Sampled sampled = sample(logits, decoder_.sizes().vocab, job_.sampling,
+                                 uniform(job_.keys[row.sample], row.length),
                                  workspace.probabilities.data(), workspace.order.data());
   const int64_t at = row.sample * job_.max_new_tokens + row.length++;
   job_.responses[at] = sampled.token;

@@ -16,14 +16,16 @@
 namespace maxrl::cpu {
 namespace {
 
-constexpr int64_t kParallelThreshold = 1 << 12;  // rewards; below, starting threads costs more than it saves (about 5 us)
+constexpr int64_t kParallelThreshold =
+    1 << 12;  // rewards; below, starting threads costs more than it saves (about 5 us)
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
 // Computes t.ranks from t.values, whose empty rows must come last.
 template <int kLanes>
 void rank_by_counting(Tile<kLanes>& t) {
   using Lanes = typename Tile<kLanes>::Lanes;
-  const Lanes one = t.all(1.0), zero = t.all(0.0), last = t.all(std::numeric_limits<double>::infinity());
+  const Lanes one = t.all(1.0), zero = t.all(0.0),
+              last = t.all(std::numeric_limits<double>::infinity());
   for (int32_t i = 0; i < t.rows; ++i) {
     const Lanes value = t.where_filled(i, t.values[i], last);
     Lanes rank = zero;
@@ -37,7 +39,8 @@ void rank_by_counting(Tile<kLanes>& t) {
   }
 }
 
-// Replaces the n > 0 sorted rewards of a group by their advantages minus a term that all have in common, and returns this term.
+// Replaces the n > 0 sorted rewards of a group by their advantages minus a term that all have in
+// common, and returns this term.
 double transform_sorted(double* sorted, int32_t n, const Tables& tables) {
   const double* table = tables.of(n);
   const double *offset = table, *slope = table + n;
@@ -71,9 +74,11 @@ void transform_by_rank(Tile<kLanes>& t, const Tables& tables) {
   for (int32_t group = 0; group < t.num_groups; ++group) {
     const auto n = static_cast<int32_t>(t.n[group]);
     double *values = t.column(t.values, group), *ranks = t.column(t.ranks, group);
-    for (int32_t i = 0; i < n; ++i) sorted[static_cast<int32_t>(ranks[i * kLanes])] = values[i * kLanes];
+    for (int32_t i = 0; i < n; ++i)
+      sorted[static_cast<int32_t>(ranks[i * kLanes])] = values[i * kLanes];
     const double base = n > 0 ? transform_sorted(sorted, n, tables) : 0.0;
-    for (int32_t i = 0; i < n; ++i) values[i * kLanes] = base + sorted[static_cast<int32_t>(ranks[i * kLanes])];
+    for (int32_t i = 0; i < n; ++i)
+      values[i * kLanes] = base + sorted[static_cast<int32_t>(ranks[i * kLanes])];
     for (int32_t i = n; i < t.rows; ++i) values[i * kLanes] = 0.0;
   }
 }
@@ -87,7 +92,8 @@ void look_up(Tile<kLanes>& t, const Tables& tables) {
     int32_t correct = 0;
     for (int32_t i = 0; i < n; ++i) correct += values[i * t.stride()] == 1.0;
     const double* wrong = tables.of(n) + correct;
-    for (int32_t i = 0; i < n; ++i) values[i * t.stride()] = values[i * t.stride()] == 1.0 ? wrong[n + 1] : *wrong;
+    for (int32_t i = 0; i < n; ++i)
+      values[i * t.stride()] = values[i * t.stride()] == 1.0 ? wrong[n + 1] : *wrong;
   }
 }
 
@@ -127,8 +133,9 @@ auto rescale(Tile<kLanes>& t, const Formula& f) {
   return scale;
 }
 
-// A_i = (r_i - b) m, in place, of rewards multiplied by `scale`. Moments are computed from the distances to the smallest
-// reward: they are 0 for equal rewards, and a large offset costs no precision.
+// A_i = (r_i - b) m, in place, of rewards multiplied by `scale`. Moments are computed from the
+// distances to the smallest reward: they are 0 for equal rewards, and a large offset costs no
+// precision.
 template <bool precise, int kLanes>
 void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes scale) {
   using Lanes = typename Tile<kLanes>::Lanes;
@@ -138,7 +145,8 @@ void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes s
     Lanes high = -infinity;
     low = infinity;
     for (int32_t i = 0; i < t.rows; ++i) {
-      const Lanes lower = t.where_filled(i, t.values[i], infinity), higher = t.where_filled(i, t.values[i], -infinity);
+      const Lanes lower = t.where_filled(i, t.values[i], infinity),
+                  higher = t.where_filled(i, t.values[i], -infinity);
       low = lower < low ? lower : low;
       high = higher > high ? higher : high;
     }
@@ -156,7 +164,8 @@ void normalise(Tile<kLanes>& t, const Formula& f, typename Tile<kLanes>::Lanes s
   for (int lane = 0; lane < kLanes; ++lane)
     factor[lane] = multiplier(f, t.n[lane], low[lane] + mean[lane], squares[lane], scale[lane]);
   const Lanes unscale = f.is_ratio() ? t.all(1.0) : 1.0 / scale;
-  for (int32_t i = 0; i < t.rows; ++i) t.values[i] = (t.values[i] - origin - shift) * factor * unscale;
+  for (int32_t i = 0; i < t.rows; ++i)
+    t.values[i] = (t.values[i] - origin - shift) * factor * unscale;
 }
 
 // Reads groups first to first + num_groups - 1 into a tile.
@@ -166,14 +175,17 @@ void gather(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
   const bool is_direct = !groups.order && !groups.valid;
   t.num_groups = num_groups;
   int64_t largest = 0;
-  for (int64_t g = first; g < first + num_groups; ++g) largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
+  for (int64_t g = first; g < first + num_groups; ++g)
+    largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
   t.is_spread = largest > kLargestLane;  // then it is the only one
   t.rows = static_cast<int32_t>(t.is_spread ? (largest + kLanes - 1) / kLanes : largest);
   t.n = t.filled = t.all(0.0);
-  if (!is_direct || groups.offsets || num_groups < kLanes) std::fill_n(t.values, t.rows, t.all(0.0));
+  if (!is_direct || groups.offsets || num_groups < kLanes)
+    std::fill_n(t.values, t.rows, t.all(0.0));
 
   for (int32_t group = 0; group < num_groups; ++group) {
-    const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
+    const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1),
+                  stride = t.stride();
     double* values = t.column(t.values, group);
     int64_t n = 0;
     if (is_direct) {
@@ -198,7 +210,8 @@ void gather(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
 // Returns the first position with an unusable reward in the groups of a tile, or kNone.
 template <int kLanes, typename Args>
 int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
-  auto poison = t.all(0.0);  // NaN after a reward that is not finite, or above 0 after one that is neither 0 nor 1
+  auto poison = t.all(
+      0.0);  // NaN after a reward that is not finite, or above 0 after one that is neither 0 nor 1
   if (a.formula.kind == Kind::kBinary)
     for (int32_t i = 0; i < t.rows; ++i)
       poison += (t.values[i] == t.all(0.0)) | (t.values[i] == t.all(1.0)) ? t.all(0.0) : t.all(1.0);
@@ -207,34 +220,40 @@ int64_t first_unusable(const Args& a, int64_t first, const Tile<kLanes>& t) {
   bool all_usable = true;
   for (int lane = 0; lane < kLanes; ++lane) all_usable &= poison[lane] == 0.0;
   if (all_usable) return kNone;
-  for (int64_t position = a.groups.begin(first); position < a.groups.begin(first + t.num_groups); ++position) {
+  for (int64_t position = a.groups.begin(first); position < a.groups.begin(first + t.num_groups);
+       ++position) {
     const int64_t index = a.groups.index(position);
     if (a.groups.exists(index) && !a.formula.accepts(to_double(a.rewards[index]))) return position;
   }
   return kNone;
 }
 
-// Writes the advantages of the groups of a tile; 0 for rollouts that are not valid. x + 0.0 is never -0.0.
+// Writes the advantages of the groups of a tile; 0 for rollouts that are not valid. x + 0.0 is
+// never -0.0.
 template <int kLanes, typename Args>
 void scatter(const Args& a, int64_t first, Tile<kLanes>& t) {
   using Advantage = typename Args::Advantage;
   const Groups& groups = a.groups;
   for (int32_t group = 0; group < t.num_groups; ++group) {
-    const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1), stride = t.stride();
+    const int64_t begin = groups.begin(first + group), end = groups.begin(first + group + 1),
+                  stride = t.stride();
     const double* values = t.column(t.values, group);
     if (!groups.order && !groups.valid) {
-      for (int64_t i = 0; i < end - begin; ++i) a.advantages[begin + i] = from_double<Advantage>(values[i * stride] + 0.0);
+      for (int64_t i = 0; i < end - begin; ++i)
+        a.advantages[begin + i] = from_double<Advantage>(values[i * stride] + 0.0);
       continue;
     }
     int64_t n = 0;
     for (int64_t position = begin; position < end; ++position) {
       const int64_t index = groups.index(position);
-      a.advantages[index] = from_double<Advantage>(groups.exists(index) ? values[n++ * stride] + 0.0 : 0.0);
+      a.advantages[index] =
+          from_double<Advantage>(groups.exists(index) ? values[n++ * stride] + 0.0 : 0.0);
     }
   }
 }
 
-// Computes groups first to first + num_groups - 1 in a tile. Returns the first position with an unusable reward, or kNone.
+// Computes groups first to first + num_groups - 1 in a tile. Returns the first position with an
+// unusable reward, or kNone.
 template <int kLanes, typename Args>
 int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>& t) {
   gather(a, first, num_groups, t);
@@ -258,7 +277,8 @@ int64_t evaluate(const Args& a, int64_t first, int32_t num_groups, Tile<kLanes>&
 template <int kLanes, typename Args>
 inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, int64_t num_threads) {
   Tile<kLanes> tile(largest);
-  const int64_t step = largest > kLargestLane ? 1 : kLanes;  // with one large group, every group is computed alone
+  const int64_t step =
+      largest > kLargestLane ? 1 : kLanes;  // with one large group, every group is computed alone
   const int64_t steps = (a.groups.num_groups + step - 1) / step;
   for (int64_t s = steps * thread / num_threads; s < steps * (thread + 1) / num_threads; ++s) {
     const auto num_groups = static_cast<int32_t>(std::min(step, a.groups.num_groups - s * step));
@@ -268,8 +288,9 @@ inline int64_t evaluate_share(const Args& a, int64_t largest, int64_t thread, in
   return kNone;
 }
 
-// Returns the first position (in the order of groups) of a reward that is not finite, or for Kind::kBinary neither 0 nor 1; -1
-// if all rewards are usable. Otherwise the written advantages are wrong.
+// Returns the first position (in the order of groups) of a reward that is not finite, or for
+// Kind::kBinary neither 0 nor 1; -1 if all rewards are usable. Otherwise the written advantages are
+// wrong.
 template <typename Reward, typename Advantage>
 int64_t group_advantage(const GroupAdvantage<Reward, Advantage>& in, int num_threads) {
   const Groups& groups = in.groups;
@@ -277,29 +298,35 @@ int64_t group_advantage(const GroupAdvantage<Reward, Advantage>& in, int num_thr
   for (int64_t g = 0; groups.offsets && g < groups.num_groups; ++g)
     largest = std::max(largest, groups.begin(g + 1) - groups.begin(g));
   int64_t unusable = kNone;
-#pragma omp parallel num_threads(num_threads) if (groups.num_rewards >= kParallelThreshold) reduction(min : unusable)
-  with_widest<double>([&](auto vectors) {  // the arithmetic of every lane is the same for all of them
-    compiled_for(vectors, [&] {
-      unusable = evaluate_share<decltype(vectors)::kLanes>(in, largest, omp_get_thread_num(), omp_get_num_threads());
-    });
-  });
+#pragma omp parallel num_threads(num_threads) if (groups.num_rewards >= kParallelThreshold) \
+    reduction(min : unusable)
+  with_widest<double>(
+      [&](auto vectors) {  // the arithmetic of every lane is the same for all of them
+        compiled_for(vectors, [&] {
+          unusable = evaluate_share<decltype(vectors)::kLanes>(in, largest, omp_get_thread_num(),
+                                                               omp_get_num_threads());
+        });
+      });
   return unusable == kNone ? -1 : unusable;
 }
 
 // The distinct group sizes, ascending, counting only valid rollouts.
 std::vector<int64_t> distinct_group_sizes(const Groups& groups, int) {
   const auto refuse = [&](const std::string& got) {
-    throw std::invalid_argument("offsets must rise from 0 to " + std::to_string(groups.num_rewards) + ", got " + got);
+    throw std::invalid_argument("offsets must rise from 0 to " +
+                                std::to_string(groups.num_rewards) + ", got " + got);
   };
   std::vector<bool> seen(groups.num_rewards + 1);
   for (int64_t g = 0; g < groups.num_groups; ++g) {
     const int64_t begin = groups.begin(g), end = groups.begin(g + 1);
     if (begin < 0 || end < begin || end > groups.num_rewards || (g == 0 && begin != 0))
-      refuse(std::to_string(begin) + " followed by " + std::to_string(end) + " at group " + std::to_string(g));
+      refuse(std::to_string(begin) + " followed by " + std::to_string(end) + " at group " +
+             std::to_string(g));
     int64_t size = end - begin;
     if (groups.valid) {
       size = 0;
-      for (int64_t position = begin; position < end; ++position) size += groups.valid[groups.index(position)];
+      for (int64_t position = begin; position < end; ++position)
+        size += groups.valid[groups.index(position)];
     }
     seen[size] = true;
   }
@@ -311,10 +338,11 @@ std::vector<int64_t> distinct_group_sizes(const Groups& groups, int) {
   return sizes;
 }
 
-const bool defined = define_kernel("distinct_group_sizes", distinct_group_sizes) &&
-                     define_kernel("group_advantage", group_advantage<float, float>, group_advantage<double, double>,
-                                   group_advantage<BFloat16, BFloat16>, group_advantage<int32_t, float>,
-                                   group_advantage<int64_t, float>, group_advantage<bool, float>);
+const bool defined =
+    define_kernel("distinct_group_sizes", distinct_group_sizes) &&
+    define_kernel("group_advantage", group_advantage<float, float>, group_advantage<double, double>,
+                  group_advantage<BFloat16, BFloat16>, group_advantage<int32_t, float>,
+                  group_advantage<int64_t, float>, group_advantage<bool, float>);
 
 }  // namespace
 }  // namespace maxrl::cpu

@@ -1,5 +1,5 @@
-// Keys and values of one sequence in all layers, packed in panels for two matrix multiplications: queries times keys gives
-// scores, and probabilities times values gives outputs.
+// Keys and values of one sequence in all layers, packed in panels for two matrix multiplications:
+// queries times keys gives scores, and probabilities times values gives outputs.
 #pragma once
 #include <algorithm>
 
@@ -9,20 +9,22 @@
 
 namespace maxrl::cpu {
 
-// For each layer and head, keys are panels of 16 tokens, each as deep as head_dim, and values panels of 16 dimensions, each as
-// deep as the capacity in tokens, in the decoder's Layout (numbers.h).
+// For each layer and head, keys are panels of 16 tokens, each as deep as head_dim, and values
+// panels of 16 dimensions, each as deep as the capacity in tokens, in the decoder's Layout
+// (numbers.h).
 class KeyValueCache {
  public:
   // Uninitialised: a position is read only after it was written, or its padding was.
   KeyValueCache(const DecoderSizes& sizes, int64_t length)
       : sizes_(sizes), capacity_(capacity(sizes, length)), keys_size_(capacity_ * depth(sizes)),
-        head_size_(keys_size_ + capacity_ * padded(sizes.head_dim)), layer_size_(sizes.kv_heads * head_size_),
-        data_(bytes(sizes, length)) {}
+        head_size_(keys_size_ + capacity_ * padded(sizes.head_dim)),
+        layer_size_(sizes.kv_heads * head_size_), data_(bytes(sizes, length)) {}
 
   // Of a prompt or a response of this length.
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     const int64_t element = is_bfloat16(sizes.arithmetic) ? sizeof(BFloat16) : sizeof(float);
-    return element * sizes.layers * sizes.kv_heads * capacity(sizes, length) * (depth(sizes) + padded(sizes.head_dim));
+    return element * sizes.layers * sizes.kv_heads * capacity(sizes, length) *
+           (depth(sizes) + padded(sizes.head_dim));
   }
 
   template <typename Element>
@@ -38,24 +40,31 @@ class KeyValueCache {
 
   // Positions must be written in ascending order, from 0.
   void write(int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
-    with_layout(sizes_.arithmetic, [&](auto layout) { write_to(layout, layer, head, position, key, value); });
+    with_layout(sizes_.arithmetic,
+                [&](auto layout) { write_to(layout, layer, head, position, key, value); });
   }
 
  private:
   static int64_t depth(const DecoderSizes& sizes) { return depth(sizes, sizes.head_dim); }
-  static int64_t capacity(const DecoderSizes& sizes, int64_t length) { return depth(sizes, padded(length)); }
+  static int64_t capacity(const DecoderSizes& sizes, int64_t length) {
+    return depth(sizes, padded(length));
+  }
   static int64_t depth(const DecoderSizes& sizes, int64_t k) {
     return is_bfloat16(sizes.arithmetic) ? BFloat16Layout::depth(k) : Float32Layout::depth(k);
   }
 
   template <typename Layout>
-  void write_to(Layout, int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
+  void write_to(Layout, int64_t layer, int64_t head, int64_t position, const float* key,
+                const float* value) {
     using Element = typename Layout::Element;
     const int64_t dim = sizes_.head_dim, stride = values_panel_stride();
     Element* const keys = data_.as<Element>() + layer * layer_size_ + head * head_size_;
-    Element *const panel = keys + position / kPanel * keys_panel_stride(), *const values = keys + keys_size_;
-    // Padding is multiplied with zeros, so it must be finite: a cache may hold numbers of the response before.
-    if (Layout::depth(dim) > dim && position % kPanel == 0) std::fill_n(panel, keys_panel_stride(), Element{});
+    Element *const panel = keys + position / kPanel * keys_panel_stride(), *const values =
+                                                                               keys + keys_size_;
+    // Padding is multiplied with zeros, so it must be finite: a cache may hold numbers of the
+    // response before.
+    if (Layout::depth(dim) > dim && position % kPanel == 0)
+      std::fill_n(panel, keys_panel_stride(), Element{});
     for (int64_t first = 0; first < dim; first += kPanel) {
       Element* const to = values + first / kPanel * stride;
       if (Layout::depth(1) > 1 && position % Layout::depth(1) == 0)
@@ -63,7 +72,8 @@ class KeyValueCache {
       const int64_t count = std::min(kPanel, dim - first);
       Element numbers[kPanel];  // converted before they are scattered, so that vectors convert them
       for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(key[first + d]);
-      for (int64_t d = 0; d < count; ++d) panel[Layout::place(first + d, position % kPanel)] = numbers[d];
+      for (int64_t d = 0; d < count; ++d)
+        panel[Layout::place(first + d, position % kPanel)] = numbers[d];
       for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(value[first + d]);
       for (int64_t d = 0; d < count; ++d) to[Layout::place(position, d)] = numbers[d];
     }

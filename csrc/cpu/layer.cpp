@@ -1,6 +1,7 @@
-// The elementwise parts of a decoder layer on a CPU. Numbers are read once and written once, and computed in float32, in double
-// for doubles. Rows are cut into pieces that depend on the shapes alone; sums over rows are added up within each piece, then
-// piece after piece. Results are therefore bitwise the same for any number of threads.
+// The elementwise parts of a decoder layer on a CPU. Numbers are read once and written once, and
+// computed in float32, in double for doubles. Rows are cut into pieces that depend on the shapes
+// alone; sums over rows are added up within each piece, then piece after piece. Results are
+// therefore bitwise the same for any number of threads.
 #include "../layer.h"
 
 #include <algorithm>
@@ -13,7 +14,8 @@
 namespace maxrl::cpu {
 namespace {
 
-constexpr int64_t kPieceNumbers = 1 << 12;  // of a piece, about: few, for short sums, but more work than starting it
+constexpr int64_t kPieceNumbers =
+    1 << 12;  // of a piece, about: few, for short sums, but more work than starting it
 constexpr int64_t kMostPieces = 64;  // where each has sums of its own
 
 // use(Vectors{}) with at most the lanes of `Vectors`: as many as divide `size`, if any do.
@@ -33,7 +35,8 @@ struct Pieces {
 
   Pieces(int64_t num_rows, int64_t row_size, int64_t most = INT64_MAX)
       : num_rows(num_rows),
-        rows(std::max({int64_t{1}, kPieceNumbers / std::max<int64_t>(row_size, 1), (num_rows - 1) / most + 1})),
+        rows(std::max({int64_t{1}, kPieceNumbers / std::max<int64_t>(row_size, 1),
+                       (num_rows - 1) / most + 1})),
         count((num_rows + rows - 1) / rows) {}
 
   // work(vectors, piece, row) for all rows, compiled for the instructions of these vectors.
@@ -53,8 +56,9 @@ struct Pieces {
   // For vectors of which a row's parts have `size` numbers each.
   template <typename Real, typename Work>
   void run_fitting(int size, int num_threads, const Work& work) const {
-    with_widest<Real>(
-        [&](auto widest) { with_fitting<decltype(widest)>(size, [&](auto vectors) { run(vectors, num_threads, work); }); });
+    with_widest<Real>([&](auto widest) {
+      with_fitting<decltype(widest)>(size, [&](auto vectors) { run(vectors, num_threads, work); });
+    });
   }
 };
 
@@ -125,12 +129,14 @@ inline void norm_row(const AddRmsNorm<Element, typename Vectors::Real>& in, int6
   });
   const Norm norm(total<Vectors>(squares), typename Vectors::Real(0), in.size, in.eps);
   const Element* const values = delta ? sum : x;
-  for_vectors<Vectors>(in.size,
-                       [&](auto at) { at.store(in.normed + start, at.load(values) * norm.rate * at.load(in.weight)); });
+  for_vectors<Vectors>(in.size, [&](auto at) {
+    at.store(in.normed + start, at.load(values) * norm.rate * at.load(in.weight));
+  });
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void norm_backward_row(const AddRmsNormBackward<Element, Real>& in, int64_t start, Real* grad_weight) {
+inline void norm_backward_row(const AddRmsNormBackward<Element, Real>& in, int64_t start,
+                              Real* grad_weight) {
   const Element *const sum = in.sum + start, *const grad = in.grad_normed + start;
   const Element* const grad_sum = in.grad_sum ? in.grad_sum + start : nullptr;
   auto squares = Vectors::all(0), product = squares;
@@ -149,7 +155,8 @@ inline void norm_backward_row(const AddRmsNormBackward<Element, Real>& in, int64
   });
 }
 
-// The rotation at a token's position: pairs (low, high) of a head by the angles whose cos and sin these are.
+// The rotation at a token's position: pairs (low, high) of a head by the angles whose cos and sin
+// these are.
 template <typename Vectors>
 struct Rotation {
   using Real = typename Vectors::Real;
@@ -158,7 +165,8 @@ struct Rotation {
   Real direction;
 
   template <typename Heads>
-  Rotation(const Heads& in, int64_t row, Real direction) : cos(nullptr), sin(nullptr), direction(direction) {
+  Rotation(const Heads& in, int64_t row, Real direction)
+      : cos(nullptr), sin(nullptr), direction(direction) {
     const int64_t angles = in.angles_of(row);
     if (angles < 0) return;
     cos = in.cos + angles;
@@ -202,7 +210,9 @@ inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, i
     for (int head = 0; head < in.from[which].count; ++head) {
       const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
       Element* const to = in.target(which, row, head);
-      const Real rate = weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate : Real(1);
+      const Real rate =
+          weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate
+                 : Real(1);
       for_vectors<Vectors>(half, [&](auto at) {
         auto low = at.load(x), high = at.load(x + half);
         if (weight) {
@@ -218,18 +228,22 @@ inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, i
 
 template <typename Element, typename Real>
 inline void copy_values(const RotateHeads<Element, Real>& in, int64_t row) {
-  if (in.from[2].count) memcpy(in.target(2, row, 0), in.source(2, row, 0), sizeof(Element) * in.from[2].count * in.head_dim);
+  if (in.from[2].count)
+    memcpy(in.target(2, row, 0), in.source(2, row, 0),
+           sizeof(Element) * in.from[2].count * in.head_dim);
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backward, int64_t row, Real* grad_norms) {
+inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backward, int64_t row,
+                                Real* grad_norms) {
   const auto& in = backward.forward;
   const Rotation<Vectors> rotation(in, row, -in.direction);
   const int half = in.head_dim / 2;
   for (int which = 0; which < 2; ++which)
     for (int head = 0; head < in.from[which].count; ++head) {
       const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
-      const Element* const grad = backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
+      const Element* const grad =
+          backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
       Element* const to = in.target(which, row, head);
       Real* const grad_norm = grad_norms + (which * in.from[0].count + head) * in.head_dim;
       // use(span, x, its norm's gradient), for both halves
@@ -244,7 +258,8 @@ inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backwa
       };
       auto products = Vectors::all(0);
       for_both([&](auto at, auto value, auto g) { products += at.load(weight) * g * value; });
-      const Norm norm(squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim, in.eps);
+      const Norm norm(squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim,
+                      in.eps);
       for_both([&](auto at, auto value, auto g) {
         at.store(to, g * at.load(weight) * norm.rate - value * norm.slope);
         at.store(grad_norm, at.load(grad_norm) + g * value * norm.rate);
@@ -259,12 +274,15 @@ struct Sigmoid {
   Reals value, rest;
   explicit Sigmoid(Reals x) {
     const Reals one = Vectors::all(1);
-    const Reals e = Vectors::exponential(Vectors::greater(-Vectors::greater(x, -x), Vectors::all(Vectors::kLowestExponent)));
+    const Reals e = Vectors::exponential(
+        Vectors::greater(-Vectors::greater(x, -x), Vectors::all(Vectors::kLowestExponent)));
     const Reals larger = one / (e + one), smaller = e * larger;
-    // Selection by the sign's bits: a comparison of 64 bytes would become scalars when it is inlined (attention_vectors.h).
+    // Selection by the sign's bits: a comparison of 64 bytes would become scalars when it is
+    // inlined (attention_vectors.h).
     using Integers = decltype(x > x);
     const Integers is_negative = bits_as<Integers>(x) >> (8 * sizeof(typename Vectors::Real) - 1);
-    const Integers difference = (bits_as<Integers>(larger) ^ bits_as<Integers>(smaller)) & is_negative;
+    const Integers difference =
+        (bits_as<Integers>(larger) ^ bits_as<Integers>(smaller)) & is_negative;
     value = bits_as<Reals>(bits_as<Integers>(larger) ^ difference);
     rest = bits_as<Reals>(bits_as<Integers>(smaller) ^ difference);
   }
@@ -272,7 +290,8 @@ struct Sigmoid {
 
 template <typename Vectors, typename Element>
 inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_t row) {
-  const Element *const gate = in.gate + row * in.gate_stride, *const up = in.up + row * in.up_stride;
+  const Element *const gate = in.gate + row * in.gate_stride, *const up =
+                                                                  in.up + row * in.up_stride;
   for_vectors<Vectors>(in.size, [&](auto at) {
     const auto x = at.load(gate);
     at.store(in.out + row * in.size, x * Sigmoid<Vectors>(x).value * at.load(up));
@@ -280,23 +299,27 @@ inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_
 }
 
 template <typename Vectors, typename Element>
-inline void swiglu_backward_row(const SwiGluBackward<Element, typename Vectors::Real>& backward, int64_t row) {
+inline void swiglu_backward_row(const SwiGluBackward<Element, typename Vectors::Real>& backward,
+                                int64_t row) {
   const auto& in = backward.forward;
-  const Element *const gate = in.gate + row * in.gate_stride, *const up = in.up + row * in.up_stride;
+  const Element *const gate = in.gate + row * in.gate_stride, *const up =
+                                                                  in.up + row * in.up_stride;
   for_vectors<Vectors>(in.size, [&](auto at) {
     const auto x = at.load(gate);
     const Sigmoid<Vectors> sigmoid(x);
     const auto scaled = at.load(backward.grad + row * in.size) * sigmoid.value;
-    at.store(backward.grad_gate + row * backward.grad_stride, scaled * at.load(up) * (x * sigmoid.rest + Vectors::all(1)));
+    at.store(backward.grad_gate + row * backward.grad_stride,
+             scaled * at.load(up) * (x * sigmoid.rest + Vectors::all(1)));
     at.store(backward.grad_up + row * backward.grad_stride, scaled * x);
   });
 }
 
 template <typename Element, typename Real>
 void add_rms_norm(const AddRmsNorm<Element, Real>& in, int num_threads) {
-  Pieces(in.num_rows, in.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
-    norm_row<decltype(vectors)>(in, row * in.size);
-  });
+  Pieces(in.num_rows, in.size)
+      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+        norm_row<decltype(vectors)>(in, row * in.size);
+      });
 }
 
 template <typename Element, typename Real>
@@ -311,7 +334,8 @@ void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_
 
 template <typename Element, typename Real>
 void rotate_heads(const RotateHeads<Element, Real>& in, int num_threads) {
-  const Pieces pieces(in.num_rows, int64_t{in.from[0].count + in.from[1].count + in.from[2].count} * in.head_dim);
+  const Pieces pieces(
+      in.num_rows, int64_t{in.from[0].count + in.from[1].count + in.from[2].count} * in.head_dim);
   pieces.run_fitting<Real>(in.head_dim / 2, num_threads, [&](auto vectors, int64_t, int64_t row) {
     rotate_row<decltype(vectors)>(in, row);
     copy_values(in, row);
@@ -324,29 +348,32 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, i
   const int64_t size = int64_t{in.from[0].count + in.from[1].count} * in.head_dim;
   const Pieces pieces(in.num_rows, size, kMostPieces);
   std::vector<Real> partials(pieces.count * size);
-  pieces.run_fitting<Real>(in.head_dim / 2, num_threads, [&](auto vectors, int64_t piece, int64_t row) {
-    rotate_backward_row<decltype(vectors)>(backward, row, partials.data() + piece * size);
-    copy_values(in, row);
-  });
+  pieces.run_fitting<Real>(
+      in.head_dim / 2, num_threads, [&](auto vectors, int64_t piece, int64_t row) {
+        rotate_backward_row<decltype(vectors)>(backward, row, partials.data() + piece * size);
+        copy_values(in, row);
+      });
   std::vector<Real> of_heads(size);
   add_pieces(partials.data(), pieces.count, size, of_heads.data());
   add_pieces(of_heads.data(), in.from[0].count, in.head_dim, backward.grad_norm);
-  add_pieces(of_heads.data() + int64_t{in.from[0].count} * in.head_dim, in.from[1].count, in.head_dim,
-             backward.grad_norm + in.head_dim);
+  add_pieces(of_heads.data() + int64_t{in.from[0].count} * in.head_dim, in.from[1].count,
+             in.head_dim, backward.grad_norm + in.head_dim);
 }
 
 template <typename Element, typename Real>
 void swiglu(const SwiGlu<Element, Real>& in, int num_threads) {
-  Pieces(in.num_rows, in.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
-    swiglu_row<decltype(vectors)>(in, row);
-  });
+  Pieces(in.num_rows, in.size)
+      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+        swiglu_row<decltype(vectors)>(in, row);
+      });
 }
 
 template <typename Element, typename Real>
 void swiglu_backward(const SwiGluBackward<Element, Real>& in, int num_threads) {
-  Pieces(in.forward.num_rows, in.forward.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
-    swiglu_backward_row<decltype(vectors)>(in, row);
-  });
+  Pieces(in.forward.num_rows, in.forward.size)
+      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+        swiglu_backward_row<decltype(vectors)>(in, row);
+      });
 }
 
 template <typename Element, typename Real>
@@ -354,7 +381,8 @@ void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) 
   // Which rows of `grad` belong to row u: order[starts[u]], ..., ascending.
   std::vector<int64_t> starts(in.num_rows + 2), order(in.num_chosen);
   for (int64_t i = 0; i < in.num_chosen; ++i) {
-    if (in.rows[i] < 0 || in.rows[i] >= in.num_rows) throw std::invalid_argument("a chosen row does not exist");
+    if (in.rows[i] < 0 || in.rows[i] >= in.num_rows)
+      throw std::invalid_argument("a chosen row does not exist");
     ++starts[in.rows[i] + 2];
   }
   for (int64_t u = 0; u < in.num_rows; ++u) starts[u + 2] += starts[u + 1];
@@ -363,7 +391,8 @@ void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) 
     using Vectors = decltype(vectors);
     for_vectors<Vectors>(in.size, [&](auto at) {
       auto sum = Vectors::all(0);
-      for (int64_t i = starts[u]; i < starts[u + 1]; ++i) sum += at.load(in.grad + order[i] * in.size);
+      for (int64_t i = starts[u]; i < starts[u + 1]; ++i)
+        sum += at.load(in.grad + order[i] * in.size);
       at.store(in.to + u * in.size, sum);
     });
   });
@@ -375,10 +404,12 @@ bool define() {
          define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element, Real>) &&
          define_kernel("rotate_heads", rotate_heads<Element, Real>) &&
          define_kernel("rotate_heads_backward", rotate_heads_backward<Element, Real>) &&
-         define_kernel("swiglu", swiglu<Element, Real>) && define_kernel("swiglu_backward", swiglu_backward<Element, Real>) &&
+         define_kernel("swiglu", swiglu<Element, Real>) &&
+         define_kernel("swiglu_backward", swiglu_backward<Element, Real>) &&
          define_kernel("chosen_rows_backward", chosen_rows_backward<Element, Real>);
 }
-const bool defined = define<float, float>() && define<double, double>() && define<BFloat16, float>();
+const bool defined =
+    define<float, float>() && define<double, double>() && define<BFloat16, float>();
 
 }  // namespace
 }  // namespace maxrl::cpu

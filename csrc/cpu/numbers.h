@@ -4,8 +4,9 @@
 
 namespace maxrl::cpu {
 
-// Each has: the Element of packed matrices; the place of number j of column c in a panel; how many numbers a column of k has
-// with padding; the rows of a tile; and a product of rows of floats with panels.
+// Each has: the Element of packed matrices; the place of number j of column c in a panel; how many
+// numbers a column of k has with padding; the rows of a tile; and a product of rows of floats with
+// panels.
 struct Float32Layout {
   using Element = float;
   static Element from_float(float x) { return x; }
@@ -25,8 +26,8 @@ struct Float32 : Float32Layout {
   static constexpr int kRows = tile_rows<Vectors>();
 
   template <typename RowOf, typename Sink>
-  static void multiply(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
-                       BFloat16*, const Sink& sink) {
+  static void multiply(int64_t m, const RowOf& row_of, int64_t k, const float* panels,
+                       int64_t num_panels, int64_t panel_stride, BFloat16*, const Sink& sink) {
     product<Vectors>(m, row_of, k, panels, num_panels, panel_stride, sink);
   }
 };
@@ -35,11 +36,12 @@ struct BFloat16Products : BFloat16Layout {
   using Vectors = typename Path::Vectors;
   static constexpr int kRows = Path::kRows;
 
-  // As panels.h's product, where `scratch` has space for m rounded rows, m rounded up to a multiple of kMaxBFloat16Rows:
-  // [m][bfloat16_stride(k)].
+  // As panels.h's product, where `scratch` has space for m rounded rows, m rounded up to a multiple
+  // of kMaxBFloat16Rows: [m][bfloat16_stride(k)].
   template <typename RowOf, typename Sink>
-  static void multiply(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels, int64_t num_panels,
-                       int64_t panel_stride, BFloat16* scratch, const Sink& sink) {
+  static void multiply(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels,
+                       int64_t num_panels, int64_t panel_stride, BFloat16* scratch,
+                       const Sink& sink) {
     using Row = TileRow<typename Path::Vectors>;
     const int64_t stride = bfloat16_stride(k), depth = bfloat16_depth(k);
     for (int64_t i = 0; i < m; ++i) Path::round(row_of(i), k, scratch + i * stride);
@@ -48,10 +50,13 @@ struct BFloat16Products : BFloat16Layout {
     for (int64_t p = 0; p < num_panels; p += most_panels) {
       const int count = static_cast<int>(std::min<int64_t>(most_panels, num_panels - p));
       for (int64_t start = 0; start < m; start += most_rows) {
-        const int rows = static_cast<int>(std::min<int64_t>(most_rows, m - start)), out_rows = Path::rows_of(rows);
-        Path::multiply(rows, count, scratch + start * stride, stride, depth, panels + p * panel_stride, panel_stride, out);
+        const int rows = static_cast<int>(std::min<int64_t>(most_rows, m - start)),
+                  out_rows = Path::rows_of(rows);
+        Path::multiply(rows, count, scratch + start * stride, stride, depth,
+                       panels + p * panel_stride, panel_stride, out);
         for (int q = 0; q < count; ++q)
-          for (int i = 0; i < rows; ++i) sink(start + i, p + q, Row::read(out + (q * out_rows + i) * kPanel));
+          for (int i = 0; i < rows; ++i)
+            sink(start + i, p + q, Row::read(out + (q * out_rows + i) * kPanel));
       }
     }
   }

@@ -32,7 +32,8 @@ void packed_product(const PackedProduct& in, int) {
     for (int64_t i = 0; i < size; ++i) packed[i] = Element{};
     for (int64_t row = 0; row < n; ++row)
       for (int64_t j = 0; j < k; ++j)
-        packed[row / kPanel * stride + Numbers::place(j, row % kPanel)] = Numbers::from_float(in.b[row * k + j]);
+        packed[row / kPanel * stride + Numbers::place(j, row % kPanel)] =
+            Numbers::from_float(in.b[row * k + j]);
     Numbers::multiply(
         m, [&](int64_t i) { return in.a + i * k; }, k, packed, panels_of(n), stride, scratch.data(),
         [&](int64_t i, int64_t panel, const auto& row) {

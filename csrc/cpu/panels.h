@@ -1,9 +1,10 @@
-// Matrix multiplication with packed matrices: C [m, n] = A [m, k] B^T, with B [n, k] in panels of 16 rows, each [k][16].
+// Matrix multiplication with packed matrices: C [m, n] = A [m, k] B^T, with B [n, k] in panels of
+// 16 rows, each [k][16].
 //
 // Where A is transposed, the numbers of a row are `row_step` apart.
 //
-// An element of C is one chain of multiply-adds over k, independent of m and of the row's position. A sample's numbers are
-// therefore bitwise independent of what else is in the batch.
+// An element of C is one chain of multiply-adds over k, independent of m and of the row's position.
+// A sample's numbers are therefore bitwise independent of what else is in the batch.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -17,11 +18,13 @@ constexpr int64_t kPanel = 16;
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 inline int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-// Distance between rows of a matrix in floats; with a power of two, rows would compete for few sets of the L1 cache.
+// Distance between rows of a matrix in floats; with a power of two, rows would compete for few sets
+// of the L1 cache.
 inline int64_t row_stride(int64_t n) { return padded(n) + kPanel; }
 
-// Rows and panels of the largest tile: as many as the registers hold accumulators for, besides a row of its panels and one
-// factor. With one panel of AVX-512 vectors, each multiply-add would need a load of its own.
+// Rows and panels of the largest tile: as many as the registers hold accumulators for, besides a
+// row of its panels and one factor. With one panel of AVX-512 vectors, each multiply-add would need
+// a load of its own.
 template <typename Vectors>
 constexpr int tile_rows() {
 #if defined(__aarch64__)
@@ -59,12 +62,12 @@ struct TileRow {
   }
 };
 
-// Multiplies `rows` rows a[i] [k] with `width` panels, and calls sink(i, panel, row) for each. Meanwhile it prefetches what
-// lies `ahead` floats after the panels: of one panel in a full tile, because others follow for the next panels, otherwise of
-// all.
+// Multiplies `rows` rows a[i] [k] with `width` panels, and calls sink(i, panel, row) for each.
+// Meanwhile it prefetches what lies `ahead` floats after the panels: of one panel in a full tile,
+// because others follow for the next panels, otherwise of all.
 template <typename Vectors, int rows, int width, typename Sink>
-inline void tile(const float* const* a, int64_t k, const float* panels, int64_t panel_stride, int64_t row_step, int64_t ahead,
-                 const Sink& sink) {
+inline void tile(const float* const* a, int64_t k, const float* panels, int64_t panel_stride,
+                 int64_t row_step, int64_t ahead, const Sink& sink) {
   using Row = TileRow<Vectors>;
   constexpr bool kPrefetches = tile_panels<Vectors>() > 1;
   constexpr int kPrefetched = !kPrefetches ? 0 : rows == tile_rows<Vectors>() ? 1 : width;
@@ -77,7 +80,8 @@ inline void tile(const float* const* a, int64_t k, const float* panels, int64_t 
 #pragma GCC unroll 3
     for (int w = 0; w < width; ++w) b[w] = Row::read(panels + w * panel_stride);
 #pragma GCC unroll 3
-    for (int w = 0; w < kPrefetched; ++w) __builtin_prefetch(panels + ahead + w * panel_stride, 0, 2);
+    for (int w = 0; w < kPrefetched; ++w)
+      __builtin_prefetch(panels + ahead + w * panel_stride, 0, 2);
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i) {
       const float x = from[i][j * row_step];
@@ -94,34 +98,42 @@ inline void tile(const float* const* a, int64_t k, const float* panels, int64_t 
 }
 
 template <typename Vectors, int most, int width, typename Sink>
-inline void tile_of(int rows, const float* const* a, int64_t k, const float* panels, int64_t panel_stride, int64_t row_step,
-                    int64_t ahead, const Sink& sink) {
+inline void tile_of(int rows, const float* const* a, int64_t k, const float* panels,
+                    int64_t panel_stride, int64_t row_step, int64_t ahead, const Sink& sink) {
   if constexpr (most > 1) {
-    if (rows < most) return tile_of<Vectors, most - 1, width>(rows, a, k, panels, panel_stride, row_step, ahead, sink);
+    if (rows < most)
+      return tile_of<Vectors, most - 1, width>(rows, a, k, panels, panel_stride, row_step, ahead,
+                                               sink);
   }
   tile<Vectors, most, width>(a, k, panels, panel_stride, row_step, ahead, sink);
 }
 
-// Multiplies m rows row_of(i) with the first `width` of num_panels panels, and calls sink(i, panel, row) for each.
+// Multiplies m rows row_of(i) with the first `width` of num_panels panels, and calls sink(i, panel,
+// row) for each.
 template <typename Vectors, int width, typename RowOf, typename Sink>
-inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
-                  int64_t row_step, const Sink& sink) {
+inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels,
+                  int64_t num_panels, int64_t panel_stride, int64_t row_step, const Sink& sink) {
   constexpr int kRows = tile_rows<Vectors>();
   for (int64_t start = 0; start < m; start += kRows) {
     const int rows = static_cast<int>(m - start < kRows ? m - start : kRows);
     const float* a[kRows];
     for (int i = 0; i < rows; ++i) a[i] = row_of(start + i);
-    const int64_t next = rows < kRows ? 0 : start / kRows;  // which of the next panels this tile prefetches
-    const int64_t ahead = next < width && width + next < num_panels ? (width + next) * panel_stride : 0;
-    tile_of<Vectors, kRows, width>(rows, a, k, panels, panel_stride, row_step, ahead,
-                                   [&](int i, int panel, const TileRow<Vectors>& row) { sink(start + i, panel, row); });
+    const int64_t next =
+        rows < kRows ? 0 : start / kRows;  // which of the next panels this tile prefetches
+    const int64_t ahead =
+        next < width && width + next < num_panels ? (width + next) * panel_stride : 0;
+    tile_of<Vectors, kRows, width>(
+        rows, a, k, panels, panel_stride, row_step, ahead,
+        [&](int i, int panel, const TileRow<Vectors>& row) { sink(start + i, panel, row); });
   }
 }
 
-// Multiplies m rows row_of(i) with all panels, `panel_stride` floats apart, and calls sink(i, panel, row) for each.
+// Multiplies m rows row_of(i) with all panels, `panel_stride` floats apart, and calls sink(i,
+// panel, row) for each.
 template <typename Vectors, typename RowOf, typename Sink>
-inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* panels, int64_t num_panels, int64_t panel_stride,
-                    const Sink& sink, int64_t row_step = 1) {
+inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* panels,
+                    int64_t num_panels, int64_t panel_stride, const Sink& sink,
+                    int64_t row_step = 1) {
   int64_t done = 0;
   const auto multiply = [&](auto width) {
     tiles<Vectors, decltype(width)::value>(
@@ -131,7 +143,8 @@ inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* pane
   };
   if constexpr (tile_panels<Vectors>() == 3) {
     // The last four are two twos, because a single one is slow.
-    while (num_panels - done == 3 || num_panels - done > 4) multiply(std::integral_constant<int, 3>{});
+    while (num_panels - done == 3 || num_panels - done > 4)
+      multiply(std::integral_constant<int, 3>{});
     while (num_panels - done >= 2) multiply(std::integral_constant<int, 2>{});
   }
   while (done < num_panels) multiply(std::integral_constant<int, 1>{});

@@ -11,17 +11,21 @@ namespace maxrl::cpu {
 
 struct Sampled {
   int64_t token;
-  float logprob;  // under the whole distribution at the temperature: before top-k, top-p and min-p; 0 at temperature 0
+  float logprob;  // under the whole distribution at the temperature: before top-k, top-p and min-p;
+                  // 0 at temperature 0
 };
 
 // Sets probabilities[i] = exp((z_i - top) / temperature), unnormalised, and returns their sum.
-inline double exponentials(const float* logits, int64_t vocab, float top, double temperature, float* probabilities) {
+inline double exponentials(const float* logits, int64_t vocab, float top, double temperature,
+                           float* probabilities) {
   const auto inverse = static_cast<float>(1.0 / temperature);
   double sum = 0.0;
   with_widest_floats([&](auto vectors) {
     using Vectors = decltype(vectors);
     const auto lowest = Vectors::all(Vectors::kLowestExponent);
-    const auto of = [&](auto z) { return Vectors::exponential(Vectors::greater(lowest, (z - top) * inverse)); };
+    const auto of = [&](auto z) {
+      return Vectors::exponential(Vectors::greater(lowest, (z - top) * inverse));
+    };
     int64_t i = 0;
     for (; i + Vectors::kLanes <= vocab; i += Vectors::kLanes) {
       const auto e = of(Vectors::read(logits + i));
@@ -33,8 +37,10 @@ inline double exponentials(const float* logits, int64_t vocab, float top, double
   return sum;
 }
 
-// Applies top-k, top-p and min-p: sets the probabilities of excluded tokens to 0 and returns the sum of the others.
-inline double filter(int64_t vocab, const SamplingOptions& options, double sum, float* probabilities, int64_t* order) {
+// Applies top-k, top-p and min-p: sets the probabilities of excluded tokens to 0 and returns the
+// sum of the others.
+inline double filter(int64_t vocab, const SamplingOptions& options, double sum,
+                     float* probabilities, int64_t* order) {
   const auto more_probable = [=](int64_t a, int64_t b) {
     return probabilities[a] != probabilities[b] ? probabilities[a] > probabilities[b] : a < b;
   };
@@ -60,7 +66,8 @@ inline double filter(int64_t vocab, const SamplingOptions& options, double sum, 
   }
   for (int64_t i = kept; i < vocab; ++i) probabilities[order[i]] = 0.0f;
   double total = 0.0;
-  const auto least = static_cast<float>(options.min_p);  // relative to the most probable token, which has exp(0) = 1
+  const auto least = static_cast<float>(
+      options.min_p);  // relative to the most probable token, which has exp(0) = 1
   for (int64_t i = 0; i < vocab; ++i) {
     if (probabilities[i] < least) probabilities[i] = 0.0f;
     total += probabilities[i];
@@ -68,16 +75,19 @@ inline double filter(int64_t vocab, const SamplingOptions& options, double sum, 
   return total;
 }
 
-// Samples by inverting the CDF in the order of the vocabulary, at u in [0, 1). `probabilities` [vocab] and `order` [vocab] are
-// scratch memory. Logits that are not finite give log-probs that are not finite.
-inline Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u, float* probabilities,
-                      int64_t* order) {
+// Samples by inverting the CDF in the order of the vocabulary, at u in [0, 1). `probabilities`
+// [vocab] and `order` [vocab] are scratch memory. Logits that are not finite give log-probs that
+// are not finite.
+inline Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u,
+                      float* probabilities, int64_t* order) {
   const int64_t best = std::max_element(logits, logits + vocab) - logits;
   const float top = logits[best];
   const bool is_greedy = options.temperature == 0.0;
   const double temperature = is_greedy ? 1.0 : options.temperature;
   const double whole = exponentials(logits, vocab, top, temperature, probabilities);
-  const auto log_p = [&](int64_t token) { return static_cast<float>((logits[token] - top) / temperature - std::log(whole)); };
+  const auto log_p = [&](int64_t token) {
+    return static_cast<float>((logits[token] - top) / temperature - std::log(whole));
+  };
   if (is_greedy) return {best, whole == whole ? 0.0f : log_p(best)};
   double sum = whole;
   if ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 || options.min_p > 0.0)

@@ -1,5 +1,5 @@
-// A row of logits on a CPU: the log-probability and entropy that a loss needs, and the gradient in the logits from its
-// gradients.
+// A row of logits on a CPU: the log-probability and entropy that a loss needs, and the gradient in
+// the logits from its gradients.
 #pragma once
 #include <algorithm>
 
@@ -12,7 +12,9 @@ constexpr int64_t kBlock = 2048;  // elements, which fit into the L1 cache
 constexpr int64_t kLargestStep = 16;
 
 // Elements of working memory that let SoftmaxRow compute the exponentials only once.
-inline int64_t scratch_size(int64_t vocab_size) { return vocab_size + 2 * kLargestStep + vocab_size / kBlock + 2; }
+inline int64_t scratch_size(int64_t vocab_size) {
+  return vocab_size + 2 * kLargestStep + vocab_size / kBlock + 2;
+}
 
 template <typename Vectors_, typename Element_>
 class SoftmaxRow {
@@ -49,7 +51,8 @@ class SoftmaxRow {
       });
     else
       for_blocks([&](const Block& block) {
-        const Real constant = plain(static_cast<Real>(row.constant)), slope = plain(static_cast<Real>(row.slope));
+        const Real constant = plain(static_cast<Real>(row.constant)),
+                   slope = plain(static_cast<Real>(row.slope));
         const auto of = [&](Reals logits) {
           const Reals x = exponents(logits);
           return Vectors::exponential(x) * (constant + slope * x);
@@ -77,7 +80,8 @@ class SoftmaxRow {
   template <typename Use>
   void for_blocks(const Use& use) const {
     int64_t index = 0;
-    for (int64_t begin = 0; begin < target_; begin += kBlock) use(Block{index++, begin, std::min(begin + kBlock, target_), 0});
+    for (int64_t begin = 0; begin < target_; begin += kBlock)
+      use(Block{index++, begin, std::min(begin + kBlock, target_), 0});
     for (int64_t begin = target_ + 1; begin < size_; begin += kBlock)
       use(Block{index++, begin, std::min(begin + kBlock, size_), kStep});
   }
@@ -106,7 +110,8 @@ class SoftmaxRow {
     return Vectors::greater(Vectors::all(Vectors::kLowestExponent), x);
   }
 
-  // What the stored exponentials of a block are to be multiplied by, so that they are relative to the greatest logit.
+  // What the stored exponentials of a block are to be multiplied by, so that they are relative to
+  // the greatest logit.
   double factor_of(const Block& block, const Softmax& softmax) const {
     return std::exp((static_cast<double>(tops_[block.index]) - softmax.top) * inverse_temperature_);
   }
@@ -120,7 +125,9 @@ class SoftmaxRow {
     const Real greatest = Vectors::greatest(Vectors::greater(top.first, top.second));
     if (greatest > part_.top) part_.raise(greatest, inverse_temperature_);
     base_ = static_cast<Real>(part_.base());
-    if (tops_) tops_[block.index] = static_cast<Real>(part_.top);  // -inf, for a factor of 0, where there is no logit above it
+    if (tops_)
+      tops_[block.index] = static_cast<Real>(
+          part_.top);  // -inf, for a factor of 0, where there is no logit above it
     Pair sum{Vectors::all(0), Vectors::all(0)}, moment = sum;
     const auto add = [this](Reals z, Reals& sum_of, Reals& moment_of) {
       const Reals x = exponents(z), e = Vectors::exponential(x);
@@ -140,7 +147,8 @@ class SoftmaxRow {
   const Element* logits_;
   int64_t size_, target_;
   Real inverse_temperature_;
-  Real* exponentials_;  // e^x by step, x relative to the greatest logit up to the block, tops_[block]
+  Real*
+      exponentials_;  // e^x by step, x relative to the greatest logit up to the block, tops_[block]
   Real* tops_;
   PartialSoftmax part_;
   Real base_;  // subtracted in exponents

@@ -1,7 +1,8 @@
 // Several groups in the lanes of vectors, computed together.
 //
-// Small groups are computed several at a time, one per lane; a larger group is computed alone, spread over all lanes. The code
-// is the same: it sums over rows, and then over lanes if the group is spread. The sums are exact, so their order is irrelevant.
+// Small groups are computed several at a time, one per lane; a larger group is computed alone,
+// spread over all lanes. The code is the same: it sums over rows, and then over lanes if the group
+// is spread. The sums are exact, so their order is irrelevant.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -12,9 +13,11 @@
 
 namespace maxrl::cpu {
 
-constexpr int64_t kLargestLane = 32;  // rollouts of a group in one lane; up to it, counting smaller rewards beats sorting
+constexpr int64_t kLargestLane =
+    32;  // rollouts of a group in one lane; up to it, counting smaller rewards beats sorting
 
-// The working memory of one thread: a group of at most kLargestLane rollouts in each lane, or one group of any size.
+// The working memory of one thread: a group of at most kLargestLane rollouts in each lane, or one
+// group of any size.
 template <int num_lanes>  // as many as a vector register has: compilers split wider vectors badly
 struct Tile {
   static constexpr int kLanes = num_lanes;
@@ -30,8 +33,9 @@ struct Tile {
   };
 
   explicit Tile(int64_t largest_group)
-      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(2 * capacity), values(&storage[0].lanes),
-        ranks(values + capacity), sorted(std::max(kLargestLane, largest_group)), keys(largest_group) {}
+      : capacity(std::max(kLargestLane, largest_group / kLanes + 1)), storage(2 * capacity),
+        values(&storage[0].lanes), ranks(values + capacity),
+        sorted(std::max(kLargestLane, largest_group)), keys(largest_group) {}
 
   bool is_full;  // every row of every lane holds a rollout
   bool is_spread;  // one group over all lanes, its i-th rollout at row i / kLanes, lane i % kLanes
@@ -47,7 +51,9 @@ struct Tile {
 
   static Lanes all(double x) { return Lanes{} + x; }
 
-  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const { return is_full ? x : all(row) < filled ? x : otherwise; }
+  Lanes where_filled(int32_t row, Lanes x, Lanes otherwise) const {
+    return is_full ? x : all(row) < filled ? x : otherwise;
+  }
 
   // The i-th rollout of a group is at column(rows, group)[i * stride()].
   double* column(Lanes* of, int32_t group) { return reinterpret_cast<double*>(of) + group; }
@@ -65,7 +71,8 @@ struct Tile {
 
 template <typename Lanes>
 Lanes powers_of_two_above(Lanes x) {
-  for (size_t lane = 0; lane < sizeof(Lanes) / sizeof(double); ++lane) x[lane] = power_of_two_above(x[lane]);
+  for (size_t lane = 0; lane < sizeof(Lanes) / sizeof(double); ++lane)
+    x[lane] = power_of_two_above(x[lane]);
   return x;
 }
 

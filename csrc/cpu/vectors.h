@@ -1,5 +1,6 @@
-// Vectors of a few numbers, conversions to and from the element types of tensors, and the exponential, for any instruction set:
-// the compiler uses the instructions that are enabled for the enclosing function.
+// Vectors of a few numbers, conversions to and from the element types of tensors, and the
+// exponential, for any instruction set: the compiler uses the instructions that are enabled for the
+// enclosing function.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -52,7 +53,8 @@ struct Vectors : VectorTypes<Real_, lanes> {
   }
   static void write(Real* to, Reals x) { memcpy(to, &x, sizeof x); }
 
-  // kStep elements of a row. Half-precision elements come as the even and the odd ones, which needs no shuffling.
+  // kStep elements of a row. Half-precision elements come as the even and the odd ones, which needs
+  // no shuffling.
   struct Pair {
     Reals first, second;
   };
@@ -70,7 +72,8 @@ struct Vectors : VectorTypes<Real_, lanes> {
     const auto words = load_words(from);
     return {bits_as<Reals>(words << 16), bits_as<Reals>(words & 0xffff0000)};
   }
-  static void store(BFloat16* to, Pair x) {  // round to nearest even; the lower half of NaNs must be 0
+  static void store(BFloat16* to,
+                    Pair x) {  // round to nearest even; the lower half of NaNs must be 0
     const auto rounded = [](auto bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
     const auto even = rounded(to_words(x.first)), odd = rounded(to_words(x.second));
     store_words(to, (even >> 16) | (odd & 0xffff0000));
@@ -80,13 +83,16 @@ struct Vectors : VectorTypes<Real_, lanes> {
     const auto words = load_words(from);
     return {from_half(words & 0xffff), from_half(words >> 16)};
   }
-  static void store(Float16* to, Pair x) { store_words(to, to_half(x.first) | (to_half(x.second) << 16)); }
+  static void store(Float16* to, Pair x) {
+    store_words(to, to_half(x.first) | (to_half(x.second) << 16));
+  }
 
   // The first `count` < kStep elements, the others `fill`.
   template <typename Element>
   static Pair load_some(const Element* from, int64_t count, Real fill) {
     Element elements[kStep];
-    for (int64_t i = 0; i < kStep; ++i) elements[i] = i < count ? from[i] : from_double<Element>(fill);
+    for (int64_t i = 0; i < kStep; ++i)
+      elements[i] = i < count ? from[i] : from_double<Element>(fill);
     return load(elements);
   }
   template <typename Element>
@@ -98,10 +104,12 @@ struct Vectors : VectorTypes<Real_, lanes> {
 
   static constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-88) : Real(-745.5);
 
-  // e^x for x <= 0, 0 at kLowestExponent; x must not be below it. float: within 1.5e-7 of its value.
+  // e^x for x <= 0, 0 at kLowestExponent; x must not be below it. float: within 1.5e-7 of its
+  // value.
   static Reals exponential(Reals x) {
     if constexpr (sizeof(Real) == 4) {
-      constexpr float kShift = 0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
+      constexpr float kShift =
+          0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
       const Reals shifted = x * 0x1.715476p+0f + kShift;
       const Reals n = shifted - kShift;
       const Reals r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // n ln 2 in two parts
@@ -113,7 +121,8 @@ struct Vectors : VectorTypes<Real_, lanes> {
       p = p * r + 1.0f;
       return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
     } else {
-      for (int lane = 0; lane < lanes; ++lane) x[lane] = x[lane] <= kLowestExponent ? 0.0 : std::exp(x[lane]);
+      for (int lane = 0; lane < lanes; ++lane)
+        x[lane] = x[lane] <= kLowestExponent ? 0.0 : std::exp(x[lane]);
       return x;
     }
   }
@@ -134,13 +143,15 @@ struct Vectors : VectorTypes<Real_, lanes> {
   // Half precision, in the lower half of each word.
   static Reals from_half(Words bits) {
     const Words magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
-    const Words finite = to_words(bits_as<Reals>(magnitude) * 0x1p112f);  // the exponents' biases differ by 112
+    const Words finite =
+        to_words(bits_as<Reals>(magnitude) * 0x1p112f);  // the exponents' biases differ by 112
     return bits_as<Reals>(sign | ((bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite));
   }
   static auto to_half(Reals x) {  // to nearest, ties to even
     const Words bits = to_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
     const Words normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-    // Adding 0.5 leaves the multiples of 2^-24, half precision's subnormal steps, in the low bits, rounded.
+    // Adding 0.5 leaves the multiples of 2^-24, half precision's subnormal steps, in the low bits,
+    // rounded.
     const Words subnormal = to_words(bits_as<Reals>(magnitude) + 0.5f) - 0x3f000000;
     const Words overflow = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
     Words half = magnitude < (113u << 23) ? subnormal : normal;

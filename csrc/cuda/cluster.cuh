@@ -1,4 +1,5 @@
-// Thread-block clusters, where the GPU has them (Hopper and later): the blocks of a cluster share one row of logits.
+// Thread-block clusters, where the GPU has them (Hopper and later): the blocks of a cluster share
+// one row of logits.
 #pragma once
 #include <cooperative_groups.h>
 

@@ -1,12 +1,13 @@
-// Attention of every row's newest token to the row's own tokens, merged with its attention to the prompt. One launch reads the
-// existing keys and values once, in their own precision, whatever the length of the longest row.
+// Attention of every row's newest token to the row's own tokens, merged with its attention to the
+// prompt. One launch reads the existing keys and values once, in their own precision, whatever the
+// length of the longest row.
 //
-// A block computes one row and one key/value head, with all query heads that share it. Several lanes of a warp form a slot and
-// share a key, 16 bytes per lane. Each slot has its own online softmax over every num_slots-th key, and at the end the slots
-// are merged.
+// A block computes one row and one key/value head, with all query heads that share it. Several
+// lanes of a warp form a slot and share a key, 16 bytes per lane. Each slot has its own online
+// softmax over every num_slots-th key, and at the end the slots are merged.
 //
-// Where there are few rows, num_splits blocks share a row and a head, each for a part of the keys (Flash-Decoding, Dao et al.
-// 2023). A second launch then merges their results in order.
+// Where there are few rows, num_splits blocks share a row and a head, each for a part of the keys
+// (Flash-Decoding, Dao et al. 2023). A second launch then merges their results in order.
 #include <algorithm>
 
 #include "../decoding.h"
@@ -17,15 +18,15 @@
 namespace maxrl::cuda {
 namespace {
 
-constexpr int kKeysAtOnce = 4;          // keys that a slot loads at a time, to have several loads in flight
-constexpr int kMaxWarps = 8;            // per block
-constexpr int kMaxQueries = 8;          // query heads that share a key/value head
-constexpr float kLowest = -1e30f;       // below any score, and finite, so that kLowest - kLowest is 0
+constexpr int kKeysAtOnce = 4;  // keys that a slot loads at a time, to have several loads in flight
+constexpr int kMaxWarps = 8;  // per block
+constexpr int kMaxQueries = 8;  // query heads that share a key/value head
+constexpr float kLowest = -1e30f;  // below any score, and finite, so that kLowest - kLowest is 0
 constexpr int64_t kWantedWarps = 2048;  // per launch, to fill a GPU
-constexpr int kMergingThreads = 128;    // per block of the second launch
+constexpr int kMergingThreads = 128;  // per block of the second launch
 
-// Online softmax over some of the keys, for each query head: maximum score, sum of exponentials, and this lane's part of the
-// output. Scores are multiplied by log2(e).
+// Online softmax over some of the keys, for each query head: maximum score, sum of exponentials,
+// and this lane's part of the output. Scores are multiplied by log2(e).
 template <int kQueries, int kSize>
 struct Attended {
   float top[kQueries], sum[kQueries], values[kQueries][kSize];
@@ -47,40 +48,44 @@ struct Attended {
   }
 };
 
-// Merges a query head's attention to its own tokens with its attention to the prompt, whose weight is sigmoid(prompt_lse -
-// own_lse), and writes 16 bytes of the result.
+// Merges a query head's attention to its own tokens with its attention to the prompt, whose weight
+// is sigmoid(prompt_lse - own_lse), and writes 16 bytes of the result.
 template <typename Element>
-__device__ void write_result(const DecodeAttention<Element>& in, int64_t row, int head, int part, float top, float sum,
-                             const float (&values)[Chunk<Element>::kSize]) {
+__device__ void write_result(const DecodeAttention<Element>& in, int64_t row, int head, int part,
+                             float top, float sum, const float (&values)[Chunk<Element>::kSize]) {
   constexpr int kSize = Chunk<Element>::kSize;
   const int64_t at = (row * in.heads + head) * in.head_dim + part * kSize;
   const Chunk<Element> prompt_out(in.prompt_out + at);
   const float prompt_lse = in.prompt_lse[row * in.lse_row_stride + head * in.lse_head_stride];
   const float own_lse = top + log2f(sum);
-  const float prompt_weight = 1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
+  const float prompt_weight =
+      1.0f / (1.0f + exponential2(own_lse - prompt_lse * static_cast<float>(kLog2E)));
   const float own_factor = (1.0f - prompt_weight) / sum;
   float out[kSize];
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) out[i] = values[i] * own_factor + to_real(prompt_out.elements[i]) * prompt_weight;
+  for (int i = 0; i < kSize; ++i)
+    out[i] = values[i] * own_factor + to_real(prompt_out.elements[i]) * prompt_weight;
   rounded<Element>(out).write(in.out + at);
 }
 
-// One thread's part of the attention of the kQueries query heads of a row that share a key/value head.
+// One thread's part of the attention of the kQueries query heads of a row that share a key/value
+// head.
 template <typename Element, int kQueries>
 struct OwnAttention {
   static constexpr int kSize = Chunk<Element>::kSize;
   const DecodeAttention<Element>& in;
   const int64_t row;
   const int head, split, lanes_of_key;  // a power of two
-  const int part, slot;          // this lane's 16 bytes of a key; its slot
-  const bool has_part;           // false in lanes past head_dim
-  const int newest;              // position of the newest token
+  const int part, slot;  // this lane's 16 bytes of a key; its slot
+  const bool has_part;  // false in lanes past head_dim
+  const int newest;  // position of the newest token
   float queries[kQueries][kSize];
   Attended<kQueries, kSize> attended;
 
   __device__ OwnAttention(const DecodeAttention<Element>& in, int lanes_of_key)
-      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads), head(blockIdx.x / in.num_splits % in.kv_heads),
-        split(blockIdx.x % in.num_splits), lanes_of_key(lanes_of_key), part(threadIdx.x % kWarp % lanes_of_key),
+      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads),
+        head(blockIdx.x / in.num_splits % in.kv_heads), split(blockIdx.x % in.num_splits),
+        lanes_of_key(lanes_of_key), part(threadIdx.x % kWarp % lanes_of_key),
         slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),
         newest(static_cast<int>(max(int64_t{0}, min(in.lengths[row], in.limit) - 1))) {
     const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
@@ -112,8 +117,10 @@ struct OwnAttention {
 
   __device__ void attend_to_cache() {
     const int num_slots = blockDim.x / lanes_of_key;
-    const int size = (newest + in.num_splits - 1) / in.num_splits, begin = split * size, end = min(newest, begin + size);
-    for (int first = begin; first < end; first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
+    const int size = (newest + in.num_splits - 1) / in.num_splits, begin = split * size,
+              end = min(newest, begin + size);
+    for (int first = begin; first < end;
+         first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
       Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
       bool exists[kKeysAtOnce];
 #pragma unroll
@@ -172,7 +179,8 @@ struct OwnAttention {
       for (int r = 0; r < kQueries; ++r) {
         float other[kSize];
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) other[i] = __shfl_xor_sync(kAllLanes, attended.values[r][i], offset);
+        for (int i = 0; i < kSize; ++i)
+          other[i] = __shfl_xor_sync(kAllLanes, attended.values[r][i], offset);
         const float top = __shfl_xor_sync(kAllLanes, attended.top[r], offset);
         const float sum = __shfl_xor_sync(kAllLanes, attended.sum[r], offset);
         attended.merge(r, top, sum, other);
@@ -181,10 +189,14 @@ struct OwnAttention {
 
   // Merges all warps into the first slot of the first warp.
   __device__ void merge_warps() {
-    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp,
+              num_warps = blockDim.x / kWarp;
     if (num_warps == 1) return;
-    auto* warps = reinterpret_cast<float*>(dynamic_shared());  // [num_warps, kQueries, lanes_of_key, kSize + 2]
-    const auto place = [&](int w, int r) { return warps + ((w * kQueries + r) * lanes_of_key + part) * (kSize + 2); };
+    auto* warps = reinterpret_cast<float*>(
+        dynamic_shared());  // [num_warps, kQueries, lanes_of_key, kSize + 2]
+    const auto place = [&](int w, int r) {
+      return warps + ((w * kQueries + r) * lanes_of_key + part) * (kSize + 2);
+    };
     if (lane < lanes_of_key)
 #pragma unroll
       for (int r = 0; r < kQueries; ++r) {
@@ -213,10 +225,12 @@ struct OwnAttention {
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
       if (in.num_splits == 1) {
-        write_result(in, row, head * kQueries + r, part, attended.top[r], attended.sum[r], attended.values[r]);
+        write_result(in, row, head * kQueries + r, part, attended.top[r], attended.sum[r],
+                     attended.values[r]);
         continue;
       }
-      float* to = in.partial + ((row * in.heads + head * kQueries + r) * in.num_splits + split) * (in.head_dim + 2);
+      float* to = in.partial + ((row * in.heads + head * kQueries + r) * in.num_splits + split) *
+                                   (in.head_dim + 2);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) to[part * kSize + i] = attended.values[r][i];
       if (part == 0) {
@@ -238,12 +252,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1)
   own.write();
 }
 
-// Merges the splits of a row and a query head, by lanes_of_key threads. Their order is fixed, so the result is too.
+// Merges the splits of a row and a query head, by lanes_of_key threads. Their order is fixed, so
+// the result is too.
 template <typename Element>
 __global__ void __launch_bounds__(kMergingThreads)
     merge_splits(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
   constexpr int kSize = Chunk<Element>::kSize;
-  const int64_t index = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / lanes_of_key;  // of the row and the head
+  const int64_t index =
+      (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / lanes_of_key;  // of the row and the head
   const int part = threadIdx.x % lanes_of_key;
   if (index >= in.num_rows * in.heads || part * kSize >= in.head_dim) return;
   Attended<1, kSize> attended;
@@ -256,7 +272,8 @@ __global__ void __launch_bounds__(kMergingThreads)
     attended.merge(0, from[in.head_dim], from[in.head_dim + 1], values);
   }
   const int64_t row = index / in.heads;
-  write_result(in, row, static_cast<int>(index - row * in.heads), part, attended.top[0], attended.sum[0], attended.values[0]);
+  write_result(in, row, static_cast<int>(index - row * in.heads), part, attended.top[0],
+               attended.sum[0], attended.values[0]);
 }
 
 template <typename Element, int kQueries>
@@ -267,7 +284,8 @@ void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
   const int64_t blocks = in.num_rows * in.kv_heads * in.num_splits;
   int warps = 1;
   while (warps < kMaxWarps && blocks * warps < kWantedWarps) warps *= 2;
-  const int64_t shared = warps == 1 ? 0 : warps * kQueries * lanes * (kSize + 2) * int64_t{sizeof(float)};
+  const int64_t shared =
+      warps == 1 ? 0 : warps * kQueries * lanes * (kSize + 2) * int64_t{sizeof(float)};
   const auto kernel = attend_to_own<Element, kQueries>;
   if (shared > 48 * 1024) allow_shared(kernel, shared);
   launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
@@ -287,19 +305,21 @@ void launch_for(const DecodeAttention<Element>& in, cudaStream_t stream) {
 
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
-  check_alignment("decode_attention", {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
+  check_alignment("decode_attention",
+                  {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
   if (in.num_rows == 0) return;
   constexpr int kSize = Chunk<Element>::kSize;
   if (in.head_dim % kSize || in.head_dim > kWarp * kSize)
-    throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(kSize) + " up to " +
-                                std::to_string(kWarp * kSize) + ", got " + std::to_string(in.head_dim));
+    throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(kSize) +
+                                " up to " + std::to_string(kWarp * kSize) + ", got " +
+                                std::to_string(in.head_dim));
   if (in.heads / in.kv_heads > kMaxQueries)
     throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
                                 std::to_string(in.heads / in.kv_heads));
   launch_for<Element>(in, stream);
 }
 
-const bool defined =
-    define_kernel("decode_attention", decode_attention<float>, decode_attention<BFloat16>, decode_attention<Float16>);
+const bool defined = define_kernel("decode_attention", decode_attention<float>,
+                                   decode_attention<BFloat16>, decode_attention<Float16>);
 
 }  // namespace maxrl::cuda

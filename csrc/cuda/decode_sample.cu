@@ -1,5 +1,6 @@
-// Samples the next token of every row from its logits, by inverting the CDF in the order of the vocabulary, and appends it to
-// the row, in one launch. One block computes one row, and the result depends only on that row.
+// Samples the next token of every row from its logits, by inverting the CDF in the order of the
+// vocabulary, and appends it to the row, in one launch. One block computes one row, and the result
+// depends only on that row.
 #include "../decoding.h"
 #include "../random.h"
 #include "elements.cuh"
@@ -22,7 +23,8 @@ struct Greatest {
   }
 };
 
-// The logits of one row. A thread reads 16 bytes at a time; a row that does not start at a multiple of 16 bytes, one by one.
+// The logits of one row. A thread reads 16 bytes at a time; a row that does not start at a multiple
+// of 16 bytes, one by one.
 template <typename Element>
 struct Logits {
   static constexpr int kSize = Chunk<Element>::kSize;
@@ -39,7 +41,8 @@ struct Logits {
       unpack(Chunk<Element>(data + first), values);
     } else {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) values[i] = first + i < size ? to_real(data[first + i]) : -INFINITY;
+      for (int i = 0; i < kSize; ++i)
+        values[i] = first + i < size ? to_real(data[first + i]) : -INFINITY;
     }
   }
 };
@@ -47,18 +50,22 @@ struct Logits {
 // The softmax of a row without its division: token i has the weight 2^((logits[i] - top) rate).
 struct Softmax {
   float top, rate, total;
-  int likeliest, last;  // the first token of logit `top`; the last one of a weight above 0, of this thread
+  int likeliest,
+      last;  // the first token of logit `top`; the last one of a weight above 0, of this thread
 
   __device__ float weight(float logit) const { return exponential2((logit - top) * rate); }
 };
 
-// Every thread returns the same token, or kNone: by rounding, the sum in the vocabulary's order can stay below u total.
+// Every thread returns the same token, or kNone: by rounding, the sum in the vocabulary's order can
+// stay below u total.
 template <typename Element>
-__device__ int invert_cdf(const Logits<Element>& logits, const Softmax& softmax, float wanted, float* of_warps, int* indices) {
+__device__ int invert_cdf(const Logits<Element>& logits, const Softmax& softmax, float wanted,
+                          float* of_warps, int* indices) {
   constexpr int kSize = Chunk<Element>::kSize;
   const int thread = threadIdx.x, stride = blockDim.x * kSize;
   float below = 0.0f;
-  for (int start = 0; start < logits.size; start += stride) {  // the same number of iterations for all threads
+  for (int start = 0; start < logits.size;
+       start += stride) {  // the same number of iterations for all threads
     const int first = start + thread * kSize;
     float weights[kSize], own = 0.0f;
     logits.read(first, weights);
@@ -73,7 +80,8 @@ __device__ int invert_cdf(const Logits<Element>& logits, const Softmax& softmax,
       if (below + sums.with_own > wanted) {
         float before = below + sums.before;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {  // the last token that starts at or below `wanted`; by rounding, the thread's first
+        for (int i = 0; i < kSize; ++i) {  // the last token that starts at or below `wanted`; by
+                                           // rounding, the thread's first
           if (weights[i] > 0.0f && (token == kNone || before <= wanted)) token = first + i;
           before += weights[i];
         }
@@ -87,18 +95,22 @@ __device__ int invert_cdf(const Logits<Element>& logits, const Softmax& softmax,
 }
 
 template <typename Element>
-__global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_constant__ DecodeSample<Element> in) {
+__global__ void __launch_bounds__(kMaxWarps* kWarp)
+    sample_rows(const __grid_constant__ DecodeSample<Element> in) {
   constexpr int kSize = Chunk<Element>::kSize;
   __shared__ float of_warps[kMaxWarps];
   __shared__ int indices[kMaxWarps];
   const int64_t row = in.rows ? in.rows[blockIdx.x] : blockIdx.x;
   if (in.done[row]) return;
-  const int size = static_cast<int>(in.vocab_size), begin = threadIdx.x * kSize, stride = blockDim.x * kSize;
-  const Logits<Element> logits(in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size, size);
+  const int size = static_cast<int>(in.vocab_size), begin = threadIdx.x * kSize,
+            stride = blockDim.x * kSize;
+  const Logits<Element> logits(in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size,
+                               size);
   const bool is_greedy = in.temperature == 0.0;
   float values[kSize];
 
-  Softmax softmax{-INFINITY, static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature), 0.0f, kNone, -1};
+  Softmax softmax{-INFINITY, static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature), 0.0f,
+                  kNone, -1};
   for (int first = begin; first < size; first += stride) {
     logits.read(first, values);
 #pragma unroll
@@ -124,7 +136,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) sample_rows(const __grid_con
   if (is_greedy) {
     token = block_reduce(softmax.likeliest, indices, Least());
   } else {
-    token = invert_cdf(logits, softmax, uniform(in.keys[row], in.length[row]) * softmax.total, of_warps, indices);
+    token = invert_cdf(logits, softmax, uniform(in.keys[row], in.length[row]) * softmax.total,
+                       of_warps, indices);
     if (token == kNone) token = block_reduce(softmax.last, indices, Greatest());
   }
   if (token < 0 || token >= size) token = size - 1;  // NaN
@@ -150,6 +163,7 @@ void decode_sample(const DecodeSample<Element>& in, cudaStream_t stream) {
   launch(sample_rows<Element>, in.num_rows, warps * kWarp, 0, 0, stream, in);
 }
 
-const bool defined = define_kernel("decode_sample", decode_sample<float>, decode_sample<BFloat16>, decode_sample<Float16>);
+const bool defined = define_kernel("decode_sample", decode_sample<float>, decode_sample<BFloat16>,
+                                   decode_sample<Float16>);
 
 }  // namespace maxrl::cuda

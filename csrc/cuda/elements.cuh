@@ -15,7 +15,9 @@ constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 
 __device__ inline float to_real(float x) { return x; }
 __device__ inline double to_real(double x) { return x; }
-__device__ inline float to_real(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ inline float to_real(BFloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
 __device__ inline float to_real(Float16 x) { return __half2float(__ushort_as_half(x.bits)); }
 
 template <typename Element, typename Real>
@@ -74,8 +76,12 @@ union Chunk {
 };
 
 // Two numbers in one register, the first in the lower half.
-__device__ inline __nv_bfloat162 pair_of(BFloat16, float low, float high) { return __floats2bfloat162_rn(low, high); }
-__device__ inline __half2 pair_of(Float16, float low, float high) { return __floats2half2_rn(low, high); }
+__device__ inline __nv_bfloat162 pair_of(BFloat16, float low, float high) {
+  return __floats2bfloat162_rn(low, high);
+}
+__device__ inline __half2 pair_of(Float16, float low, float high) {
+  return __floats2half2_rn(low, high);
+}
 template <typename Element>
 __device__ inline uint32_t rounded_pair(float low, float high) {
   const auto pair = pair_of(Element{}, low, high);
@@ -113,7 +119,8 @@ __device__ inline void unpack(const Chunk<Element>& chunk, Real (&values)[Chunk<
   for (int i = 0; i < Chunk<Element>::kSize; ++i) values[i] = to_real(chunk.elements[i]);
 }
 template <>
-__device__ inline void unpack(const Chunk<BFloat16>& chunk, float (&values)[8]) {  // an instruction each
+__device__ inline void unpack(const Chunk<BFloat16>& chunk,
+                              float (&values)[8]) {  // an instruction each
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     values[2 * i] = __uint_as_float(chunk.pairs[i] << 16);
@@ -125,14 +132,16 @@ __device__ inline void unpack(const Chunk<BFloat16>& chunk, float (&values)[8]) 
 template <typename Real, typename Element>
 __device__ inline Real greatest_of(const Chunk<Element>& chunk) {
   if constexpr (sizeof(Element) == 2) {
-    const uint32_t pair =
-        greater<Element>(greater<Element>(chunk.pairs[0], chunk.pairs[1]), greater<Element>(chunk.pairs[2], chunk.pairs[3]));
-    const Real low = to_real(Element{static_cast<uint16_t>(pair)}), high = to_real(Element{static_cast<uint16_t>(pair >> 16)});
+    const uint32_t pair = greater<Element>(greater<Element>(chunk.pairs[0], chunk.pairs[1]),
+                                           greater<Element>(chunk.pairs[2], chunk.pairs[3]));
+    const Real low = to_real(Element{static_cast<uint16_t>(pair)}),
+               high = to_real(Element{static_cast<uint16_t>(pair >> 16)});
     return low > high || high != high ? low : high;
   } else {
     Real greatest = chunk.elements[0];
 #pragma unroll
-    for (int i = 1; i < Chunk<Element>::kSize; ++i) greatest = chunk.elements[i] > greatest ? chunk.elements[i] : greatest;
+    for (int i = 1; i < Chunk<Element>::kSize; ++i)
+      greatest = chunk.elements[i] > greatest ? chunk.elements[i] : greatest;
     return greatest;
   }
 }

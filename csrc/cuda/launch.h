@@ -7,12 +7,12 @@
 #include <stdexcept>
 #include <string>
 
-#define MAXRL_CUDA_CHECK(call)                                                                                   \
-  do {                                                                                                           \
-    const cudaError_t error_ = (call);                                                                           \
-    if (error_ != cudaSuccess)                                                                                   \
-      throw std::runtime_error(std::string(#call " failed at " __FILE__ ":") + std::to_string(__LINE__) + ": " + \
-                               cudaGetErrorString(error_));                                                      \
+#define MAXRL_CUDA_CHECK(call)                                                                \
+  do {                                                                                        \
+    const cudaError_t error_ = (call);                                                        \
+    if (error_ != cudaSuccess)                                                                \
+      throw std::runtime_error(std::string(#call " failed at " __FILE__ ":") +                \
+                               std::to_string(__LINE__) + ": " + cudaGetErrorString(error_)); \
   } while (0)
 
 namespace maxrl::cuda {
@@ -21,7 +21,8 @@ namespace maxrl::cuda {
 inline void check_alignment(const char* kernel, std::initializer_list<const void*> addresses) {
   for (const void* const address : addresses)
     if (reinterpret_cast<uintptr_t>(address) % 16)
-      throw std::invalid_argument(std::string(kernel) + " needs tensors and rows aligned to 16 bytes");
+      throw std::invalid_argument(std::string(kernel) +
+                                  " needs tensors and rows aligned to 16 bytes");
 }
 
 // The shape of a launch. cluster_size: blocks of a thread-block cluster, 0 on GPUs that have none.
@@ -29,7 +30,8 @@ struct LaunchShape {
   cudaLaunchAttribute cluster{};
   cudaLaunchConfig_t config{};
 
-  LaunchShape(int64_t blocks, int threads, int64_t shared_bytes, int cluster_size, cudaStream_t stream) {
+  LaunchShape(int64_t blocks, int threads, int64_t shared_bytes, int cluster_size,
+              cudaStream_t stream) {
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = static_cast<unsigned>(cluster_size);
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
@@ -44,8 +46,8 @@ struct LaunchShape {
 };
 
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes, int cluster_size,
-            cudaStream_t stream, const Arguments&... arguments) {
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
+            int cluster_size, cudaStream_t stream, const Arguments&... arguments) {
   const LaunchShape shape(blocks, threads, shared_bytes, cluster_size, stream);
   MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&shape.config, kernel, arguments...));
 }
@@ -53,7 +55,8 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t 
 // Allows a kernel more than the default 48 KiB of shared memory per block.
 template <typename... Parameters>
 void allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
-  MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(bytes)));
 }
 
 inline int device_attribute(cudaDeviceAttr attribute) {
@@ -63,17 +66,20 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// The number of clusters that the current device holds at once. A cluster lies within one group of multiprocessors, so there
-// may be fewer than the number of blocks divided by the cluster size. For cluster_size 0 and 1, the number of blocks.
+// The number of clusters that the current device holds at once. A cluster lies within one group of
+// multiprocessors, so there may be fewer than the number of blocks divided by the cluster size. For
+// cluster_size 0 and 1, the number of blocks.
 template <typename... Parameters>
-int64_t resident_clusters(void (*kernel)(Parameters...), int threads, int64_t shared_bytes, int cluster_size) {
+int64_t resident_clusters(void (*kernel)(Parameters...), int threads, int64_t shared_bytes,
+                          int cluster_size) {
   int count = 0;
   if (cluster_size > 1) {
     const LaunchShape shape(cluster_size, threads, shared_bytes, cluster_size, nullptr);
     MAXRL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &shape.config));
     return count;
   }
-  MAXRL_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes));
+  MAXRL_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes));
   return int64_t{count} * device_attribute(cudaDevAttrMultiProcessorCount);
 }
 

@@ -1,5 +1,6 @@
-// The elementwise parts of a decoder layer, forward and backward, in one launch each. Numbers are read and written once, 16
-// bytes at a time, and computed in float32. All sums are added in an order that depends on the shapes alone.
+// The elementwise parts of a decoder layer, forward and backward, in one launch each. Numbers are
+// read and written once, 16 bytes at a time, and computed in float32. All sums are added in an
+// order that depends on the shapes alone.
 #include <stdexcept>
 
 #include "../layer.h"
@@ -35,11 +36,13 @@ __device__ void store(Element* to, const float (&values)[size]) {
     float part[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) part[i] = values[start + i];
-    __stwb(reinterpret_cast<uint4*>(to + start), rounded<Element>(part).bits);  // the compiler splits some plain stores
+    __stwb(reinterpret_cast<uint4*>(to + start),
+           rounded<Element>(part).bits);  // the compiler splits some plain stores
   }
 }
 
-// The warps that share a row; a block has several teams. A thread has the chunks part, part + size, ... of the row.
+// The warps that share a row; a block has several teams. A thread has the chunks part, part + size,
+// ... of the row.
 struct RowTeam {
   int warps, size, part;
   int64_t number;  // in the launch
@@ -70,7 +73,8 @@ struct RowTeam {
 };
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(const __grid_constant__ AddRmsNorm<Element> in, int warps) {
+__global__ void __launch_bounds__(kThreads)
+    add_rms_norm_kernel(const __grid_constant__ AddRmsNorm<Element> in, int warps) {
   constexpr int kSize = Chunk<Element>::kSize;
   __shared__ float of_warps[kWarps];
   const RowTeam team(warps);
@@ -105,21 +109,25 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(const __grid_con
   });
 }
 
-// The gradient of an RMS norm x rate w in x is rate w g - slope x. Both numbers follow from two sums over the row.
+// The gradient of an RMS norm x rate w in x is rate w g - slope x. Both numbers follow from two
+// sums over the row.
 struct NormGradient {
   float rate, slope;
-  __device__ NormGradient(float squares, float product, int size, float eps)  // sum of x^2, of w g x
+  __device__ NormGradient(float squares, float product, int size,
+                          float eps)  // sum of x^2, of w g x
       : rate(rsqrtf(squares / size + eps)), slope(rate * rate * rate * product / size) {}
 };
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads, 2)
-    add_rms_norm_backward_kernel(const __grid_constant__ AddRmsNormBackward<Element> in, int warps) {
+    add_rms_norm_backward_kernel(const __grid_constant__ AddRmsNormBackward<Element> in,
+                                 int warps) {
   constexpr int kSize = Chunk<Element>::kSize;
   __shared__ float of_warps[kWarps];
   const RowTeam team(warps);
   float grad_weight[kKept][kSize] = {};
-  for (int64_t first = 0; first < in.num_rows; first += in.num_partials) {  // the same number of times in all threads
+  for (int64_t first = 0; first < in.num_rows;
+       first += in.num_partials) {  // the same number of times in all threads
     const int64_t row = first + team.number, start = row * in.size;
     const int chunks = team.number < in.num_partials && row < in.num_rows ? in.size / kSize : 0;
     Chunk<Element> kept[kKept], grads[kKept];
@@ -154,11 +162,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     });
   }
   if (team.number >= in.num_partials) return;
-  team.for_chunks(in.size / kSize,
-                  [&](int k, int c) { store(in.grad_weight + team.number * in.size + c * kSize, grad_weight[k]); });
+  team.for_chunks(in.size / kSize, [&](int k, int c) {
+    store(in.grad_weight + team.number * in.size + c * kSize, grad_weight[k]);
+  });
 }
 
-// One lane's part of a head: a chunk of its lower half and the chunk of the upper half that is rotated with it.
+// One lane's part of a head: a chunk of its lower half and the chunk of the upper half that is
+// rotated with it.
 template <typename Element>
 struct HeadPart {
   static constexpr int kSize = Chunk<Element>::kSize;
@@ -206,8 +216,10 @@ struct HeadPart {
 };
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads) rotate_heads_kernel(const __grid_constant__ RotateHeads<Element> in, int lanes) {
-  const int half = in.head_dim / 2, at = static_cast<int>(threadIdx.x) % lanes * Chunk<Element>::kSize;
+__global__ void __launch_bounds__(kThreads)
+    rotate_heads_kernel(const __grid_constant__ RotateHeads<Element> in, int lanes) {
+  const int half = in.head_dim / 2,
+            at = static_cast<int>(threadIdx.x) % lanes * Chunk<Element>::kSize;
   const unsigned slot = (blockIdx.x * kThreads + threadIdx.x) / lanes;
   const unsigned num_heads = in.from[0].count + in.from[1].count + in.from[2].count;
   const int64_t row = slot / num_heads;
@@ -236,18 +248,22 @@ __global__ void __launch_bounds__(kThreads) rotate_heads_kernel(const __grid_con
 
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
-    rotate_heads_backward_kernel(const __grid_constant__ RotateHeadsBackward<Element> backward, int lanes) {
+    rotate_heads_backward_kernel(const __grid_constant__ RotateHeadsBackward<Element> backward,
+                                 int lanes) {
   const auto& in = backward.forward;
   constexpr int kSize = Chunk<Element>::kSize;
   const int half = in.head_dim / 2, at = static_cast<int>(threadIdx.x) % lanes * kSize;
-  const unsigned slot = (blockIdx.x * kThreads + threadIdx.x) / lanes, num_heads = in.from[0].count + in.from[1].count;
+  const unsigned slot = (blockIdx.x * kThreads + threadIdx.x) / lanes,
+                 num_heads = in.from[0].count + in.from[1].count;
   const int64_t partial = slot / num_heads;
   const int of_all = static_cast<int>(slot % num_heads), which = of_all < in.from[0].count ? 0 : 1;
   const int head = of_all - which * in.from[0].count;
   const bool has_part = partial < backward.num_partials && at < half;
   HeadPart<Element> grad_norm;
-  for (int64_t first = 0; first < in.num_rows; first += backward.num_partials) {  // the same number of times in all threads
-    const int64_t row = first + partial, place = (row * in.from[which].count + head) * in.head_dim + at;
+  for (int64_t first = 0; first < in.num_rows;
+       first += backward.num_partials) {  // the same number of times in all threads
+    const int64_t row = first + partial,
+                  place = (row * in.from[which].count + head) * in.head_dim + at;
     const bool exists = has_part && row < in.num_rows;
     HeadPart<Element> x, grad, weight;
     if (exists) {
@@ -275,7 +291,9 @@ __global__ void __launch_bounds__(kThreads)
   store(to + half, grad_norm.high);
 }
 
-__device__ inline float sigmoid(float x) { return 1.0f / (1.0f + exponential2(-static_cast<float>(kLog2E) * x)); }
+__device__ inline float sigmoid(float x) {
+  return 1.0f / (1.0f + exponential2(-static_cast<float>(kLog2E) * x));
+}
 
 // This thread's chunk of a matrix.
 template <typename Element>
@@ -283,14 +301,16 @@ struct Place {
   int64_t row;
   int column;
   __device__ explicit Place(int size) {
-    const unsigned index = blockIdx.x * kThreads + threadIdx.x, chunks = size / Chunk<Element>::kSize;
+    const unsigned index = blockIdx.x * kThreads + threadIdx.x,
+                   chunks = size / Chunk<Element>::kSize;
     row = index / chunks;
     column = static_cast<int>(index % chunks) * Chunk<Element>::kSize;
   }
 };
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwiGlu<Element> in) {
+__global__ void __launch_bounds__(kThreads)
+    swiglu_kernel(const __grid_constant__ SwiGlu<Element> in) {
   constexpr int kSize = Chunk<Element>::kSize;
   const Place<Element> place(in.size);
   if (place.row >= in.num_rows) return;
@@ -303,7 +323,8 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant_
 }
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_constant__ SwiGluBackward<Element> backward) {
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward_kernel(const __grid_constant__ SwiGluBackward<Element> backward) {
   const auto& in = backward.forward;
   constexpr int kSize = Chunk<Element>::kSize;
   const Place<Element> place(in.size);
@@ -325,14 +346,16 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const __grid_
 
 // The blocks of a launch with this many threads, whose indices have 32 bits.
 int64_t blocks_for(int64_t threads) {
-  if (threads > int64_t{UINT32_MAX} - kThreads) throw std::invalid_argument("a layer's batch has too many elements");
+  if (threads > int64_t{UINT32_MAX} - kThreads)
+    throw std::invalid_argument("a layer's batch has too many elements");
   return (threads + kThreads - 1) / kThreads;
 }
 
 void check_size(const char* name, int size, int multiple, int most) {
   if (size < multiple || size % multiple || size > most)
-    throw std::invalid_argument(std::string(name) + " must be a multiple of " + std::to_string(multiple) + " up to " +
-                                std::to_string(most) + ", got " + std::to_string(size));
+    throw std::invalid_argument(std::string(name) + " must be a multiple of " +
+                                std::to_string(multiple) + " up to " + std::to_string(most) +
+                                ", got " + std::to_string(size));
 }
 
 // The warps of a row, a power of two.
@@ -348,8 +371,8 @@ int warps_of_row(int size) {
 template <typename Element>
 void check_heads(const RotateHeads<Element>& in) {
   for (int i = 0; i < 3; ++i)
-    check_alignment("rotate_heads",
-                    {in.from[i].data, in.from[i].data + in.from[i].stride, in.to[i], in.to[i] + in.to_stride[i]});
+    check_alignment("rotate_heads", {in.from[i].data, in.from[i].data + in.from[i].stride, in.to[i],
+                                     in.to[i] + in.to_stride[i]});
   check_alignment("rotate_heads", {in.norm[0], in.norm[1], in.cos, in.sin});
 }
 
@@ -370,15 +393,18 @@ void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream) {
   check_alignment("add_rms_norm", {in.x, in.delta, in.weight, in.sum, in.normed});
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
-  launch(add_rms_norm_kernel<Element>, blocks_for(in.num_rows * warps * kWarp), kThreads, 0, 0, stream, in, warps);
+  launch(add_rms_norm_kernel<Element>, blocks_for(in.num_rows * warps * kWarp), kThreads, 0, 0,
+         stream, in, warps);
 }
 
 template <typename Element>
 void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t stream) {
-  check_alignment("add_rms_norm_backward", {in.sum, in.weight, in.grad_sum, in.grad_normed, in.grad_x});
+  check_alignment("add_rms_norm_backward",
+                  {in.sum, in.weight, in.grad_sum, in.grad_normed, in.grad_x});
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
-  launch(add_rms_norm_backward_kernel<Element>, blocks_for(in.num_partials * warps * kWarp), kThreads, 0, 0, stream, in, warps);
+  launch(add_rms_norm_backward_kernel<Element>, blocks_for(in.num_partials * warps * kWarp),
+         kThreads, 0, 0, stream, in, warps);
 }
 
 template <typename Element>
@@ -387,7 +413,8 @@ void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream) {
   const int64_t heads = in.from[0].count + in.from[1].count + in.from[2].count;
   if (in.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.head_dim);
-  launch(rotate_heads_kernel<Element>, blocks_for(in.num_rows * heads * lanes), kThreads, 0, 0, stream, in, lanes);
+  launch(rotate_heads_kernel<Element>, blocks_for(in.num_rows * heads * lanes), kThreads, 0, 0,
+         stream, in, lanes);
 }
 
 template <typename Element>
@@ -397,26 +424,30 @@ void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t 
   const int64_t heads = in.forward.from[0].count + in.forward.from[1].count;
   if (in.forward.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.forward.head_dim);
-  launch(rotate_heads_backward_kernel<Element>, blocks_for(in.num_partials * heads * lanes), kThreads, 0, 0, stream, in, lanes);
+  launch(rotate_heads_backward_kernel<Element>, blocks_for(in.num_partials * heads * lanes),
+         kThreads, 0, 0, stream, in, lanes);
 }
 
 template <typename Element>
 void swiglu(const SwiGlu<Element>& in, cudaStream_t stream) {
-  check_alignment("swiglu", {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
+  check_alignment("swiglu",
+                  {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
   if (in.num_rows == 0) return;
   check_size("intermediate_size", in.size, Chunk<Element>::kSize, INT32_MAX);
-  launch(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
+  launch(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)),
+         kThreads, 0, 0, stream, in);
 }
 
 template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream) {
   const SwiGlu<Element>& of = in.forward;
-  check_alignment("swiglu_backward", {of.gate, of.up, of.gate + of.gate_stride, of.up + of.up_stride, in.grad, in.grad_gate,
-                                      in.grad_up, in.grad_gate + in.grad_stride});
+  check_alignment("swiglu_backward",
+                  {of.gate, of.up, of.gate + of.gate_stride, of.up + of.up_stride, in.grad,
+                   in.grad_gate, in.grad_up, in.grad_gate + in.grad_stride});
   if (of.num_rows == 0) return;
   check_size("intermediate_size", of.size, Chunk<Element>::kSize, INT32_MAX);
-  launch(swiglu_backward_kernel<Element>, blocks_for(of.num_rows * (of.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream,
-         in);
+  launch(swiglu_backward_kernel<Element>,
+         blocks_for(of.num_rows * (of.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
 }
 
 namespace {
@@ -426,7 +457,8 @@ bool define() {
   return define_kernel("add_rms_norm", add_rms_norm<Element>) &&
          define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element>) &&
          define_kernel("rotate_heads", rotate_heads<Element>) &&
-         define_kernel("rotate_heads_backward", rotate_heads_backward<Element>) && define_kernel("swiglu", swiglu<Element>) &&
+         define_kernel("rotate_heads_backward", rotate_heads_backward<Element>) &&
+         define_kernel("swiglu", swiglu<Element>) &&
          define_kernel("swiglu_backward", swiglu_backward<Element>);
 }
 const bool defined = define<float>() && define<BFloat16>() && define<Float16>();

@@ -1,4 +1,5 @@
-// Reductions over a warp, a block, and all blocks of a launch, in an order that depends on the launch's shape alone.
+// Reductions over a warp, a block, and all blocks of a launch, in an order that depends on the
+// launch's shape alone.
 #pragma once
 #include <cstdint>
 
@@ -7,10 +8,12 @@ namespace maxrl::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffff;
 
-// The sum over `lanes` neighbouring lanes, a power of two, in each of them. The whole warp must call it.
+// The sum over `lanes` neighbouring lanes, a power of two, in each of them. The whole warp must
+// call it.
 template <typename Value>
 __device__ inline Value sum_over_lanes(Value value, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  for (int offset = lanes / 2; offset > 0; offset /= 2)
+    value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
 }
 __device__ inline double warp_sum(double value) { return sum_over_lanes(value, kWarp); }
@@ -31,20 +34,23 @@ struct Add {
   }
 };
 
-// Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one value a warp. Every thread
-// of the block must call it.
+// Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one
+// value a warp. Every thread of the block must call it.
 template <typename Value, typename Combine>
 __device__ Value block_reduce(Value value, Value* of_warps, const Combine& combine) {
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));
   __syncthreads();  // of_warps may still be read from an earlier call
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
   __syncthreads();
   value = of_warps[0];
-  for (int w = 1; w < static_cast<int>(blockDim.x / kWarp); ++w) value = combine(value, of_warps[w]);
+  for (int w = 1; w < static_cast<int>(blockDim.x / kWarp); ++w)
+    value = combine(value, of_warps[w]);
   return value;
 }
 
-// The sum over the threads before this one, over this one and those before it, and over the whole block.
+// The sum over the threads before this one, over this one and those before it, and over the whole
+// block.
 template <typename Value>
 struct PrefixSum {
   Value before, with_own, total;
@@ -71,9 +77,10 @@ __device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
   return result;
 }
 
-// Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for any thread. `workspace` has
-// workspace_size(size) zeros. The last block to come adds all sums up into workspace[0 .. size). Returns whether this is the
-// last block, which may then read the workspace.
+// Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for
+// any thread. `workspace` has workspace_size(size) zeros. The last block to come adds all sums up
+// into workspace[0 .. size). Returns whether this is the last block, which may then read the
+// workspace.
 template <int size, typename SumOf>
 __device__ bool add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);

@@ -1,15 +1,17 @@
-// Rows of logits on a GPU. A cluster of blocks reads each row once, keeps it in shared memory until the gradients of the loss
-// are known, and then writes the gradient in the logits. Rows that do not fit into a cluster (before Hopper: into a block) are
-// read twice, the second time mostly from the L2 cache; so are short rows, each of which has a warp for itself. The threads
-// that share a row in a block, all of them or a warp, are called its team.
+// Rows of logits on a GPU. A cluster of blocks reads each row once, keeps it in shared memory until
+// the gradients of the loss are known, and then writes the gradient in the logits. Rows that do not
+// fit into a cluster (before Hopper: into a block) are read twice, the second time mostly from the
+// L2 cache; so are short rows, each of which has a warp for itself. The threads that share a row in
+// a block, all of them or a warp, are called its team.
 //
-// A kernel consists of this loop and a Work, which has a zeroed State for each team and a Plan for each row in shared memory,
-// and the functions
-//     bool plan(State&, int64_t t, Plan&)            whether row t must be read; otherwise its gradient is 0
-//     RowGrads evaluate(State&, int64_t t, const Plan&, const Softmax&)    dL/dlogp and dL/dH of the row
-//     template <int teams> void finish(state_of)     after the last row, by every thread; state_of(team) is a State
-// plan and evaluate run on one thread of every team, not the same one and at the same time, plan for a later row. Both must
-// return the same in all blocks of a cluster.
+// A kernel consists of this loop and a Work, which has a zeroed State for each team and a Plan for
+// each row in shared memory, and the functions
+//     bool plan(State&, int64_t t, Plan&)            whether row t must be read; otherwise its
+//     gradient is 0 RowGrads evaluate(State&, int64_t t, const Plan&, const Softmax&)    dL/dlogp
+//     and dL/dH of the row template <int teams> void finish(state_of)     after the last row, by
+//     every thread; state_of(team) is a State
+// plan and evaluate run on one thread of every team, not the same one and at the same time, plan
+// for a later row. Both must return the same in all blocks of a cluster.
 #pragma once
 #include <cuda_pipeline_primitives.h>
 
@@ -25,22 +27,26 @@
 namespace maxrl::cuda {
 
 constexpr int kRowThreads = 256;
-constexpr int kAhead = 4;                        // chunks of a thread on their way to shared memory
-constexpr int kMaxClusterSize = 8;               // more is not portable
-constexpr int64_t kPreferredStorage = 40 << 10;  // bytes of a block: four blocks of a multiprocessor hide each other's waits
-constexpr int64_t kWarpRowBytes = 8 << 10;       // at most, of a row for one warp: all rows at work fit into the L2 cache
+constexpr int kAhead = 4;  // chunks of a thread on their way to shared memory
+constexpr int kMaxClusterSize = 8;  // more is not portable
+constexpr int64_t kPreferredStorage =
+    40 << 10;  // bytes of a block: four blocks of a multiprocessor hide each other's waits
+constexpr int64_t kWarpRowBytes =
+    8 << 10;  // at most, of a row for one warp: all rows at work fit into the L2 cache
 
 template <typename Real>
 constexpr Real kLowest = -static_cast<Real>(INFINITY);
 template <typename Real>
-constexpr Real kLowestExponent = sizeof(Real) == 4 ? Real(-150) : Real(-1080);  // 2^x is 0, and 0 times it too
+constexpr Real kLowestExponent =
+    sizeof(Real) == 4 ? Real(-150) : Real(-1080);  // 2^x is 0, and 0 times it too
 
-// The sums of one thread over its part of a row. Exponents are base 2, and one multiply-add: x = z rate - base, with rate =
-// log2(e) / tau, and base the greatest logit times rate, rounded. So the number that is subtracted from logits is base / rate,
-// which is near the greatest logit.
+// The sums of one thread over its part of a row. Exponents are base 2, and one multiply-add: x = z
+// rate - base, with rate = log2(e) / tau, and base the greatest logit times rate, rounded. So the
+// number that is subtracted from logits is base / rate, which is near the greatest logit.
 template <typename Real>
 struct ThreadSoftmax {
-  Real greatest = kLowest<Real>, base = 0, others = 0, moment = 0;  // others, moment: sums of 2^x and of x 2^x
+  Real greatest = kLowest<Real>, base = 0, others = 0,
+       moment = 0;  // others, moment: sums of 2^x and of x 2^x
 
   __device__ void raise(Real new_greatest, Real rate) {
     const Real new_base = new_greatest * rate;
@@ -60,7 +66,8 @@ struct ThreadSoftmax {
   }
 };
 
-// The sums of several threads, relative to one base, which is -inf where there is no logit above -inf.
+// The sums of several threads, relative to one base, which is -inf where there is no logit above
+// -inf.
 template <typename Real>
 struct SharedSums {
   Real base;
@@ -74,12 +81,13 @@ struct MovedSums {
   __device__ MovedSums(Real base, Real to, Real others, Real moment) {
     const Real shift = base > kLowest<Real> ? base - to : Real(0), factor = exponential2(shift);
     this->others = factor * others;
-    this->moment = factor * (factor > 0 ? moment + others * shift : moment);  // 0 times an overflow would be NaN
+    this->moment = factor * (factor > 0 ? moment + others * shift
+                                        : moment);  // 0 times an overflow would be NaN
   }
 };
 
-// The layout of a row in memory: a few elements up to the first 16-byte boundary, chunks, a few elements. Sizes have 32 bits,
-// so that an index takes one register.
+// The layout of a row in memory: a few elements up to the first 16-byte boundary, chunks, a few
+// elements. Sizes have 32 bits, so that an index takes one register.
 template <typename Element>
 struct RowLayout {
   int head, num_chunks, size;
@@ -97,7 +105,8 @@ struct RowLayout {
   }
 };
 
-// The part of a row that a block reads and writes: some of the chunks; the first block also has the head, the last the tail.
+// The part of a row that a block reads and writes: some of the chunks; the first block also has the
+// head, the last the tail.
 template <typename Element>
 struct RowPart {
   RowLayout<Element> layout;
@@ -106,7 +115,8 @@ struct RowPart {
 
   __device__ RowPart(const Element* row, int64_t vocab_size, unsigned rank, unsigned cluster_size)
       : layout(row, static_cast<int>(vocab_size)), first(layout.first_of(rank, cluster_size)),
-        last(layout.first_of(rank + 1, cluster_size)), has_head(rank == 0), has_tail(rank == cluster_size - 1) {}
+        last(layout.first_of(rank + 1, cluster_size)), has_head(rank == 0),
+        has_tail(rank == cluster_size - 1) {}
   // Calls use(index in the row) for the elements of this thread in the head and the tail.
   template <typename Use>
   __device__ void for_ends(int thread, const Use& use) const {
@@ -115,7 +125,9 @@ struct RowPart {
   }
   __device__ int start_of(int chunk) const { return layout.head + chunk * Chunk<Element>::kSize; }
   // Which element of a chunk the target is; of the other chunks, none.
-  __device__ unsigned target_in(int chunk, int target) const { return static_cast<unsigned>(target - start_of(chunk)); }
+  __device__ unsigned target_in(int chunk, int target) const {
+    return static_cast<unsigned>(target - start_of(chunk));
+  }
 };
 
 // What a kernel is given.
@@ -138,7 +150,8 @@ struct PlannedRow {
   bool must_read;
 };
 
-// The numbers that a team needs to write the gradient of its row: 2^x (constant + slope x), x = z rate - base.
+// The numbers that a team needs to write the gradient of its row: 2^x (constant + slope x), x = z
+// rate - base.
 template <typename Element, typename Real>
 struct ResolvedRow {
   Real base, constant, slope;
@@ -148,13 +161,16 @@ struct ResolvedRow {
 
 template <typename Element, typename Real, typename Work, int kWarps>
 struct TeamMemory {
-  PlannedRow<Real, typename Work::Plan> rows[2];  // by turns: the next row is planned while this one is resolved
-  SharedSums<Real> sums[2][kWarps];               // by turns: other blocks of the cluster may still read the last row's
+  PlannedRow<Real, typename Work::Plan>
+      rows[2];  // by turns: the next row is planned while this one is resolved
+  SharedSums<Real>
+      sums[2][kWarps];  // by turns: other blocks of the cluster may still read the last row's
   ResolvedRow<Element, Real> resolved;
   typename Work::State state;
 };
 
-// This and `resolve` are functions of their own, so that their double precision takes no registers from the loops.
+// This and `resolve` are functions of their own, so that their double precision takes no registers
+// from the loops.
 template <typename Task, typename State, typename Planned>
 __device__ __noinline__ void plan(const Task& task, State& state, int64_t t, Planned& row) {
   row.t = t;
@@ -163,13 +179,15 @@ __device__ __noinline__ void plan(const Task& task, State& state, int64_t t, Pla
   row.inverse_temperature = 1.0 / task.in.temperature_of(t);
   row.rate = static_cast<decltype(row.rate)>(kLog2E * row.inverse_temperature);
   row.target = task.in.is_target_valid(t) ? static_cast<int>(task.in.targets[t]) : -1;
-  row.at_target = row.target < 0 ? static_cast<double>(NAN) : static_cast<double>(to_real(task.logits.of(t)[row.target]));
+  row.at_target = row.target < 0 ? static_cast<double>(NAN)
+                                 : static_cast<double>(to_real(task.logits.of(t)[row.target]));
 }
 
-// The sums of this thread's elements of a row; on the chip, the row's part is kept in shared memory.
+// The sums of this thread's elements of a row; on the chip, the row's part is kept in shared
+// memory.
 template <int kTeam, bool kOnChip, typename Real, typename Element>
-__device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element>& part, int thread, Real rate, int target,
-                                       Chunk<Element>* kept) {
+__device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element>& part, int thread,
+                                       Real rate, int target, Chunk<Element>* kept) {
   constexpr int kSize = Chunk<Element>::kSize;
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
   ThreadSoftmax<Real> mine;
@@ -181,7 +199,8 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
   };
   // A thread reads only its own copies, so it does not wait for others.
   const auto copy = [&](int c) {
-    if (kOnChip && c < part.last) __pipeline_memcpy_async(&kept[c - part.first], &chunks[c], kAccess);
+    if (kOnChip && c < part.last)
+      __pipeline_memcpy_async(&kept[c - part.first], &chunks[c], kAccess);
     if (kOnChip) __pipeline_commit();
   };
   for (int ahead = 0; ahead < kAhead; ++ahead) copy(part.first + thread + ahead * kTeam);
@@ -220,10 +239,12 @@ __device__ void store_sums(const ThreadSoftmax<Real>& mine, SharedSums<Real>& of
   if (threadIdx.x % kWarp == 0) of_warp = {base, others, moment};
 }
 
-// Adds the sums of all warps of a cluster, which the lanes of this warp read at the same time; lane 0 evaluates the row.
+// Adds the sums of all warps of a cluster, which the lanes of this warp read at the same time; lane
+// 0 evaluates the row.
 template <typename Element, typename Real, typename Work, int kWarps>
-__device__ __noinline__ void resolve(const Work& work, TeamMemory<Element, Real, Work, kWarps>& memory, int turn, int sums_turn,
-                                     unsigned cluster_size) {
+__device__ __noinline__ void resolve(const Work& work,
+                                     TeamMemory<Element, Real, Work, kWarps>& memory, int turn,
+                                     int sums_turn, unsigned cluster_size) {
   const auto& row = memory.rows[turn];
   const unsigned lane = threadIdx.x % kWarp;
   const auto sums_of_warp = [&](unsigned warp) -> const SharedSums<Real>& {
@@ -231,7 +252,8 @@ __device__ __noinline__ void resolve(const Work& work, TeamMemory<Element, Real,
   };
   const Real of_target = static_cast<Real>(row.at_target) * row.rate;
   Real base = of_target;
-  for (unsigned warp = lane; warp < kWarps * cluster_size; warp += kWarp) base = fmax(base, sums_of_warp(warp).base);
+  for (unsigned warp = lane; warp < kWarps * cluster_size; warp += kWarp)
+    base = fmax(base, sums_of_warp(warp).base);
   base = warp_max(base);
   double others = 0.0, moment = 0.0;
 #pragma unroll 1
@@ -244,9 +266,11 @@ __device__ __noinline__ void resolve(const Work& work, TeamMemory<Element, Real,
   others = warp_sum(others);
   moment = warp_sum(moment);
   if (lane != 0) return;
-  PartialSoftmax part{row.rate > 0 ? static_cast<double>(base) / row.rate : 0.0, others, kLn2 * moment};
+  PartialSoftmax part{row.rate > 0 ? static_cast<double>(base) / row.rate : 0.0, others,
+                      kLn2 * moment};
   double shift = 0.0, factor = 1.0;
-  if (base == of_target) {  // the top is the target's logit without rounding, so that a probability of 1 is exact
+  if (base == of_target) {  // the top is the target's logit without rounding, so that a probability
+                            // of 1 is exact
     shift = (part.top - row.at_target) * row.inverse_temperature;
     factor = exp(shift);
     part = {row.at_target, factor * part.others, factor * (part.moment + part.others * shift)};
@@ -254,16 +278,18 @@ __device__ __noinline__ void resolve(const Work& work, TeamMemory<Element, Real,
   auto& resolved = memory.resolved;
   resolved.base = base;
   resolved.softmax = Softmax(part, row.at_target, row.inverse_temperature);
-  const RowGradient gradient = resolved.softmax.gradient(work.evaluate(memory.state, row.t, row.plan, resolved.softmax));
+  const RowGradient gradient =
+      resolved.softmax.gradient(work.evaluate(memory.state, row.t, row.plan, resolved.softmax));
   resolved.constant = static_cast<Real>(factor * (gradient.constant + gradient.slope * shift));
   resolved.slope = static_cast<Real>(factor * gradient.slope * kLn2);
   resolved.at_target = from_real<Element>(static_cast<Real>(gradient.at_target));
 }
 
-// Writes value_of(chunk, its number) for this thread's chunks, and value_at(index) for its elements in the head and the tail.
+// Writes value_of(chunk, its number) for this thread's chunks, and value_at(index) for its elements
+// in the head and the tail.
 template <int kTeam, typename Element, typename ChunkOf, typename ValueAt>
-__device__ void write_row(Element* gradient, const RowPart<Element>& part, int thread, const ChunkOf& chunk_of,
-                          const ValueAt& value_at) {
+__device__ void write_row(Element* gradient, const RowPart<Element>& part, int thread,
+                          const ChunkOf& chunk_of, const ValueAt& value_at) {
   constexpr int kSize = Chunk<Element>::kSize;
   const bool is_aligned = reinterpret_cast<uintptr_t>(gradient + part.layout.head) % kAccess == 0;
   part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
@@ -278,8 +304,10 @@ __device__ void write_row(Element* gradient, const RowPart<Element>& part, int t
 }
 
 template <int kTeam, bool kOnChip, typename Real, typename Element>
-__device__ void write_gradient(const Element* row, Element* gradient, const RowPart<Element>& part, int thread, Real rate,
-                               int target, const ResolvedRow<Element, Real>& resolved, const Chunk<Element>* kept) {
+__device__ void write_gradient(const Element* row, Element* gradient, const RowPart<Element>& part,
+                               int thread, Real rate, int target,
+                               const ResolvedRow<Element, Real>& resolved,
+                               const Chunk<Element>* kept) {
   constexpr int kSize = Chunk<Element>::kSize;
   const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
@@ -296,13 +324,15 @@ __device__ void write_gradient(const Element* row, Element* gradient, const RowP
     for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
     return rounded<Element>(values);
   };
-  write_row<kTeam>(gradient, part, thread, chunk_of, [&](int i) { return from_real<Element>(gradient_of(to_real(row[i]))); });
+  write_row<kTeam>(gradient, part, thread, chunk_of,
+                   [&](int i) { return from_real<Element>(gradient_of(to_real(row[i]))); });
   // The thread that has written the target's element writes it again.
   const int chunk = (target - part.layout.head) / kSize;
   const bool in_chunks = target >= part.layout.head && target < part.layout.tail();
-  const bool is_own = in_chunks ? chunk >= part.first && chunk < part.last && (chunk - part.first) % kTeam == thread
-                      : target < part.layout.head ? part.has_head && target == thread
-                                                  : part.has_tail && target - part.layout.tail() == thread;
+  const bool is_own =
+      in_chunks ? chunk >= part.first && chunk < part.last && (chunk - part.first) % kTeam == thread
+      : target < part.layout.head ? part.has_head && target == thread
+                                  : part.has_tail && target - part.layout.tail() == thread;
   if (is_own) gradient[target] = resolved.at_target;
 }
 
@@ -333,7 +363,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
   };
   if (plans) {
     memory.state = {};
-    plan(task, memory.state, int64_t{blockIdx.x / cluster_size} * kTeams + threadIdx.x / kTeam, memory.rows[0]);
+    plan(task, memory.state, int64_t{blockIdx.x / cluster_size} * kTeams + threadIdx.x / kTeam,
+         memory.rows[0]);
   }
   sync_team();
 
@@ -349,8 +380,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
       return RowPart<Element>(task.logits.of(planned.t), task.in.vocab_size, rank, cluster_size);
     };
     if (planned.must_read) {
-      const ThreadSoftmax<Real> mine =
-          sums_of<kTeam, kOnChip>(task.logits.of(planned.t), part_of_row(), thread, planned.rate, planned.target, kept);
+      const ThreadSoftmax<Real> mine = sums_of<kTeam, kOnChip>(
+          task.logits.of(planned.t), part_of_row(), thread, planned.rate, planned.target, kept);
       store_sums(mine, memory.sums[sums_turn][thread / kWarp]);
       sync_row();
       if (thread < kWarp) resolve(task.work, memory, turn, sums_turn, cluster_size);
@@ -358,36 +389,41 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
       plan_next();
       sync_team();
       if (task.gradient.data)
-        write_gradient<kTeam, kOnChip>(task.logits.of(planned.t), task.gradient.of(planned.t), part_of_row(), thread,
-                                       planned.rate, planned.target, memory.resolved, kept);
+        write_gradient<kTeam, kOnChip>(task.logits.of(planned.t), task.gradient.of(planned.t),
+                                       part_of_row(), thread, planned.rate, planned.target,
+                                       memory.resolved, kept);
     } else {
       if (task.gradient.data) {
         write_row<kTeam>(
-            task.gradient.of(planned.t), part_of_row(), thread, [](int) { return Chunk<Element>::zeros(); },
-            [](int) { return Element{}; });
+            task.gradient.of(planned.t), part_of_row(), thread,
+            [](int) { return Chunk<Element>::zeros(); }, [](int) { return Element{}; });
       }
-      sync_team();  // no thread writes the last row any more, whose place the plan of the next row takes
+      sync_team();  // no thread writes the last row any more, whose place the plan of the next row
+                    // takes
       plan_next();
       sync_team();
     }
   }
   if (cluster_size > 1) Cluster::sync();  // the others have read this block's sums
   __syncthreads();
-  const auto state_of = [](int team) -> const typename Work::State& { return teams.of[team].state; };
+  const auto state_of = [](int team) -> const typename Work::State& {
+    return teams.of[team].state;
+  };
   task.work.template finish<kTeams>(state_of);
 }
 
 // The launch for rows of a vocabulary, on the present device.
 struct RowLaunch {
   int cluster_size;  // blocks of a row
-  int64_t storage;   // bytes of shared memory of a block; 0: the row is read twice
+  int64_t storage;  // bytes of shared memory of a block; 0: the row is read twice
   bool has_clusters;
 };
 
 inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
   RowLaunch plan{1, 0, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
   if (!needs_gradient || row_bytes <= kWarpRowBytes) return plan;
-  const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // the kernel has some of its own
+  const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
+                       4096;  // the kernel has some of its own
   const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
   int size = 1;
   if (plan.has_clusters)
@@ -396,23 +432,25 @@ inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
 }
 
 template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
-void launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& task, cudaStream_t stream) {
+void launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& task,
+                 cudaStream_t stream) {
   auto* kernel = softmax_rows<Element, Real, kTeam, kOnChip, Work>;
   if (plan.storage > 0) allow_shared(kernel, plan.storage);
   constexpr int64_t kTeams = kRowThreads / kTeam;
   const int64_t wanted = (task.in.num_tokens + kTeams - 1) / kTeams;
   const int64_t resident = resident_clusters(kernel, kRowThreads, plan.storage, plan.cluster_size);
   const int64_t clusters = std::max<int64_t>(1, std::min({wanted, resident, kMaxSummingBlocks}));
-  launch(kernel, clusters * plan.cluster_size, kRowThreads, plan.storage, plan.has_clusters ? plan.cluster_size : 0, stream,
-         task);
+  launch(kernel, clusters * plan.cluster_size, kRowThreads, plan.storage,
+         plan.has_clusters ? plan.cluster_size : 0, stream, task);
 }
 
 // Runs `work` on all rows; `gradient` may be null, or the logits.
 template <typename Element, typename Real, typename Work>
-void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient, const Work& work,
-                 cudaStream_t stream) {
+void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient,
+                 const Work& work, cudaStream_t stream) {
   if (in.num_tokens == 0) return;
-  if (in.vocab_size > INT32_MAX - kRowThreads * kAccess) throw std::invalid_argument("a row has too many logits");
+  if (in.vocab_size > INT32_MAX - kRowThreads * kAccess)
+    throw std::invalid_argument("a row has too many logits");
   const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element));
   const RowLaunch plan = plan_launch(row_bytes, gradient.data != nullptr);
   const RowsTask<Element, Real, Work> task{logits, in, gradient, work};

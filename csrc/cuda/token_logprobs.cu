@@ -34,12 +34,15 @@ struct BackwardWork : WithoutState {
     grads = {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
     return grads.grad_logp != 0.0 || grads.grad_entropy != 0.0;
   }
-  __device__ RowGrads evaluate(State&, int64_t, const Plan& grads, const Softmax&) const { return grads; }
+  __device__ RowGrads evaluate(State&, int64_t, const Plan& grads, const Softmax&) const {
+    return grads;
+  }
 };
 
 // One block per row, in place; the scale is read on the device.
 template <typename Element, typename Real>
-__global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale) {
+__global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_size,
+                           const double* scale) {
   const double factor = *scale;
   if (factor == 1.0) return;
   for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x)
@@ -58,7 +61,8 @@ void token_logprobs(const TokenLogprobs<Element, Real>& call, cudaStream_t strea
 }
 
 template <typename Element, typename Real>
-void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, cudaStream_t stream) {
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call,
+                             cudaStream_t stream) {
   const BackwardWork<Real> work{{}, call.grad_logprobs, call.grad_entropy};
   launch_rows(call.logits, call.tokens, call.gradient, work, stream);
 }
@@ -67,8 +71,8 @@ template <typename Element, typename Real>
 void scale(const ScaleCall<Element, Real>& call, cudaStream_t stream) {
   if (call.num_rows == 0) return;
   constexpr int64_t kMostBlocks = 4096;
-  launch(scale_rows<Element, Real>, std::min(call.num_rows, kMostBlocks), kRowThreads, 0, 0, stream, call.matrix, call.num_rows,
-         call.row_size, call.scale);
+  launch(scale_rows<Element, Real>, std::min(call.num_rows, kMostBlocks), kRowThreads, 0, 0, stream,
+         call.matrix, call.num_rows, call.row_size, call.scale);
 }
 
 namespace {
@@ -79,8 +83,8 @@ bool define() {
          define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Real>) &&
          define_kernel("scale", scale<Element, Real>);
 }
-const bool defined =
-    define<float, float>() && define<double, double>() && define<BFloat16, float>() && define<Float16, float>();
+const bool defined = define<float, float>() && define<double, double>() &&
+                     define<BFloat16, float>() && define<Float16, float>();
 
 }  // namespace
 }  // namespace maxrl::cuda

@@ -1,4 +1,5 @@
-// The token loss on a GPU in one launch, with the sums of the metrics, in an order that depends only on the launch's shape.
+// The token loss on a GPU in one launch, with the sums of the metrics, in an order that depends
+// only on the launch's shape.
 #include "softmax_rows.cuh"
 
 namespace maxrl::cuda {
@@ -20,7 +21,8 @@ struct LossWork {
     sums.values[LossSums::kDropped] += row.counts && !row.must_read;
     return row.must_read;
   }
-  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t t, const Plan& plan, const Softmax& softmax) const {
+  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t t, const Plan& plan,
+                                            const Softmax& softmax) const {
     return evaluate_row(in, terms, t, plan, softmax, sums);
   }
   template <int teams, typename StateOf>
@@ -32,7 +34,8 @@ struct LossWork {
     };
     // All blocks of a cluster have the same sums: the first adds them.
     const unsigned size = Cluster::size();
-    if (Cluster::rank() == 0) add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size);
+    if (Cluster::rank() == 0)
+      add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size);
   }
 };
 
@@ -44,7 +47,8 @@ void token_loss(const TokenLossCall<Element, Real>& call, cudaStream_t stream) {
   launch_rows(call.logits, call.inputs.tokens, call.gradient, work, stream);
 }
 
-const bool defined = define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
-                                   token_loss<BFloat16, float>, token_loss<Float16, float>);
+const bool defined =
+    define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
+                  token_loss<BFloat16, float>, token_loss<Float16, float>);
 
 }  // namespace maxrl::cuda

@@ -1,13 +1,17 @@
-"""Bias and variance of max@K gradients on bandits: MaxPO, section 5.1 and appendix G.1, Figures 1, 4 and 5.
+"""Bias and variance of max@K gradients on bandits: MaxPO, section 5.1 and appendix G.1, Figures 1,
+4 and 5.
 
-Each seed is a bandit with rewards ~ N(0, 1) and a softmax policy with logits ~ N(0, 1). Three estimators of (1/K) grad max@K
-are compared on batches of N draws, ghat = (1/N) sum_i A_i grad log pi(a_i): EI, EI + L2O (which is MaxPO) and EI + L1O.
+Each seed is a bandit with rewards ~ N(0, 1) and a softmax policy with logits ~ N(0, 1). Three
+estimators of (1/K) grad max@K are compared on batches of N draws, ghat = (1/N) sum_i A_i grad log
+pi(a_i): EI, EI + L2O (which is MaxPO) and EI + L1O.
 
-- Error: |mean of M batches - exact gradient| against M. For the unbiased estimators it falls as M^-1/2. For EI + L1O it falls
-  to the bias, which is computed exactly, also for other K and N.
-- Variance (the trace of ghat's covariance) of EI and EI + L2O, against the number of actions and against K.
+- Error: |mean of M batches - exact gradient| against M. For the unbiased estimators it falls as
+  M^-1/2. For EI + L1O it falls to the bias, which is computed exactly, also for other K and N.
+- Variance (the trace of ghat's covariance) of EI and EI + L2O, against the number of actions and
+against K.
 
-Our copy of the paper lacks the numbers of actions, K, N and M of its panels; we chose ours, and sweep them.
+Our copy of the paper lacks the numbers of actions, K, N and M of its panels; we chose ours, and
+sweep them.
 """
 
 import sys
@@ -36,8 +40,8 @@ CHUNK = 1_000_000  # draws that are processed at once
 
 @dataclass(frozen=True)
 class BanditSettings(Settings):
-    """Bias and variance of EI, EI + L2O (MaxPO) and EI + L1O on bandits (MaxPO, Figures 1, 4, 5). It takes 4 minutes on
-    two cores."""
+    """Bias and variance of EI, EI + L2O (MaxPO) and EI + L1O on bandits (MaxPO, Figures 1, 4, 5).
+    It takes 4 minutes on two cores."""
 
     seeds: int = 20
     """Number of bandits; standard errors are over bandits."""
@@ -66,11 +70,15 @@ class Bandits:
 
     @classmethod
     def draw(cls, seeds: int, num_actions: int, generator: torch.Generator) -> "Bandits":
-        rewards, logits = torch.randn(2, seeds, num_actions, dtype=torch.float64, generator=generator)
+        rewards, logits = torch.randn(
+            2, seeds, num_actions, dtype=torch.float64, generator=generator
+        )
         return cls(rewards.sort(-1).values, logits.softmax(-1))
 
     def sample(self, num_batches: int, n: int, generator: torch.Generator) -> "Batches":
-        draws = self.probabilities.multinomial(num_batches * n, replacement=True, generator=generator)
+        draws = self.probabilities.multinomial(
+            num_batches * n, replacement=True, generator=generator
+        )
         return Batches(self, draws.view(-1, num_batches, n).sort(-1).values)
 
     def score_mean(self, weights: Tensor) -> Tensor:
@@ -78,13 +86,17 @@ class Bandits:
         return weights - self.probabilities * weights.sum(-1, keepdim=True)
 
     def gaps(self) -> tuple[Tensor, Tensor]:
-        """Return the gaps d_j = r_(j+1) - r_(j) between sorted rewards, and F_j, the probability of a reward below gap j."""
+        """Return the gaps d_j = r_(j+1) - r_(j) between sorted rewards, and F_j, the probability of
+        a reward below gap j.
+        """
         return self.rewards.diff(dim=-1), self.probabilities.cumsum(-1)[:, :-1]
 
     def exact_gradient(self, k: int) -> Tensor:
-        """Return (1/K) grad max@K [S, A]: each action's score weighted by h(r) = E[(r - max of K-1 draws)_+].
+        """Return (1/K) grad max@K [S, A]: each action's score weighted by h(r) = E[(r - max of K-1
+        draws)_+].
 
-        The max is below gap j with probability F_j^(K-1), so h is the sum of d_j F_j^(K-1) over the gaps below r.
+        The max is below gap j with probability F_j^(K-1), so h is the sum of d_j F_j^(K-1) over the
+        gaps below r.
         """
         gaps, below = self.gaps()
         improvement = pad((gaps * below ** (k - 1)).cumsum(-1), (1, 0))
@@ -93,8 +105,9 @@ class Bandits:
     def exact_bias(self, k: int, n: int) -> Tensor:
         """Return the bias of EI + L1O, E[ghat] - (1/K) grad max@K, [S, A].
 
-        A fraction (K-1)/(N-1) of the subsets in EI_j contains rollout i. Through them the baseline depends on i: the expected
-        EI_j over them is the sum of d_j (1 - F_j) F_j^(K-2) over the gaps above r_i.
+        A fraction (K-1)/(N-1) of the subsets in EI_j contains rollout i. Through them the baseline
+        depends on i: the expected EI_j over them is the sum of d_j (1 - F_j) F_j^(K-2) over the
+        gaps above r_i.
         """
         gaps, below = self.gaps()
         terms = gaps * (1 - below) * below ** (k - 2)
@@ -120,33 +133,48 @@ class Batches:
     @cached_property
     def occurrences(self) -> Tensor:
         """Count how often each draw's action occurs in its batch."""
-        return torch.searchsorted(self.actions, self.actions, right=True) - torch.searchsorted(self.actions, self.actions)
+        return torch.searchsorted(self.actions, self.actions, right=True) - torch.searchsorted(
+            self.actions, self.actions
+        )
 
     def mean_gradient(self, advantages: Tensor) -> Tensor:
         """Return the mean of ghat over the M batches, [S, A]."""
-        sums = torch.zeros_like(self.bandits.probabilities).scatter_add_(1, self.actions.flatten(1), advantages.flatten(1))
+        sums = torch.zeros_like(self.bandits.probabilities).scatter_add_(
+            1, self.actions.flatten(1), advantages.flatten(1)
+        )
         return self.bandits.score_mean(sums / self.actions[0].numel())
 
     def squared_norms(self, advantages: Tensor) -> Tensor:
         """Return |ghat|^2 of each batch, [S, M], in O(N) instead of O(A).
 
-        ghat = v - c pi, where v_a is (1/N) times the sum of A_i over the draws of a, and c = sum_a v_a. Draws of one action
-        have equal advantages, so N^2 |v|^2 is the sum of A_i^2 times the number of draws of a_i.
+        ghat = v - c pi, where v_a is (1/N) times the sum of A_i over the draws of a, and c = sum_a
+        v_a. Draws of one action have equal advantages, so N^2 |v|^2 is the sum of A_i^2 times the
+        number of draws of a_i.
         """
         centre = advantages.mean(-1)
         own = (advantages.square() * self.occurrences).mean(-1) / advantages.shape[-1]
         cross = (advantages * self.probabilities).mean(-1)
-        return own - 2 * centre * cross + centre.square() * self.bandits.probabilities.square().sum(-1, keepdim=True)
+        return (
+            own
+            - 2 * centre * cross
+            + centre.square() * self.bandits.probabilities.square().sum(-1, keepdim=True)
+        )
 
 
 def chunks(total: int, draws: int) -> list[int]:
-    """Split `total` batches into parts of about CHUNK draws; one batch for every bandit has `draws` draws."""
+    """Split `total` batches into parts of about CHUNK draws; one batch for every bandit has `draws`
+    draws.
+    """
     size = max(1, CHUNK // draws)
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def errors(bandits: Bandits, n: int, k: int, checkpoints: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return |mean of the first M batches - exact gradient| for each M in checkpoints, [estimators, checkpoints, S]."""
+def errors(
+    bandits: Bandits, n: int, k: int, checkpoints: Sequence[int], generator: torch.Generator
+) -> Tensor:
+    """Return |mean of the first M batches - exact gradient| for each M in checkpoints, [estimators,
+    checkpoints, S].
+    """
     exact = bandits.exact_gradient(k)
     sums = exact.new_zeros(len(LABELS), *exact.shape)
     found = []
@@ -154,13 +182,19 @@ def errors(bandits: Bandits, n: int, k: int, checkpoints: Sequence[int], generat
         for num_batches in chunks(checkpoint - done, n * len(exact)):
             batches = bandits.sample(num_batches, n, generator)
             for total, name in zip(sums, LABELS, strict=True):
-                total += num_batches * batches.mean_gradient(group_advantage(batches.rewards, name, k=k))
+                total += num_batches * batches.mean_gradient(
+                    group_advantage(batches.rewards, name, k=k)
+                )
         found.append((sums / checkpoint - exact).norm(dim=-1))
     return torch.stack(found, 1)
 
 
-def variances(bandits: Bandits, n: int, ks: Sequence[int], num_batches: int, generator: torch.Generator) -> Tensor:
-    """Return the traces of ghat's sample covariance, with the same batches for all: [EI and EI + L2O, ks, S]."""
+def variances(
+    bandits: Bandits, n: int, ks: Sequence[int], num_batches: int, generator: torch.Generator
+) -> Tensor:
+    """Return the traces of ghat's sample covariance, with the same batches for all: [EI and EI +
+    L2O, ks, S].
+    """
     sums = bandits.rewards.new_zeros(len(UNBIASED), len(ks), *bandits.rewards.shape)
     squares = sums[..., 0].clone()
     for size in chunks(num_batches, n * len(bandits.rewards)):
@@ -174,23 +208,31 @@ def variances(bandits: Bandits, n: int, ks: Sequence[int], num_batches: int, gen
 
 
 def over_seeds(values: Tensor) -> dict[str, Any]:
-    """Return the mean over seeds (the last dimension) and its standard error; None for fewer than 2 values."""
+    """Return the mean over seeds (the last dimension) and its standard error; None for fewer than 2
+    values.
+    """
     if values.shape[-1] < 2:
         return {"mean": None, "standard_error": None}
-    return {"mean": rounded(values.mean(-1)), "standard_error": rounded(values.std(-1) / values.shape[-1] ** 0.5)}
+    return {
+        "mean": rounded(values.mean(-1)),
+        "standard_error": rounded(values.std(-1) / values.shape[-1] ** 0.5),
+    }
 
 
 def compared(variance: Tensor) -> dict[str, Any]:
     """Summarize variances [EI and EI + L2O, ..., S]: both, and the ratio of EI + L2O to EI.
 
-    The mean ratio is geometric, because a few nearly deterministic policies would dominate the arithmetic mean. If such a
-    policy drew only one action, both variances are 0 and count as equal.
+    The mean ratio is geometric, because a few nearly deterministic policies would dominate the
+    arithmetic mean. If such a policy drew only one action, both variances are 0 and count as equal.
     """
     ratio = torch.where(variance.amin(0) > 0, variance[1] / variance[0], 1.0)
     mean, deviation = ratio.log().mean(-1).exp(), ratio.log().std(-1)
     return {
         **{name: over_seeds(of_name) for name, of_name in zip(UNBIASED, variance, strict=True)},
-        "ratio": {"mean": rounded(mean), "standard_error": rounded(mean * deviation / ratio.shape[-1] ** 0.5)},
+        "ratio": {
+            "mean": rounded(mean),
+            "standard_error": rounded(mean * deviation / ratio.shape[-1] ** 0.5),
+        },
         "seeds_raised": (ratio > 1).sum(-1).tolist(),
     }
 
@@ -203,7 +245,9 @@ def slopes(num_batches: Sequence[int], found: Tensor) -> Tensor:
 
 
 def crossings(ks: Sequence[int], ratio: Tensor) -> Tensor:
-    """Return the interpolated K at which each seed's ratio [ks, S] first exceeds 1, for the seeds in which it does."""
+    """Return the interpolated K at which each seed's ratio [ks, S] first exceeds 1, for the seeds
+    in which it does.
+    """
     above = ratio > 1
     k, first = torch.tensor(ks, dtype=ratio.dtype), above.int().argmax(0)
     before = (first - 1).clamp_min(0)
@@ -214,13 +258,25 @@ def crossings(ks: Sequence[int], ratio: Tensor) -> Tensor:
 
 def check(s: BanditSettings) -> None:
     """Raise InputError for settings that make no sense."""
-    for name, least in (("seeds", 2), ("num_actions", 2), ("k", 2), ("bias_batches", 10), ("variance_batches", 2)):
+    for name, least in (
+        ("seeds", 2),
+        ("num_actions", 2),
+        ("k", 2),
+        ("bias_batches", 10),
+        ("variance_batches", 2),
+    ):
         if getattr(s, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(s, name)}")
+            raise InputError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(s, name)}"
+            )
     if not s.rollouts_swept or min(s.actions_swept, default=0) < 2:
-        raise InputError("--rollouts-swept and --actions-swept must name at least one number each, of actions at least 2")
+        raise InputError(
+            "--rollouts-swept and --actions-swept must name at least one number each, of actions at least 2"
+        )
     if s.k >= (fewest := min(s.num_rollouts, *s.rollouts_swept)):
-        raise InputError(f"--k must be below every number of rollouts, for L2O leaves two out; got {s.k} and {fewest} rollouts")
+        raise InputError(
+            f"--k must be below every number of rollouts, for L2O leaves two out; got {s.k} and {fewest} rollouts"
+        )
 
 
 def experiment(s: BanditSettings) -> dict[str, Any]:
@@ -241,7 +297,10 @@ def experiment(s: BanditSettings) -> dict[str, Any]:
     for name, of_name in zip(LABELS, found, strict=True):
         late_slopes = slopes(checkpoints[late[0] :], of_name[late])
         fits = {"slope": slopes(checkpoints, of_name), "slope_of_last_two_decades": late_slopes}
-        error[name] = {**over_seeds(of_name), **{fit: over_seeds(values) for fit, values in fits.items()}}
+        error[name] = {
+            **over_seeds(of_name),
+            **{fit: over_seeds(values) for fit, values in fits.items()},
+        }
 
     by_k: dict[str, Any] = {}
     by_actions: dict[str, Any] = {}
@@ -259,9 +318,16 @@ def experiment(s: BanditSettings) -> dict[str, Any]:
         bias[str(n)] = {"k": list(ks), **relative, "cosine_with_gradient": over_seeds(cosine)}
     of_sizes = [Bandits.draw(s.seeds, num_actions, generator) for num_actions in s.actions_swept]
     for n in tracked(s.rollouts_swept, "variance against actions"):
-        variance = torch.cat([variances(sized, n, [s.k], s.variance_batches, generator) for sized in of_sizes], 1)
+        variance = torch.cat(
+            [variances(sized, n, [s.k], s.variance_batches, generator) for sized in of_sizes], 1
+        )
         by_actions[str(n)] = {"num_actions": list(s.actions_swept), **compared(variance)}
-    results = {"error": error, "variance_by_num_actions": by_actions, "variance_by_k": by_k, "relative_bias_ei_l1o": bias}
+    results = {
+        "error": error,
+        "variance_by_num_actions": by_actions,
+        "variance_by_k": by_k,
+        "relative_bias_ei_l1o": bias,
+    }
     report(results, s)
     return results
 
@@ -269,24 +335,41 @@ def experiment(s: BanditSettings) -> dict[str, Any]:
 def report(results: dict[str, Any], s: BanditSettings) -> None:
     """Print the main findings."""
     error, figure = results["error"], "{mean:.3g} +- {standard_error:.2g}".format_map
-    print(f"N = {s.num_rollouts}, K = {s.k}, {s.num_actions} actions; |gradient| {figure(error['gradient_norm'])}")
+    print(
+        f"N = {s.num_rollouts}, K = {s.k}, {s.num_actions} actions; |gradient| {figure(error['gradient_norm'])}"
+    )
     print(f"{'':20}{f'error at M = {s.bias_batches}':26}{'slope, all M':20}slope, last two decades")
     for name, label in LABELS.items():
         row = error[name]
-        print(f"{label:20}{row['mean'][-1]:<26.3g}{figure(row['slope']):20}{figure(row['slope_of_last_two_decades'])}")
+        print(
+            f"{label:20}{row['mean'][-1]:<26.3g}{figure(row['slope']):20}{figure(row['slope_of_last_two_decades'])}"
+        )
     print(f"exact bias of EI + L1O: {figure(error['exact_bias_ei_l1o'])}")
-    print("\nRatio of the variances of EI + L2O and EI, and the number of bandits in which it is above 1")
+    print(
+        "\nRatio of the variances of EI + L2O and EI, and the number of bandits in which it is above 1"
+    )
     for key in ("num_actions", "k"):
         for n, row in results[f"variance_by_{key}"].items():
             columns = list(zip(row[key], row["ratio"]["mean"], row["seeds_raised"], strict=True))
-            shown = columns if key == "num_actions" else [c for c in columns if c[0] & (c[0] - 1) == 0 or c == columns[-1]]
-            print(f"N = {n:3} {key:12}" + "  ".join(f"{x}: {ratio:.2f} ({raised})" for x, ratio, raised in shown))
+            shown = (
+                columns
+                if key == "num_actions"
+                else [c for c in columns if c[0] & (c[0] - 1) == 0 or c == columns[-1]]
+            )
+            print(
+                f"N = {n:3} {key:12}"
+                + "  ".join(f"{x}: {ratio:.2f} ({raised})" for x, ratio, raised in shown)
+            )
     for n, row in results["variance_by_k"].items():
         if row["raised_from_k"]["mean"] is not None:
-            print(f"N = {n:3} above 1 from K = {figure(row['raised_from_k'])}, in {row['seeds_crossed']} of {s.seeds} bandits")
+            print(
+                f"N = {n:3} above 1 from K = {figure(row['raised_from_k'])}, in {row['seeds_crossed']} of {s.seeds} bandits"
+            )
 
 
-def band(axes: Axes, x: Sequence[int], values: dict[str, Any], label: str, colour: str, style: str = "-") -> None:
+def band(
+    axes: Axes, x: Sequence[int], values: dict[str, Any], label: str, colour: str, style: str = "-"
+) -> None:
     """Plot a curve with its standard error shaded."""
     mean, error = torch.tensor(values["mean"]), torch.tensor(values["standard_error"])
     axes.plot(x, mean, style, label=label, color=colour, marker=".")
@@ -294,11 +377,15 @@ def band(axes: Axes, x: Sequence[int], values: dict[str, Any], label: str, colou
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw the paper's three panels for each N (top), the exact bias of EI + L1O and the ratios of variances (bottom)."""
+    """Draw the paper's three panels for each N (top), the exact bias of EI + L1O and the ratios of
+    variances (bottom).
+    """
     results, s = record["results"], record["settings"]
     figure = Figure(figsize=(16, 9.5), layout="constrained")
     (error, by_actions, by_k), (bias, ratio_by_actions, ratio_by_k) = figure.subplots(2, 3)
-    figure.suptitle(f"Gradients of max@K on bandits; mean and standard error of {s['seeds']} bandits")
+    figure.suptitle(
+        f"Gradients of max@K on bandits; mean and standard error of {s['seeds']} bandits"
+    )
 
     found = results["error"]
     for name, label in LABELS.items():
@@ -306,7 +393,12 @@ def draw(record: dict[str, Any]) -> Figure:
         band(error, found["num_batches"], found[name], f"{label}, slope {slope:.2f}", COLOURS[name])
     guide = [0.4 * found["expected_improvement"]["mean"][0] * m**-0.5 for m in found["num_batches"]]
     error.plot(found["num_batches"], guide, ":", color="0.4", label="$M^{-1/2}$")
-    error.axhline(found["exact_bias_ei_l1o"]["mean"], linestyle="--", color="0.4", label="exact bias of EI + L1O")
+    error.axhline(
+        found["exact_bias_ei_l1o"]["mean"],
+        linestyle="--",
+        color="0.4",
+        label="exact bias of EI + L1O",
+    )
     setting = f"N = {s['num_rollouts']}, K = {s['k']}, {s['num_actions']} actions"
     error.set(
         title=f"Error of the mean gradient; {setting}",
@@ -316,17 +408,43 @@ def draw(record: dict[str, Any]) -> Figure:
 
     for i, (n, row) in enumerate(results["relative_bias_ei_l1o"].items()):
         band(bias, row["k"], row, f"N = {n}", COLOURS_OF_N[i % 6])
-    bias.set(title=f"Exact bias of EI + L1O; {s['num_actions']} actions", xlabel="K", ylabel="| bias | / | gradient |")
+    bias.set(
+        title=f"Exact bias of EI + L1O; {s['num_actions']} actions",
+        xlabel="K",
+        ylabel="| bias | / | gradient |",
+    )
     bias.set_ylim(bottom=0)
 
-    for key, axes, ratio_axes in (("num_actions", by_actions, ratio_by_actions), ("k", by_k, ratio_by_k)):
+    for key, axes, ratio_axes in (
+        ("num_actions", by_actions, ratio_by_actions),
+        ("k", by_k, ratio_by_k),
+    ):
         for i, (n, row) in enumerate(results[f"variance_by_{key}"].items()):
-            band(axes, row[key], row["expected_improvement"], f"EI, N = {n}", COLOURS_OF_N[i % 6], "--")
+            band(
+                axes,
+                row[key],
+                row["expected_improvement"],
+                f"EI, N = {n}",
+                COLOURS_OF_N[i % 6],
+                "--",
+            )
             band(axes, row[key], row["maxpo"], f"EI + L2O, N = {n}", COLOURS_OF_N[i % 6])
             band(ratio_axes, row[key], row["ratio"], f"N = {n}", COLOURS_OF_N[i % 6])
-        setting, x = (f"K = {s['k']}", "actions") if key == "num_actions" else (f"{s['num_actions']} actions", "K")
-        axes.set(title=f"Variance; {setting}", xlabel=x, ylabel="trace of the covariance", xscale="log", yscale="log")
-        ratio_axes.set(title=f"Variance, EI + L2O over EI; {setting}", xlabel=x, ylabel="ratio", xscale="log")
+        setting, x = (
+            (f"K = {s['k']}", "actions")
+            if key == "num_actions"
+            else (f"{s['num_actions']} actions", "K")
+        )
+        axes.set(
+            title=f"Variance; {setting}",
+            xlabel=x,
+            ylabel="trace of the covariance",
+            xscale="log",
+            yscale="log",
+        )
+        ratio_axes.set(
+            title=f"Variance, EI + L2O over EI; {setting}", xlabel=x, ylabel="ratio", xscale="log"
+        )
         ratio_axes.axhline(1, color="0.4", linestyle="--")
     error.set(xscale="log", yscale="log")
     for axes in (bias, by_k, ratio_by_k):

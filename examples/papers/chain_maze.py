@@ -1,13 +1,16 @@
-"""A maze that rewards a habit: REINFORCE, EI and EI + L2O with a tabular policy (MaxPO, appendix G.2, Figure 7).
+"""A maze that rewards a habit: REINFORCE, EI and EI + L2O with a tabular policy (MaxPO, appendix
+G.2, Figure 7).
 
-The maze is a chain of 1000 states (`ChainTask`). One of two actions leads on (the habitual one in nine states of ten), and the
-other ends the episode. The policy has the logits theta[s, a] + b[a]. In a state that it has never visited it acts by the
-softmax of b alone, so the probability that b gives to the rarer action is its tendency to explore. The figure shows the
-return, this probability, and the ratio of the gradient variances of EI + L2O and EI on the same episodes.
+The maze is a chain of 1000 states (`ChainTask`). One of two actions leads on (the habitual one in
+nine states of ten), and the other ends the episode. The policy has the logits theta[s, a] + b[a].
+In a state that it has never visited it acts by the softmax of b alone, so the probability that b
+gives to the rarer action is its tendency to explore. The figure shows the return, this probability,
+and the ratio of the gradient variances of EI + L2O and EI on the same episodes.
 
-Our copy of the paper lacks its batch sizes, K, learning rate, optimiser and share of the habit. All of them are settings here,
-except the optimiser, which is plain gradient ascent from zero. For each K and batch size, every method uses the learning rate
-of a common grid with the largest final return on separate mazes.
+Our copy of the paper lacks its batch sizes, K, learning rate, optimiser and share of the habit. All
+of them are settings here, except the optimiser, which is plain gradient ascent from zero. For each
+K and batch size, every method uses the learning rate of a common grid with the largest final return
+on separate mazes.
 """
 
 import sys
@@ -25,7 +28,12 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.tasks.chain import HABIT, LEFT, ChainTask
 
-METHODS = {"REINFORCE": "rloo", "REINFORCE + entropy": "rloo", "EI": "expected_improvement", "EI + L2O": "maxpo"}
+METHODS = {
+    "REINFORCE": "rloo",
+    "REINFORCE + entropy": "rloo",
+    "EI": "expected_improvement",
+    "EI + L2O": "maxpo",
+}
 ENTROPY_BONUS = 0.01  # the paper's
 
 
@@ -64,7 +72,9 @@ class Arm:
     k: int | None
 
     def weights(self, returns: Tensor) -> Tensor:
-        """Return the weights of the episodes' scores in the gradient estimate, for returns [..., N]."""
+        """Return the weights of the episodes' scores in the gradient estimate, for returns [...,
+        N].
+        """
         return group_advantage(returns, METHODS[self.method], k=self.k) / self.n
 
 
@@ -89,8 +99,12 @@ def hazard(log_odds: Tensor, sign: Tensor) -> Tensor:
 
 
 def walk(hazards: Tensor, episodes: int, generator: torch.Generator) -> Tensor:
-    """Sample the steps forward before the wrong action, [..., E], by inverting their distribution: one draw per episode."""
-    draws = torch.empty(*hazards.shape[:-1], episodes, dtype=hazards.dtype).exponential_(generator=generator)
+    """Sample the steps forward before the wrong action, [..., E], by inverting their distribution:
+    one draw per episode.
+    """
+    draws = torch.empty(*hazards.shape[:-1], episodes, dtype=hazards.dtype).exponential_(
+        generator=generator
+    )
     return torch.searchsorted(hazards, draws)
 
 
@@ -113,49 +127,67 @@ def reaching(forward: Tensor, weights: Tensor, length: int) -> Tensor:
 
 
 def score(log_odds: Tensor, sign: Tensor, forward: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum over episodes of d log pi / d theta[s, rarer], [..., L]; theta[s, habitual] has its negative.
+    """Return the weighted sum over episodes of d log pi / d theta[s, rarer], [..., L]; theta[s,
+    habitual] has its negative.
 
-    Every action of an episode except its last led on. With q the probability of the action that leads on in state s, each
-    episode that passed s contributes 1 - q, and each that ended in s contributes -q. The sign flips if the habitual action
-    leads on.
+    Every action of an episode except its last led on. With q the probability of the action that
+    leads on in state s, each episode that passed s contributes 1 - q, and each that ended in s
+    contributes -q. The sign flips if the habitual action leads on.
     """
     reached = reaching(forward, weights, sign.shape[-1])
     return sign * (reached[..., 1:] - torch.sigmoid(log_odds * sign) * reached[..., :-1])
 
 
 def entropy_gradient(log_odds: Tensor, forward: Tensor) -> Tensor:
-    """Return d/d theta[s, rarer] of the policy's entropy, summed over an episode's states, mean over episodes, [..., L]."""
+    """Return d/d theta[s, rarer] of the policy's entropy, summed over an episode's states, mean
+    over episodes, [..., L].
+    """
     length = log_odds.shape[-1]
     share = log_odds.new_full(forward.shape, 1 / forward.shape[-1])
     p = log_odds.sigmoid()
     return -log_odds * p * (1 - p) * reaching(forward, share, length)[..., :-1]
 
 
-def variance_ratio(log_odds: Tensor, mazes: Mazes, arm: Arm, batches: int, generator: torch.Generator) -> Tensor:
-    """Return Var(EI + L2O) / Var(EI), [S], under the policy [S, L] and on the same batches; NaN if neither varies."""
-    forward = walk(hazard(log_odds, mazes.sign), batches * arm.n, generator).view(-1, batches, arm.n)
+def variance_ratio(
+    log_odds: Tensor, mazes: Mazes, arm: Arm, batches: int, generator: torch.Generator
+) -> Tensor:
+    """Return Var(EI + L2O) / Var(EI), [S], under the policy [S, L] and on the same batches; NaN if
+    neither varies.
+    """
+    forward = walk(hazard(log_odds, mazes.sign), batches * arm.n, generator).view(
+        -1, batches, arm.n
+    )
     returns = returns_of(forward, mazes.dead_end[:, None])
     totals = []
     for method in ("EI + L2O", "EI"):
         weights = Arm(method, arm.n, arm.k).weights(returns)
         gradients = score(log_odds[:, None], mazes.sign[:, None], forward, weights)  # [S, M, L]
-        # Sum over all theta[s, rarer] and b[rarer], whose gradient is their sum. The habitual action would double both totals.
+        # Sum over all theta[s, rarer] and b[rarer], whose gradient is their sum. The habitual
+        # action would double both totals.
         totals.append(gradients.var(1).sum(-1) + gradients.sum(-1).var(1))
     return totals[0] / totals[1]
 
 
 def train(
-    settings: ChainMaze, arms: Sequence[Arm], rates: Tensor, mazes: Mazes, generator: torch.Generator, what: str
+    settings: ChainMaze,
+    arms: Sequence[Arm],
+    rates: Tensor,
+    mazes: Mazes,
+    generator: torch.Generator,
+    what: str,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Train every arm with its learning rates [A, P] on every maze, all in lockstep.
 
-    Yields, at each point of a curve, the number of gradient steps, the log-odds of the rarer action [A, P, S, L], and the part
-    of them that comes from b [A, P, S].
+    Yields, at each point of a curve, the number of gradient steps, the log-odds of the rarer action
+    [A, P, S, L], and the part of them that comes from b [A, P, S].
     """
-    theta = torch.zeros(*rates.shape, *mazes.sign.shape)  # [A, P, S, L], theta[s, rarer] - theta[s, habitual]
+    # [A, P, S, L], theta[s, rarer] - theta[s, habitual]
+    theta = torch.zeros(*rates.shape, *mazes.sign.shape)
     b = torch.zeros(theta.shape[:-1])
     largest = max(arm.n for arm in arms)
-    points = {round(i * settings.iterations / settings.records) for i in range(settings.records + 1)}
+    points = {
+        round(i * settings.iterations / settings.records) for i in range(settings.records + 1)
+    }
     for step in tracked(range(settings.iterations + 1), what):
         log_odds = theta + b[..., None]
         if step in points:
@@ -168,28 +200,50 @@ def train(
         gradient = score(log_odds, mazes.sign, forward, weights)
         for a, arm in enumerate(arms):
             if "entropy" in arm.method:
-                gradient[a] += ENTROPY_BONUS * entropy_gradient(log_odds[a], forward[a, ..., : arm.n])
+                gradient[a] += ENTROPY_BONUS * entropy_gradient(
+                    log_odds[a], forward[a, ..., : arm.n]
+                )
         # The factor 2: theta is the difference of two logits with opposite gradients.
         theta += 2 * rates[..., None, None] * gradient
         b = b + 2 * rates[..., None] * gradient.sum(-1)
 
 
 def check(settings: ChainMaze) -> None:
-    limits = {"length": 2, "iterations": 1, "search_seeds": 1, "seeds": 2, "records": 1, "variance_batches": 2}
+    limits = {
+        "length": 2,
+        "iterations": 1,
+        "search_seeds": 1,
+        "seeds": 2,
+        "records": 1,
+        "variance_batches": 2,
+    }
     for name, least in limits.items():
         if getattr(settings, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
+            raise InputError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}"
+            )
     if not 0.5 <= settings.habit < 1:
         raise InputError(f"--habit must be at least 0.5 and below 1, got {settings.habit}")
-    if not settings.batch_sizes or not settings.ks or not 2 <= min(settings.ks) < min(settings.batch_sizes):
-        raise InputError("--ks must be at least 2, the smallest of them below each of --batch-sizes")
-    if not settings.learning_rates or not all(0 < rate < float("inf") for rate in settings.learning_rates):
+    if (
+        not settings.batch_sizes
+        or not settings.ks
+        or not 2 <= min(settings.ks) < min(settings.batch_sizes)
+    ):
+        raise InputError(
+            "--ks must be at least 2, the smallest of them below each of --batch-sizes"
+        )
+    if not settings.learning_rates or not all(
+        0 < rate < float("inf") for rate in settings.learning_rates
+    ):
         raise InputError("--learning-rates must be above 0")
 
 
 def mean_and_error(values: Tensor) -> dict[str, list[float | None]]:
     """Return the mean over mazes and its standard error, for values [T, S]."""
-    return {"mean": rounded(values.mean(-1)), "error": rounded(values.std(-1) / values.shape[-1] ** 0.5)}
+    return {
+        "mean": rounded(values.mean(-1)),
+        "error": rounded(values.std(-1) / values.shape[-1] ** 0.5),
+    }
 
 
 def median_and_quartiles(values: Tensor) -> dict[str, list[float | None]]:
@@ -209,20 +263,31 @@ def experiment(settings: ChainMaze) -> dict[str, Any]:
     others = mazes_of(settings.length, range(start, start + settings.search_seeds), settings.habit)
     generator = torch.Generator().manual_seed(settings.seed)
     sizes = {method: settings.ks if method.startswith("EI") else (None,) for method in METHODS}
-    arms = [Arm(method, n, k) for method in METHODS for k in sizes[method] for n in settings.batch_sizes if (k or 1) < n]
+    arms = [
+        Arm(method, n, k)
+        for method in METHODS
+        for k in sizes[method]
+        for n in settings.batch_sizes
+        if (k or 1) < n
+    ]
 
     grid = torch.tensor(settings.learning_rates)
-    *_, (_, log_odds, _) = train(settings, arms, grid.expand(len(arms), -1), others, generator, "learning rates")
+    *_, (_, log_odds, _) = train(
+        settings, arms, grid.expand(len(arms), -1), others, generator, "learning rates"
+    )
     searched = expected_return(hazard(log_odds, others.sign), others.dead_end).mean(-1)  # [A, P]
     best = grid[searched.argmax(1)]
 
-    steps, points = [], []  # a point is [A, 3, S]: return, probability of the rarer action, ratio of variances
+    # a point is [A, 3, S]: return, probability of the rarer action, ratio of variances
+    steps, points = [], []
     for step, log_odds, b in train(settings, arms, best[:, None], mazes, generator, "training"):
         returns = expected_return(hazard(log_odds, mazes.sign), mazes.dead_end)
         ratios = torch.full_like(b, torch.nan)
         for a, arm in enumerate(arms):
             if arm.method == "EI + L2O":
-                ratios[a] = variance_ratio(log_odds[a, 0], mazes, arm, settings.variance_batches, generator)
+                ratios[a] = variance_ratio(
+                    log_odds[a, 0], mazes, arm, settings.variance_batches, generator
+                )
         steps.append(step)
         points.append(torch.cat([returns, b.sigmoid(), ratios], 1))
     curves = torch.stack(points, 2)  # [A, 3, T, S]
@@ -235,13 +300,16 @@ def experiment(settings: ChainMaze) -> dict[str, Any]:
         row["curves"] = {"return": mean_and_error(returns), "rarer": median_and_quartiles(rarer)}
         if arm.method == "EI + L2O":
             row["curves"]["ratio"] = median_and_quartiles(ratios)
-            # Over the training. Under some policies almost all batches are equal, and one such ratio can dominate the mean.
+            # Over the training. Under some policies almost all batches are equal, and one such
+            # ratio can dominate the mean.
             row["median_ratio"] = mean_and_error(ratios.nanmedian(0, keepdim=True).values)
             row["mean_ratio"] = mean_and_error(ratios.nanmean(0, keepdim=True))
             twin = arms.index(Arm("EI", arm.n, arm.k))
             row["gain_over_ei"] = mean_and_error((returns - curves[twin, 0])[-1:])  # paired by maze
         rows.append(row)
-    habit = expected_return(hazard(torch.full_like(mazes.sign, -1e6), mazes.sign), mazes.dead_end).mean()
+    habit = expected_return(
+        hazard(torch.full_like(mazes.sign, -1e6), mazes.sign), mazes.dead_end
+    ).mean()
     results = {"steps": steps, "return_of_habit": round(float(habit), 4), "arms": rows}
     print(table(results))
     return results
@@ -251,7 +319,11 @@ def table(results: dict[str, Any]) -> str:
     """Format the results at the end of the training."""
 
     def cell(value: dict[str, list[float | None]] | None, form: str) -> str:
-        return "" if value is None or value["mean"][-1] is None else f"{value['mean'][-1]:{form}} ± {value['error'][-1]:{form}}"
+        return (
+            ""
+            if value is None or value["mean"][-1] is None
+            else f"{value['mean'][-1]:{form}} ± {value['error'][-1]:{form}}"
+        )
 
     lines = [
         "Mean ± standard error over mazes after training; for p(rarer) the median. The variance ratio of EI + L2O to EI is the",
@@ -280,13 +352,22 @@ def draw(record: dict[str, Any]) -> Figure:
     for row in results["arms"]:
         label = row["method"] + (f", K = {row['k']}" if row["k"] else "")
         color = f"C{ks.index(row['k'])}" if row["k"] else "0.3"
-        for axes, curve in zip(grid[:, sizes.index(row["n"])], row["curves"].values(), strict=False):
-            first, *rest = (torch.tensor([torch.nan if x is None else x for x in values]) for values in curve.values())
+        for axes, curve in zip(
+            grid[:, sizes.index(row["n"])], row["curves"].values(), strict=False
+        ):
+            first, *rest = (
+                torch.tensor([torch.nan if x is None else x for x in values])
+                for values in curve.values()
+            )
             low, high = (first - rest[0], first + rest[0]) if "error" in curve else rest
-            axes.plot(results["steps"], first, color=color, linestyle=styles[row["method"]], label=label)
+            axes.plot(
+                results["steps"], first, color=color, linestyle=styles[row["method"]], label=label
+            )
             axes.fill_between(results["steps"], low, high, color=color, alpha=0.12, linewidth=0)
     for n, (top, middle, bottom) in zip(sizes, grid.T, strict=True):
-        top.axhline(results["return_of_habit"], color="0.6", linewidth=0.8, label="always the habit")
+        top.axhline(
+            results["return_of_habit"], color="0.6", linewidth=0.8, label="always the habit"
+        )
         top.set(title=f"N = {n} episodes a batch")
         middle.set(yscale="log", ylim=(1e-5, 1))
         bottom.axhline(1, color="0.6", linewidth=0.8)
@@ -296,9 +377,19 @@ def draw(record: dict[str, Any]) -> Figure:
     grid[2, 0].set_ylabel("gradient variance, EI + L2O / EI\n(median, quartiles)")
     for axes in grid.flat:
         axes.grid(alpha=0.3)
-    handles = {label: handle for axes in grid[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for axes in grid[0]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     labels = sorted(handles)
-    figure.legend([handles[label] for label in labels], labels, loc="outside upper center", ncols=3, frameon=False)
+    figure.legend(
+        [handles[label] for label in labels],
+        labels,
+        loc="outside upper center",
+        ncols=3,
+        frameon=False,
+    )
     return figure
 
 

@@ -1,4 +1,6 @@
-"""Shared by the experiments: a command line made from the settings, and NAME.json and NAME.png as results."""
+"""Shared by the experiments: a command line made from the settings, and NAME.json and NAME.png as
+results.
+"""
 
 import json
 import math
@@ -15,20 +17,30 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file
 
-RESULTS = Path("runs/papers")  # not the committed results beside this file, which only --out replaces
+# not the committed results beside this file, which only --out replaces
+RESULTS = Path("runs/papers")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all experiments share. Each experiment adds its own in a subclass, all with defaults."""
+    """Settings that all experiments share. Each experiment adds its own in a subclass, all with
+    defaults.
+    """
 
     seed: int = 0
     """Seed of all random numbers; experiments with several seeds count up from it."""
@@ -47,8 +59,8 @@ def run(
 ) -> int:
     """Run the command of one experiment: read settings, compute results (JSON values), draw them.
 
-    Return the exit code: 0, 2 for bad input, 130 after Ctrl-C. `experiment` raises InputError for settings that make no sense,
-    before any work.
+    Return the exit code: 0, 2 for bad input, 130 after Ctrl-C. `experiment` raises InputError for
+    settings that make no sense, before any work.
     """
     settings = tyro.cli(settings_type, args=arguments, description=settings_type.__doc__)
     start = time.perf_counter()
@@ -85,7 +97,9 @@ def run(
 
 
 def rounded(value: Any) -> Any:
-    """Return JSON values: numbers to six significant digits, None for numbers that are not finite, lists for tensors."""
+    """Return JSON values: numbers to six significant digits, None for numbers that are not finite,
+    lists for tensors.
+    """
     if isinstance(value, Tensor):
         return rounded(value.tolist())
     if isinstance(value, dict):
@@ -98,7 +112,9 @@ def rounded(value: Any) -> Any:
 
 
 def standard_error(values: Tensor) -> Tensor:
-    """Return the standard error of the mean over the first dimension, [R, ...] -> [...]; 0 for a single value."""
+    """Return the standard error of the mean over the first dimension, [R, ...] -> [...]; 0 for a
+    single value.
+    """
     return values.std(0, correction=min(len(values) - 1, 1)) / len(values) ** 0.5
 
 
@@ -109,7 +125,15 @@ def as_text(record: dict[str, Any]) -> str:
 
 
 def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
-    """Yield the items with a progress bar, a count and the remaining time; without a terminal, one line at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    """Yield the items with a progress bar, a count and the remaining time; without a terminal, one
+    line at the end.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield from progress.track(items, total=total, description=what)

@@ -1,8 +1,10 @@
-"""Objectives on mazes by the number of rollouts per prompt: MaxRL's Figure 3 and Table 3 at small scale, on two CPU cores.
+"""Objectives on mazes by the number of rollouts per prompt: MaxRL's Figure 3 and Table 3 at small
+scale, on two CPU cores.
 
-One warm start is followed by reinforcement learning with each objective, group size and seed. Steps, prompts and learning rate
-are the same for all, so larger groups sample more. The paper has 17x17 mazes, 3.9 million parameters and 9000 steps
-(maze_paper.toml); here there are 9x9 mazes, a small decoder and few steps.
+One warm start is followed by reinforcement learning with each objective, group size and seed.
+Steps, prompts and learning rate are the same for all, so larger groups sample more. The paper has
+17x17 mazes, 3.9 million parameters and 9000 steps (maze_paper.toml); here there are 9x9 mazes, a
+small decoder and few steps.
 
     python examples/papers/maze_scaling.py
 
@@ -24,20 +26,24 @@ from training_runs import flags_of, records, thinned, train_all
 
 from maxrl_fast.errors import InputError
 
-POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 4, "heads": 4, "kv-heads": 2}  # 0.1 million parameters
+# 0.1 million parameters
+POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 4, "heads": 4, "kv-heads": 2}
 
 
 @dataclass(frozen=True)
 class ScalingSettings(Settings):
-    """MaxRL's Figure 3 and Table 3 at small scale: pass@1 and pass@128 after training with each objective, by rollouts per
-    prompt. --threads is the number of simultaneous runs, each with one thread. It takes 20 minutes on two cores."""
+    """MaxRL's Figure 3 and Table 3 at small scale: pass@1 and pass@128 after training with each
+    objective, by rollouts per prompt. --threads is the number of simultaneous runs, each with one
+    thread. It takes 20 minutes on two cores."""
 
     objectives: tuple[str, ...] = ("maxrl", "maxpo", "pacs", "grpo", "rloo", "pkpo")
     """Objectives; maxpo and pkpo use k = N/4, at least 2."""
     rollouts: tuple[int, ...] = (4, 16, 64)
     """Rollouts per prompt N."""
     seeds: int = 2
-    """Runs of each, with seeds from --seed + 1 on; with the seed of the warm start they would begin with its mazes."""
+    """Runs of each, with seeds from --seed + 1 on; with the seed of the warm start they would begin
+    with its mazes.
+    """
     maze_size: int = 9
     """Cells along one side of a maze."""
     sft_steps: int = 150
@@ -47,8 +53,8 @@ class ScalingSettings(Settings):
     prompts: int = 16
     """Prompts per step."""
     lr: float = 3e-4
-    """Peak learning rate, the same for all objectives. At 5e-4, from a warm start of 90 steps that solves one maze in 20, some
-    runs with few rollouts lost all their skill within ten steps."""
+    """Peak learning rate, the same for all objectives. At 5e-4, from a warm start of 90 steps that
+    solves one maze in 20, some runs with few rollouts lost all their skill within ten steps."""
     eval_mazes: int = 256
     """Held-out mazes."""
     eval_samples: int = 128
@@ -59,14 +65,35 @@ class ScalingSettings(Settings):
 
 def warm_start_flags(settings: ScalingSettings) -> list[str]:
     """Return the flags of the supervised run that all others start from."""
-    options = {"steps": 0, "sft-steps": settings.sft_steps, "sft-batch": 64, "sft-lr": 3e-3, "eval-prompts": 16}
+    options = {
+        "steps": 0,
+        "sft-steps": settings.sft_steps,
+        "sft-batch": 64,
+        "sft-lr": 3e-3,
+        "eval-prompts": 16,
+    }
     return flags_of({"maze-size": settings.maze_size, "seed": settings.seed, **POLICY, **options})
 
 
-def run_flags(settings: ScalingSettings, objective: str, n: int, seed: int, policy: Path) -> list[str]:
-    """Return the flags of a reinforcement learning run, which is evaluated before, halfway and after."""
-    options: dict[str, Any] = {"objective": objective, "rollouts": n, "seed": seed, "model": policy, "sft-steps": 0}
-    options |= {"maze-size": settings.maze_size, "prompts": settings.prompts, "steps": settings.steps, "lr": settings.lr}
+def run_flags(
+    settings: ScalingSettings, objective: str, n: int, seed: int, policy: Path
+) -> list[str]:
+    """Return the flags of a reinforcement learning run, which is evaluated before, halfway and
+    after.
+    """
+    options: dict[str, Any] = {
+        "objective": objective,
+        "rollouts": n,
+        "seed": seed,
+        "model": policy,
+        "sft-steps": 0,
+    }
+    options |= {
+        "maze-size": settings.maze_size,
+        "prompts": settings.prompts,
+        "steps": settings.steps,
+        "lr": settings.lr,
+    }
     options |= {"warmup-steps": max(settings.steps // 4, 1), "save-every": 0}
     options |= {"eval-prompts": settings.eval_mazes, "eval-samples": settings.eval_samples}
     options["eval-every"] = max(settings.steps // 2, 1)
@@ -78,10 +105,14 @@ def run_flags(settings: ScalingSettings, objective: str, n: int, seed: int, poli
 def experiment(settings: ScalingSettings) -> dict[str, Any]:
     for name, least in (("seeds", 1), ("steps", 1), ("eval_samples", 1)):
         if getattr(settings, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
+            raise InputError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}"
+            )
     if min(settings.rollouts) < 4:
         raise InputError(f"--rollouts must be at least 4 each, got {min(settings.rollouts)}")
-    warm = train_all({"warm-start": warm_start_flags(settings)}, settings.work, 1, "warm start")["warm-start"]
+    warm = train_all({"warm-start": warm_start_flags(settings)}, settings.work, 1, "warm start")[
+        "warm-start"
+    ]
     policy = warm / "checkpoints" / "step-000000"
     keys = [  # the longest first, so that no long run is left alone at the end
         (objective, n, settings.seed + 1 + i)
@@ -114,13 +145,17 @@ def outcome(objective: str, n: int, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def averages(runs: Sequence[dict[str, Any]], k: int, first: bool = False) -> tuple[float, float]:
-    """Return the mean over runs of pass@k in the last (or first) evaluation, and half of the range."""
+    """Return the mean over runs of pass@k in the last (or first) evaluation, and half of the
+    range.
+    """
     values = [list(run["pass_at_k"].values())[0 if first else -1][f"{k}"] for run in runs]
     return sum(values) / len(values), (max(values) - min(values)) / 2
 
 
 def chosen(results: dict[str, Any], objective: str, n: int) -> list[dict[str, Any]]:
-    return [run for run in results["runs"] if run["objective"] == objective and run["rollouts"] == n]
+    return [
+        run for run in results["runs"] if run["objective"] == objective and run["rollouts"] == n
+    ]
 
 
 def show(results: dict[str, Any], settings: ScalingSettings) -> None:
@@ -128,7 +163,12 @@ def show(results: dict[str, Any], settings: ScalingSettings) -> None:
     ks = sorted({1, settings.eval_samples})
     table = Table("", *(f"pass@{k}, N = {n}" for n in settings.rollouts for k in ks))
     table.add_row(
-        "warm start", *("{:.3f}".format(*averages(results["runs"], k, first=True)) for _ in settings.rollouts for k in ks)
+        "warm start",
+        *(
+            "{:.3f}".format(*averages(results["runs"], k, first=True))
+            for _ in settings.rollouts
+            for k in ks
+        ),
     )
     for objective in settings.objectives:
         cells = (averages(chosen(results, objective, n), k) for n in settings.rollouts for k in ks)
@@ -145,9 +185,20 @@ def draw(record: dict[str, Any]) -> Figure:
         for objective in settings["objectives"]:
             points = [averages(chosen(results, objective, n), size) for n in settings["rollouts"]]
             middle, spread = zip(*points, strict=True)
-            axes.errorbar(settings["rollouts"], middle, yerr=spread, marker="o", capsize=3, label=objective)
-        axes.axhline(averages(results["runs"], size, first=True)[0], color="0.5", linestyle="--", label="warm start")
-        axes.set(title=f"pass@{size} after {settings['steps']} steps", xscale="log", xlabel="rollouts per prompt N")
+            axes.errorbar(
+                settings["rollouts"], middle, yerr=spread, marker="o", capsize=3, label=objective
+            )
+        axes.axhline(
+            averages(results["runs"], size, first=True)[0],
+            color="0.5",
+            linestyle="--",
+            label="warm start",
+        )
+        axes.set(
+            title=f"pass@{size} after {settings['steps']} steps",
+            xscale="log",
+            xlabel="rollouts per prompt N",
+        )
         axes.set_xticks(settings["rollouts"], [str(n) for n in settings["rollouts"]], minor=False)
         axes.minorticks_off()
     for objective in settings["objectives"]:
@@ -158,7 +209,11 @@ def draw(record: dict[str, Any]) -> Figure:
         rewards = [sum(run["reward"][i][1] for run in runs) / len(runs) for i in range(len(steps))]
         training.plot(steps, rewards, label=objective)
     coverage.plot(
-        ks, [averages(results["runs"], size, first=True)[0] for size in ks], color="0.5", linestyle="--", label="warm start"
+        ks,
+        [averages(results["runs"], size, first=True)[0] for size in ks],
+        color="0.5",
+        linestyle="--",
+        label="warm start",
     )
     coverage.set(title=f"coverage after training, N = {largest}", xscale="log", xlabel="k")
     coverage.set_xticks(ks, [str(size) for size in ks])

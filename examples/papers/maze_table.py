@@ -1,11 +1,13 @@
-"""MaxRL's Table 3: objectives on 17x17 mazes from one warm start, by the recipe maze_paper.toml, on a GPU.
+"""MaxRL's Table 3: objectives on 17x17 mazes from one warm start, by the recipe maze_paper.toml, on
+a GPU.
 
     python examples/papers/maze_table.py --out runs/maze_table --minutes 25
 
-Each call continues where the one before has stopped, and divides its time evenly among the objectives that are not finished.
-Everything is in the folder --out: the runs with their newest checkpoints (63 MB each), logs, and the results so far as
-maze_table.json, .png and .md. The folder may be moved, also to another machine. Objectives are compared after the same number
-of steps, the largest that all of them have been evaluated at.
+Each call continues where the one before has stopped, and divides its time evenly among the
+objectives that are not finished. Everything is in the folder --out: the runs with their newest
+checkpoints (63 MB each), logs, and the results so far as maze_table.json, .png and .md. The folder
+may be moved, also to another machine. Objectives are compared after the same number of steps, the
+largest that all of them have been evaluated at.
 """
 
 import json
@@ -34,13 +36,15 @@ from maxrl_fast.runtime.device import versions
 RECIPE = Path(__file__).with_name("maze_paper.toml")
 OBJECTIVES = {
     "maxrl": ["--objective=maxrl"],
-    "grpo": ["--objective=grpo", "--aggregation=token_mean"],  # appendix F: over the tokens of the whole batch, for all
+    # appendix F: over the tokens of the whole batch, for all
+    "grpo": ["--objective=grpo", "--aggregation=token_mean"],
     "rloo": ["--objective=rloo"],
     "maxpo-k4": ["--objective=maxpo", "--k=4"],
     "maxpo-k16": ["--objective=maxpo", "--k=16"],
     "pacs": ["--objective=pacs"],
 }
-PAPER = {"maxrl": "84.4 / 92.0 / 94.3", "grpo": "39.6 / 42.4 / 43.0"}  # Table 3: pass@1 / @128 / @256 in percent
+# Table 3: pass@1 / @128 / @256 in percent
+PAPER = {"maxrl": "84.4 / 92.0 / 94.3", "grpo": "39.6 / 42.4 / 43.0"}
 SHOWN = ("1", "16", "128", "256")  # k of the pass@k in the table, where there are as many samples
 WARM_START = "warm-start"
 SAVE_SECONDS = 120  # that a stopped run may take to finish its step and to save
@@ -57,29 +61,36 @@ DIFFERENCES = """\
 
 @dataclass(frozen=True)
 class TableSettings(Settings):
-    """MaxRL's Table 3: pass@k on held-out mazes after training with each objective from one warm start, in resumable pieces. It
-    needs a GPU, and as many hours as it is given."""
+    """MaxRL's Table 3: pass@k on held-out mazes after training with each objective from one warm
+    start, in resumable pieces. It needs a GPU, and as many hours as it is given."""
 
     out: Path = Path("runs/maze_table")
     """Folder of the runs and the results."""
     objectives: tuple[str, ...] = ("maxrl", "grpo")
     """Objectives: maxrl, grpo, rloo, maxpo-k4, maxpo-k16, pacs. A later call may name more."""
     minutes: float | None = None
-    """Time after which the run in progress saves and stops, in a few seconds more; without it, all runs are finished."""
+    """Time after which the run in progress saves and stops, in a few seconds more; without it, all
+    runs are finished.
+    """
     steps: int = 20_000
-    """Steps of reinforcement learning. A later call may raise them, because the learning rate is constant."""
+    """Steps of reinforcement learning. A later call may raise them, because the learning rate is
+    constant.
+    """
     recipe: Path = RECIPE
     """Options of all runs."""
 
 
 def experiment(settings: TableSettings) -> dict[str, Any]:
     if unknown := set(settings.objectives) - set(OBJECTIVES):
-        raise InputError(f"--objectives must be of {', '.join(OBJECTIVES)}, got {', '.join(sorted(unknown))}")
+        raise InputError(
+            f"--objectives must be of {', '.join(OBJECTIVES)}, got {', '.join(sorted(unknown))}"
+        )
     if settings.steps < 1:
         raise InputError(f"--steps must be at least 1, got {settings.steps}")
     if settings.minutes is not None and not settings.minutes > 0:
         raise InputError(f"--minutes must be above 0, got {settings.minutes:g}")
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # an exception: it stops the run below
+    # an exception: it stops the run below
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         train_all(settings, time.monotonic() + 60 * (settings.minutes or 1e6))
     finally:
@@ -96,20 +107,41 @@ def experiment(settings: TableSettings) -> dict[str, Any]:
 
 
 def train_all(settings: TableSettings, end: float) -> None:
-    """Continue the warm start, then every objective, until all are finished or the clock is at `end`."""
+    """Continue the warm start, then every objective, until all are finished or the clock is at
+    `end`.
+    """
     common = ["--config", str(settings.recipe.resolve())]
-    warm_flags = [*common, "--steps=0", f"--seed={settings.seed}", "--eval-prompts=1", "--eval-samples=1"]
+    warm_flags = [
+        *common,
+        "--steps=0",
+        f"--seed={settings.seed}",
+        "--eval-prompts=1",
+        "--eval-samples=1",
+    ]
     if not is_finished(settings.out / WARM_START, 0):
         train(settings.out, WARM_START, warm_flags, 0, end - time.monotonic())
     if not is_finished(settings.out / WARM_START, 0):
         return
-    # With the seed of the warm start, reinforcement learning would begin with the mazes of the warm start.
-    common += [f"--model={WARM_START}/checkpoints/step-000000", "--sft-steps=0", f"--seed={settings.seed + 1}"]
-    names = [name for name in settings.objectives if not is_finished(settings.out / name, settings.steps)]
+    # With the seed of the warm start, reinforcement learning would begin with the mazes of the warm
+    # start.
+    common += [
+        f"--model={WARM_START}/checkpoints/step-000000",
+        "--sft-steps=0",
+        f"--seed={settings.seed + 1}",
+    ]
+    names = [
+        name for name in settings.objectives if not is_finished(settings.out / name, settings.steps)
+    ]
     for i, name in enumerate(names):
         share = (end - time.monotonic()) / (len(names) - i)
         if share > 0:
-            train(settings.out, name, [*common, *OBJECTIVES[name], f"--steps={settings.steps}"], settings.steps, share)
+            train(
+                settings.out,
+                name,
+                [*common, *OBJECTIVES[name], f"--steps={settings.steps}"],
+                settings.steps,
+                share,
+            )
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -119,7 +151,8 @@ def is_finished(folder: Path, steps: int) -> bool:
 
 
 def train(out: Path, name: str, flags: Sequence[str], steps: int, seconds: float) -> None:
-    """Start or resume the run out/NAME, and stop it after `seconds`; its output goes to out/NAME.log.
+    """Start or resume the run out/NAME, and stop it after `seconds`; its output goes to
+    out/NAME.log.
 
     The run works in the folder `out`, so that its paths hold wherever that folder is moved.
 
@@ -131,10 +164,18 @@ def train(out: Path, name: str, flags: Sequence[str], steps: int, seconds: float
         shutil.rmtree(out / name, ignore_errors=True)  # it was stopped before its first checkpoint
     place = [f"--resume={name}", f"--steps={steps}"] if has_begun else [*flags, f"--out={name}"]
     package = str(Path(maxrl_fast.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
-    command, log, start = [sys.executable, "-m", "maxrl_fast.train", *place], out / f"{name}.log", time.monotonic()
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    }
+    command, log, start = (
+        [sys.executable, "-m", "maxrl_fast.train", *place],
+        out / f"{name}.log",
+        time.monotonic(),
+    )
     with log.open("ab") as file:
-        process = subprocess.Popen(command, cwd=out, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=out, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
     try:
         process.wait(max(seconds, 0.0))
     except subprocess.TimeoutExpired:
@@ -142,16 +183,25 @@ def train(out: Path, name: str, flags: Sequence[str], steps: int, seconds: float
     finally:
         stop(process)
         keep_newest(out / name)
-        piece = {"run": name, "seconds": time.monotonic() - start, "device": device_name(), **versions()}
+        piece = {
+            "run": name,
+            "seconds": time.monotonic() - start,
+            "device": device_name(),
+            **versions(),
+        }
         with (out / "pieces.jsonl").open("a") as pieces:
             pieces.write(json.dumps(piece) + "\n")
     # 143: it has saved; -15: it was stopped while it was still starting, and nothing is lost.
     if process.returncode not in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
-        raise InputError(f"the run in {out / name} ended with exit code {process.returncode}: see {log}")
+        raise InputError(
+            f"the run in {out / name} ended with exit code {process.returncode}: see {log}"
+        )
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Make a run save and end, if it has not ended. After Ctrl-C this is its second signal, which it takes for the first."""
+    """Make a run save and end, if it has not ended. After Ctrl-C this is its second signal, which
+    it takes for the first.
+    """
     if process.poll() is None:
         process.terminate()
         try:
@@ -174,9 +224,14 @@ def device_name() -> str:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Return pass@k by step, and the training time until each, without evaluations, start-up and saving."""
+    """Return pass@k by step, and the training time until each, without evaluations, start-up and
+    saving.
+    """
     metrics, evaluations = records(folder / "metrics.jsonl"), records(folder / "eval.jsonl")
-    seconds = [0.0, *accumulate(record["rollout_seconds"] + record["train_seconds"] for record in metrics)]
+    seconds = [
+        0.0,
+        *accumulate(record["rollout_seconds"] + record["train_seconds"] for record in metrics),
+    ]
     return {
         "steps": len(metrics),
         "pass_at_k": {str(record["step"]): record["pass_at_k"] for record in evaluations},
@@ -186,11 +241,15 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def common_step(runs: dict[str, Any]) -> str:
     """Return the largest step after which all runs have been evaluated."""
-    return str(max(set.intersection(*(set(map(int, of_run["pass_at_k"])) for of_run in runs.values()))))
+    return str(
+        max(set.intersection(*(set(map(int, of_run["pass_at_k"])) for of_run in runs.values())))
+    )
 
 
 def markdown(results: dict[str, Any], settings: TableSettings) -> str:
-    """Return the results as a page: how they were made, the table, and what differs from the paper."""
+    """Return the results as a page: how they were made, the table, and what differs from the
+    paper.
+    """
     runs, pieces = results["runs"], results["pieces"]
     minutes = sum(piece["seconds"] for piece in pieces) / 60
     machines = sorted({f"{piece['device']}, torch {piece['torch']}" for piece in pieces})
@@ -204,12 +263,33 @@ def markdown(results: dict[str, Any], settings: TableSettings) -> str:
         return "\n".join([*lines, "No objective has been evaluated yet.\n"])
     step, first = common_step(runs), next(iter(runs.values()))["pass_at_k"]["0"]
     ks = [k for k in SHOWN if k in first]
-    cells = [("", *(f"pass@{k}" for k in ks), "training, minutes", "steps so far", "Table 3: pass@1 / @128 / @256, %")]
-    cells += [("---",) * len(cells[0]), ("warm start", *(f"{first[k]:.3f}" for k in ks), "", "", "")]
+    cells = [
+        (
+            "",
+            *(f"pass@{k}" for k in ks),
+            "training, minutes",
+            "steps so far",
+            "Table 3: pass@1 / @128 / @256, %",
+        )
+    ]
+    cells += [
+        ("---",) * len(cells[0]),
+        ("warm start", *(f"{first[k]:.3f}" for k in ks), "", "", ""),
+    ]
     for name, of_run in runs.items():
         rates = (f"{of_run['pass_at_k'][step][k]:.3f}" for k in ks)
-        cells.append((name, *rates, f"{of_run['seconds'][step] / 60:.1f}", f"{of_run['steps']:,}", PAPER.get(name, "")))
-    lines += [f"Pass@k on held-out mazes after {int(step):,} steps, the last at which all objectives were evaluated:\n"]
+        cells.append(
+            (
+                name,
+                *rates,
+                f"{of_run['seconds'][step] / 60:.1f}",
+                f"{of_run['steps']:,}",
+                PAPER.get(name, ""),
+            )
+        )
+    lines += [
+        f"Pass@k on held-out mazes after {int(step):,} steps, the last at which all objectives were evaluated:\n"
+    ]
     lines += [f"| {' | '.join(row)} |" for row in cells]
     lines += [
         "\nTraining time has rollouts and updates, without evaluations, start-up and saving.\n",
@@ -229,7 +309,9 @@ def draw(record: dict[str, Any]) -> Figure:
                 steps = sorted(of_run["pass_at_k"], key=int)
                 places = [of_run["seconds"][step] / 60 if is_time else int(step) for step in steps]
                 axes.plot(places, [of_run["pass_at_k"][step][k] for step in steps], label=name)
-            axes.set(xlabel="minutes of training" if is_time else "step", ylabel=f"pass@{k}", ylim=(0, 1))
+            axes.set(
+                xlabel="minutes of training" if is_time else "step", ylabel=f"pass@{k}", ylim=(0, 1)
+            )
             axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     if labels:

@@ -1,10 +1,12 @@
-"""Every objective on the same mazes, at an equal number of sampled tokens: pass@k, entropy, variance of the gradient, time.
+"""Every objective on the same mazes, at an equal number of sampled tokens: pass@k, entropy,
+variance of the gradient, time.
 
     python examples/papers/objectives_league.py
 
-For each seed one warm start is followed by reinforcement learning with each objective, on the same mazes, until it has sampled
---tokens tokens, or for 250 steps. Seeds come one after the other, so that a league that is stopped has a whole table for fewer
-seeds. Each finished run is a file in --work, and the same command continues with those that are missing.
+For each seed one warm start is followed by reinforcement learning with each objective, on the same
+mazes, until it has sampled --tokens tokens, or for 250 steps. Seeds come one after the other, so
+that a league that is stopped has a whole table for fewer seeds. Each finished run is a file in
+--work, and the same command continues with those that are missing.
 """
 
 import json
@@ -59,7 +61,8 @@ LEAGUE = tuple(name for name in OBJECTIVES if name not in LEFT_OUT)
 WARM_START = "warm start"
 ROLLOUTS, UPDATES, WARMUP_STEPS = 16, 2, 10
 MOST_STEPS = 250  # a policy whose responses have become short would otherwise need thousands
-SEED_SHIFT = 1000  # with the seed of the warm start, reinforcement learning would begin with its mazes
+# with the seed of the warm start, reinforcement learning would begin with its mazes
+SEED_SHIFT = 1000
 COLUMNS = {  # and the label of its axis
     "pass@1": "held-out mazes",
     "pass@16": "held-out mazes",
@@ -73,8 +76,9 @@ NOT_OF_WARM_START = ("gradient_variance", "seconds")
 
 @dataclass(frozen=True)
 class LeagueSettings(Settings):
-    """Every objective on 9x9 mazes, at an equal number of sampled tokens: pass@1, pass@16, pass@128, entropy, variance of the
-    gradient, and time. --threads is the number of simultaneous runs, each with one thread. The same command resumes it."""
+    """Every objective on 9x9 mazes, at an equal number of sampled tokens: pass@1, pass@16,
+    pass@128, entropy, variance of the gradient, and time. --threads is the number of simultaneous
+    runs, each with one thread. The same command resumes it."""
 
     objectives: tuple[str, ...] = LEAGUE
     """Objectives, with their default options."""
@@ -83,13 +87,17 @@ class LeagueSettings(Settings):
     hours: float = 1.0
     """Time after which no new run begins. The same command then continues."""
     tokens: int = 600_000
-    """Tokens of responses that a run samples; it ends with the step that reaches them, or after 250 steps."""
+    """Tokens of responses that a run samples; it ends with the step that reaches them, or after 250
+    steps.
+    """
     maze_size: int = 9
     """Cells along one side of a maze."""
     sft_steps: int = 150
     """Warm-start steps of 64 solutions."""
     prompts: int = 30
-    """Prompts per step, of 16 rollouts each; there are two updates per step, of half of the prompts each."""
+    """Prompts per step, of 16 rollouts each; there are two updates per step, of half of the prompts
+    each.
+    """
     lr: float = 3e-4
     """Learning rate, the same for all objectives; constant after 10 steps of warm-up."""
     eval_mazes: int = 256
@@ -124,12 +132,18 @@ def experiment(settings: LeagueSettings) -> dict[str, Any]:
     warm_starts = {f"start-seed{seed}": warm_flags(settings, seed) for seed in seeds}
     folders = train_all(warm_starts, settings.work, settings.threads, "warm starts")
     runs = [
-        league_run(settings, objective, seed, folders[f"start-seed{seed}"] / "checkpoints" / "step-000000")
+        league_run(
+            settings, objective, seed, folders[f"start-seed{seed}"] / "checkpoints" / "step-000000"
+        )
         for seed in seeds
         for objective in (WARM_START, *settings.objectives)
     ]
     finish(runs, settings, end)
-    outcomes = [{"objective": one.objective, "seed": one.seed, **result} for one in runs if (result := stored(one, settings))]
+    outcomes = [
+        {"objective": one.objective, "seed": one.seed, **result}
+        for one in runs
+        if (result := stored(one, settings))
+    ]
     results = {"runs": outcomes, "num_runs": len(runs), "left_out": LEFT_OUT}
     show(results, vars(settings))
     return results
@@ -139,8 +153,16 @@ def refuse(settings: LeagueSettings) -> None:
     """Raise InputError where the settings make no sense."""
     if unknown := [name for name in settings.objectives if name not in LEAGUE]:
         why = f"; {unknown[0]} {LEFT_OUT[unknown[0]]}" if unknown[0] in LEFT_OUT else ""
-        raise InputError(f"--objectives must be of {', '.join(LEAGUE)}, got {', '.join(unknown)}{why}")
-    for name, least in (("objectives", 1), ("seeds", 1), ("tokens", 1), ("eval_samples", 1), ("variance_steps", 2)):
+        raise InputError(
+            f"--objectives must be of {', '.join(LEAGUE)}, got {', '.join(unknown)}{why}"
+        )
+    for name, least in (
+        ("objectives", 1),
+        ("seeds", 1),
+        ("tokens", 1),
+        ("eval_samples", 1),
+        ("variance_steps", 2),
+    ):
         value = getattr(settings, name)
         if (number := len(value) if isinstance(value, tuple) else value) < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {number}")
@@ -150,7 +172,9 @@ def refuse(settings: LeagueSettings) -> None:
 
 def warm_flags(settings: LeagueSettings, seed: int) -> list[str]:
     """Return the flags of the supervised run that all runs of a seed start from."""
-    return warm_start_flags(ScalingSettings(seed=seed, maze_size=settings.maze_size, sft_steps=settings.sft_steps))
+    return warm_start_flags(
+        ScalingSettings(seed=seed, maze_size=settings.maze_size, sft_steps=settings.sft_steps)
+    )
 
 
 def league_run(settings: LeagueSettings, objective: str, seed: int, policy: Path) -> LeagueRun:
@@ -172,7 +196,9 @@ def league_run(settings: LeagueSettings, objective: str, seed: int, policy: Path
         "device": "cpu",
         "dtype": "float32",
     }
-    return LeagueRun(objective, seed, options, 0 if is_start else settings.tokens, settings.variance_steps)
+    return LeagueRun(
+        objective, seed, options, 0 if is_start else settings.tokens, settings.variance_steps
+    )
 
 
 def stored(one: LeagueRun, settings: LeagueSettings) -> dict[str, Any] | None:
@@ -183,13 +209,19 @@ def stored(one: LeagueRun, settings: LeagueSettings) -> dict[str, Any] | None:
 
 
 def finish(runs: Sequence[LeagueRun], settings: LeagueSettings, end: float) -> None:
-    """Make the runs that are not stored, in their order, several at a time. None begins after the clock is at `end`."""
+    """Make the runs that are not stored, in their order, several at a time. None begins after the
+    clock is at `end`.
+    """
     missing = [one for one in runs if stored(one, settings) is None]
     waiting, num_done, start = iter(missing), 0, time.monotonic()
     pending: dict[Future[dict[str, Any]], LeagueRun] = {}
 
     def begin() -> None:
-        while len(pending) < settings.threads and time.monotonic() < end and (one := next(waiting, None)) is not None:
+        while (
+            len(pending) < settings.threads
+            and time.monotonic() < end
+            and (one := next(waiting, None)) is not None
+        ):
             pending[pool.submit(measure, one)] = one
 
     with workers(settings.threads) as pool:
@@ -197,7 +229,10 @@ def finish(runs: Sequence[LeagueRun], settings: LeagueSettings, end: float) -> N
         while pending:
             for done in wait(pending, return_when=FIRST_COMPLETED).done:
                 one, outcome = pending.pop(done), done.result()
-                write_json(settings.work / f"{one.name}.json", {"run": vars(one), "outcome": rounded(outcome)})
+                write_json(
+                    settings.work / f"{one.name}.json",
+                    {"run": vars(one), "outcome": rounded(outcome)},
+                )
                 num_done += 1
                 minutes = (time.monotonic() - start) / num_done * (len(missing) - num_done) / 60
                 print(
@@ -248,7 +283,9 @@ def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
 
 
 def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:
-    """Train until this many tokens of responses have been sampled, or for MOST_STEPS steps, and give what each step did."""
+    """Train until this many tokens of responses have been sampled, or for MOST_STEPS steps, and
+    give what each step did.
+    """
     n = 0
     while tokens > 0 and n < MOST_STEPS:
         record = trainer.step(n + 1, n * trainer.collector.num_prompts)
@@ -257,13 +294,17 @@ def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:
 
 
 def gradient_variance(trainer: Trainer, num_steps: int) -> tuple[list[StepRecord], float]:
-    """Return steps of a policy that does not change, and the variance of their gradient g relative to its mean.
+    """Return steps of a policy that does not change, and the variance of their gradient g relative
+    to its mean.
 
     That is tr Cov(g) / |E g|^2. With M gradients, tr Cov(g) is estimated by sum_m |g_m - mean|^2 / (M - 1), and |E g|^2 by
     |mean|^2 - tr Cov(g) / M, both without bias; where the second is not above 0, the ratio is infinite. A constant factor of
     the advantages does not change it. All objectives see the same rollouts.
     """
-    trainer.learning_rate, trainer.learner.clip_grad = LearningRate(0.0, num_steps, 0, "constant"), math.inf
+    trainer.learning_rate, trainer.learner.clip_grad = (
+        LearningRate(0.0, num_steps, 0, "constant"),
+        math.inf,
+    )
     if trainer.learner.critic is not None:
         trainer.learner.critic.lr = 0.0
     records, gradients = list[StepRecord](), list[Tensor]()
@@ -282,25 +323,39 @@ def relative_variance(gradients: Tensor) -> float:
 
 
 def by_objective(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the runs of each objective, the highest pass@1 first: those of the seeds that all objectives have finished, or of
-    all seeds where there is none."""
+    """Return the runs of each objective, the highest pass@1 first: those of the seeds that all
+    objectives have finished, or of all seeds where there is none."""
     found: dict[str, list[dict[str, Any]]] = {}
     for one in results["runs"]:
         found.setdefault(one["objective"], []).append(one)
-    whole = set.intersection(*({one["seed"] for one in runs} for runs in found.values())) if found else set[int]()
-    kept = {name: [one for one in runs if not whole or one["seed"] in whole] for name, runs in found.items()}
+    whole = (
+        set.intersection(*({one["seed"] for one in runs} for runs in found.values()))
+        if found
+        else set[int]()
+    )
+    kept = {
+        name: [one for one in runs if not whole or one["seed"] in whole]
+        for name, runs in found.items()
+    }
     return dict(sorted(kept.items(), key=lambda item: -float(column(item[1], "pass@1").mean())))
 
 
 def columns(settings: dict[str, Any]) -> list[str]:
     """Return the columns that there are with this many samples."""
-    return [name for name in COLUMNS if int(name.partition("@")[2] or 1) <= settings["eval_samples"]]
+    return [
+        name for name in COLUMNS if int(name.partition("@")[2] or 1) <= settings["eval_samples"]
+    ]
 
 
 def column(runs: Sequence[dict[str, Any]], name: str) -> Tensor:
     """Return a column for each run; JSON has no infinity, which is None there."""
-    values = [one["pass_at_k"][name.removeprefix("pass@")] if name.startswith("pass@") else one[name] for one in runs]
-    return torch.tensor([math.inf if value is None else value for value in values], dtype=torch.float64)
+    values = [
+        one["pass_at_k"][name.removeprefix("pass@")] if name.startswith("pass@") else one[name]
+        for one in runs
+    ]
+    return torch.tensor(
+        [math.inf if value is None else value for value in values], dtype=torch.float64
+    )
 
 
 def cell(name: str, objective: str, runs: Sequence[dict[str, Any]]) -> str:
@@ -309,7 +364,10 @@ def cell(name: str, objective: str, runs: Sequence[dict[str, Any]]) -> str:
         return ""
     if not bool(column(runs, name).isfinite().all()):
         return "inf"
-    values, digits = column(runs, name), 3 if name.startswith("pass@") else 2 if name == "entropy" else 1
+    values, digits = (
+        column(runs, name),
+        3 if name.startswith("pass@") else 2 if name == "entropy" else 1,
+    )
     return f"{float(values.mean()):.{digits}f} ± {float(standard_error(values)):.{digits}f}"
 
 
@@ -319,15 +377,17 @@ def show(results: dict[str, Any], settings: dict[str, Any]) -> None:
     table = Table("", *(name.replace("_", " ") for name in names), "seeds", "tokens")
     for objective, runs in found.items():
         tokens = f"{sum(one['tokens'] for one in runs) / len(runs):,.0f}"
-        table.add_row(objective, *(cell(name, objective, runs) for name in names), str(len(runs)), tokens)
+        table.add_row(
+            objective, *(cell(name, objective, runs) for name in names), str(len(runs)), tokens
+        )
     (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
     if (missing := results["num_runs"] - len(results["runs"])) > 0:
         print(f"{missing} of {results['num_runs']} runs are missing: the same command continues")
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw a row for each objective and a panel for each column: a dot for each seed, and a bar at the mean where
-    all are finite."""
+    """Draw a row for each objective and a panel for each column: a dot for each seed, and a bar at
+    the mean where all are finite."""
     found, names = by_objective(record["results"]), columns(record["settings"])
     start = found.pop(WARM_START, None)
     figure = Figure(figsize=(2.7 * len(names), 1.6 + 0.27 * len(found)), layout="constrained")
@@ -338,9 +398,16 @@ def draw(record: dict[str, Any]) -> Figure:
             values = values[values.isfinite()]
             axes.plot(values, [row] * len(values), "o", color="tab:blue", alpha=0.45, markersize=4)
             if len(values) == len(runs):
-                axes.plot(float(values.mean()), row, "|", color="black", markersize=11, markeredgewidth=2)
+                axes.plot(
+                    float(values.mean()), row, "|", color="black", markersize=11, markeredgewidth=2
+                )
         if start and name not in NOT_OF_WARM_START:
-            axes.axvline(float(column(start, name).mean()), color="tab:orange", linestyle="--", label=WARM_START)
+            axes.axvline(
+                float(column(start, name).mean()),
+                color="tab:orange",
+                linestyle="--",
+                label=WARM_START,
+            )
         axes.set(title=name.replace("_", " "), xlabel=COLUMNS[name])
         if name == "gradient_variance":
             axes.set_xscale("log")
@@ -351,7 +418,9 @@ def draw(record: dict[str, Any]) -> Figure:
     panels[0].set_yticks(range(len(found)), list(found))
     panels[0].set_ylim(len(found) - 0.4, -0.6)  # the best on top
     if start:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", frameon=False)
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside upper center", frameon=False
+        )
     return figure
 
 

@@ -1,7 +1,7 @@
 """Training runs for an experiment: several at a time, each in a process with one thread.
 
-On few cores this has a higher throughput than one run with many threads. Finished runs are not repeated and started ones are
-resumed, so that a stopped experiment continues where it was.
+On few cores this has a higher throughput than one run with many threads. Finished runs are not
+repeated and started ones are resumed, so that a stopped experiment continues where it was.
 """
 
 import contextlib
@@ -30,12 +30,18 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def train_all(
-    runs: Mapping[str, Sequence[str]], folder: Path, jobs: int, what: str = "runs", measure: Sequence[str] = ()
+    runs: Mapping[str, Sequence[str]],
+    folder: Path,
+    jobs: int,
+    what: str = "runs",
+    measure: Sequence[str] = (),
 ) -> dict[str, Path]:
-    """Run the trainer with the flags of each run in folder/NAME, `jobs` at a time; the log is folder/NAME.log.
+    """Run the trainer with the flags of each run in folder/NAME, `jobs` at a time; the log is
+    folder/NAME.log.
 
     Args:
-        measure: flags of maxrl_fast.evaluate, which evaluates the last checkpoint in folder/NAME/evaluation. Without flags
+        measure: flags of maxrl_fast.evaluate, which evaluates the last checkpoint in
+        folder/NAME/evaluation. Without flags
             nothing is evaluated.
 
     Returns:
@@ -46,7 +52,10 @@ def train_all(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with workers(jobs) as pool:
-        pending = [pool.submit(_train, folder / name, list(flags), list(measure)) for name, flags in runs.items()]
+        pending = [
+            pool.submit(_train, folder / name, list(flags), list(measure))
+            for name, flags in runs.items()
+        ]
         try:
             for done in tracked(as_completed(pending), what, total=len(pending)):
                 done.result()
@@ -81,9 +90,13 @@ def _train(out: Path, flags: list[str], measure: list[str]) -> None:
         code = train.main([*flags, place, *ONE_CPU])
         if measure and not code:
             shutil.rmtree(out / "evaluation", ignore_errors=True)
-            code = evaluation.main([str(out / "latest"), *measure, f"--out={out / 'evaluation'}", *ONE_CPU])
+            code = evaluation.main(
+                [str(out / "latest"), *measure, f"--out={out / 'evaluation'}", *ONE_CPU]
+            )
     if code:
-        raise InputError(f"the run in {out} ended with exit code {code}: see {log}; start again to continue")
+        raise InputError(
+            f"the run in {out} ended with exit code {code}: see {log}; start again to continue"
+        )
     finished.write_text(json.dumps([flags, measure]))
 
 
@@ -93,7 +106,11 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def thinned(values: Sequence[float], points: int) -> list[list[float]]:
-    """Average consecutive values: return at most `points` pairs of a stretch's last step (from 1) and its mean."""
+    """Average consecutive values: return at most `points` pairs of a stretch's last step (from 1)
+    and its mean.
+    """
     width = -(-len(values) // points)
-    stretches = [(min(i + width, len(values)), values[i : i + width]) for i in range(0, len(values), width)]
+    stretches = [
+        (min(i + width, len(values)), values[i : i + width]) for i in range(0, len(values), width)
+    ]
     return [[end, sum(part) / len(part)] for end, part in stretches]

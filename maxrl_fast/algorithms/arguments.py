@@ -21,14 +21,18 @@ _REAL = (
 
 
 def check_tensor(name: str, value: Any, device: torch.device | None = None, like: str = "") -> None:
-    """Raise TypeError or ValueError if `value` is not a dense tensor of real numbers on `device`; `like` names what is there.
+    """Raise TypeError or ValueError if `value` is not a dense tensor of real numbers on `device`;
+    `like` names what is there.
 
-    Converting other dtypes would lose a part of each number. With tensors on two devices PyTorch would run the operator's fake.
+    Converting other dtypes would lose a part of each number. With tensors on two devices PyTorch
+    would run the operator's fake.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.dtype not in _REAL:
-        raise ValueError(f"{name} must be a dense tensor of real numbers, got {value.dtype} with layout {value.layout}")
+        raise ValueError(
+            f"{name} must be a dense tensor of real numbers, got {value.dtype} with layout {value.layout}"
+        )
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} as {like}, got {value.device}")
 
@@ -39,7 +43,9 @@ def is_integer(tensor: Tensor) -> bool:
 
 
 def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise ValueError if it is not a number for which `holds` is true."""
+    """Return `value` as a float; raise ValueError if it is not a number for which `holds` is
+    true.
+    """
     if isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
         try:
             number = float(value)
@@ -77,7 +83,9 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def is_host_readable(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor may be read for a check. On a GPU that would wait for the device."""
+    """Return whether the values of a tensor may be read for a check. On a GPU that would wait for
+    the device.
+    """
     return tensor.device.type == "cpu" and not is_traced()
 
 

@@ -1,11 +1,13 @@
-"""The registry of group advantages: a function each, whose signature says what it takes and whose docstring is its formula.
+"""The registry of group advantages: a function each, whose signature says what it takes and whose
+docstring is its formula.
 
     @estimator(source="RLOO, Kool et al. 2019", weight="1")
     def rloo(g: Group) -> Tensor:
         \"\"\"r - mean of the others.\"\"\"
 
-Positional parameters after the group are inputs, one number for each rollout (INPUTS); keyword-only ones are options, and a
-`Size` in the annotation of one makes it the k of max@k. What else stands in the docstring after an empty line is a note.
+Positional parameters after the group are inputs, one number for each rollout (INPUTS); keyword-only
+ones are options, and a `Size` in the annotation of one makes it the k of max@k. What else stands in
+the docstring after an empty line is a note.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +18,28 @@ from typing import Annotated, Any, get_args
 from torch import Tensor
 
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.options import Default, Help, Limit, NotNegative, Option, formula_of, options_of, parameters_of
+from maxrl_fast.algorithms.options import (
+    Default,
+    Help,
+    Limit,
+    NotNegative,
+    Option,
+    formula_of,
+    options_of,
+    parameters_of,
+)
 
-# What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G.
-INPUTS = ("lengths", "logprobs", "greedy_correct", "greedy_rewards", "reward_parts", "prompts", "log_ratios")
+# What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
+# sequence of G.
+INPUTS = (
+    "lengths",
+    "logprobs",
+    "greedy_correct",
+    "greedy_rewards",
+    "reward_parts",
+    "prompts",
+    "log_ratios",
+)
 ENUMERATED = "no closed form: --weights"
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
@@ -35,15 +55,29 @@ class Size:
 
     @property
     def option(self) -> Option:
-        what = "Size of max@k, in rollouts" if self.name == "k" else "Order at which the series of maxrl is truncated"
-        return Option(self.name, int, None, f"{what}: {self.wanted()}.", (Default("4" if self.name == "k" else "N-1"),))
+        what = (
+            "Size of max@k, in rollouts"
+            if self.name == "k"
+            else "Order at which the series of maxrl is truncated"
+        )
+        return Option(
+            self.name,
+            int,
+            None,
+            f"{what}: {self.wanted()}.",
+            (Default("4" if self.name == "k" else "N-1"),),
+        )
 
     def wanted(self, n: int | None = None) -> str:
         largest = f"N-{self.below_n}" if self.below_n else "N"
-        return f"{self.smallest} <= {self.name} <= {largest}" + ("" if n is None else f" = {n - self.below_n}")
+        return f"{self.smallest} <= {self.name} <= {largest}" + (
+            "" if n is None else f" = {n - self.below_n}"
+        )
 
     def check(self, owner: str, size: int, n: int | None) -> None:
-        """Raise ValueError with the range if the size does not fit groups of n (None: uneven, not known yet)."""
+        """Raise ValueError with the range if the size does not fit groups of n (None: uneven, not
+        known yet).
+        """
         if isinstance(size, bool) or not isinstance(size, int):
             raise ValueError(f"{owner} needs an integer as {self.name}, got {size!r:.80}")
         if not self.smallest <= size <= (_LARGEST_SIZE if n is None else n - self.below_n):
@@ -56,7 +90,9 @@ KBelowN = Annotated[int, Size()]
 KOfPairs = Annotated[int, Size(smallest=2, below_n=0)]
 KOfPairsBelowN = Annotated[int, Size(smallest=2)]
 Order = Annotated[int | None, Size()]
-Eps = Annotated[NotNegative, Help("Added to the divisor: the standard deviation of the rewards, or their mean.")]
+Eps = Annotated[
+    NotNegative, Help("Added to the divisor: the standard deviation of the rewards, or their mean.")
+]
 Ddof = Annotated[
     int,
     Limit("0 or 1", lambda x: x in (0, 1)),
@@ -66,9 +102,9 @@ Ddof = Annotated[
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the kernel (csrc/group_advantage.h) computes for an estimator: a table by rank, or by the number of correct rollouts
-    where `binary`; without a table the rewards, minus their mean where `centred`, times 1, n/(n-1), 1/(std + eps) or
-    1/(mean + eps)."""
+    """What the kernel (csrc/group_advantage.h) computes for an estimator: a table by rank, or by
+    the number of correct rollouts where `binary`; without a table the rewards, minus their mean
+    where `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)."""
 
     table: Callable[..., Tensor] | None = None  # of n, the size and the options
     binary: bool = False
@@ -78,7 +114,9 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # rows are keys of caches
 class Estimator:
-    """A group advantage. Functions are those of modules, not lambdas, so that Ray can pickle a row for its workers."""
+    """A group advantage. Functions are those of modules, not lambdas, so that Ray can pickle a row
+    for its workers.
+    """
 
     name: str
     function: Callable[..., Tensor]
@@ -96,35 +134,51 @@ class Estimator:
     of_group: bool = True  # whether the function takes a Group; otherwise rewards [G, N], floating
     takes_valid: bool = True  # whether rollouts may be left out, and groups uneven
     min_rollouts: int = 2  # the smallest group that training makes sense with
-    alias_of: str | None = None  # the estimator with the same function, which may have other defaults
+    # the estimator with the same function, which may have other defaults
+    alias_of: str | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], **row: Any) -> "Estimator":
-        """Return the row of a function of a Group, or of rewards [G, N] and what else it names: k, valid [G, N], INPUTS.
+        """Return the row of a function of a Group, or of rewards [G, N] and what else it names: k,
+        valid [G, N], INPUTS.
 
         Raises:
             ValueError: if it is not callable, or has a parameter that nothing gives.
         """
         name = str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
         if not callable(function):
-            raise ValueError(f"an estimator must be a function of rewards, got {type(function).__name__}")
+            raise ValueError(
+                f"an estimator must be a function of rewards, got {type(function).__name__}"
+            )
         parameters = parameters_of(function)
-        if not parameters or parameters[0].kind not in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
+        if not parameters or parameters[0].kind not in (
+            Parameter.POSITIONAL_ONLY,
+            Parameter.POSITIONAL_OR_KEYWORD,
+        ):
             raise ValueError(f"{name} must take rewards [G, N] as its first parameter")
         of_group, others = parameters[0].annotation is Group, parameters[1:]
         options = options_of(function) if of_group else {}
         size, asked = None, [parameter.name for parameter in others]
         for parameter in others:
             hints = (parameter.annotation, *get_args(parameter.annotation))
-            marks = [mark for hint in hints for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Size)]
+            marks = [
+                mark
+                for hint in hints
+                for mark in getattr(hint, "__metadata__", ())
+                if isinstance(mark, Size)
+            ]
             if marks or parameter.name == "k":
                 size = replace(
-                    (marks or [Size(below_n=0)])[0], name=parameter.name, required=parameter.default is parameter.empty
+                    (marks or [Size(below_n=0)])[0],
+                    name=parameter.name,
+                    required=parameter.default is parameter.empty,
                 )
                 options.pop(size.name, None)
         known = ["k", "valid", *INPUTS]
         for parameter in others:
-            is_given = parameter.name in (*known, "reward_weights", *options) or (size and parameter.name == size.name)
+            is_given = parameter.name in (*known, "reward_weights", *options) or (
+                size and parameter.name == size.name
+            )
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not is_given and not is_variadic and parameter.default is parameter.empty:
                 raise ValueError(
@@ -134,7 +188,12 @@ class Estimator:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
         source = str(getattr(function, "__module__", "a plug-in"))
         return cls(
-            **{"name": name, "formula": formula_of(function) or f"the function {name}", "source": source} | row,
+            **{
+                "name": name,
+                "formula": formula_of(function) or f"the function {name}",
+                "source": source,
+            }
+            | row,
             function=function,
             inputs=tuple(key for key in asked if key in INPUTS),
             size=size,
@@ -156,16 +215,23 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what to pickle: the limits of options are lambdas, and stand in the signature."""
-        return vars(self) | {"options": {name: option.default for name, option in self.options.items()}}
+        return vars(self) | {
+            "options": {name: option.default for name, option in self.options.items()}
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = options_of(state["function"]) if state["options"] else {}
-        options = {name: replace(known[name], default=default) for name, default in state["options"].items()}
+        options = {
+            name: replace(known[name], default=default)
+            for name, default in state["options"].items()
+        }
         vars(self).update(state | {"options": options})
 
     @property
     def has_weight(self) -> bool:
-        """Whether W_N(p) exists: the advantages depend only on the rewards of the group, at equal lengths."""
+        """Whether W_N(p) exists: the advantages depend only on the rewards of the group, at equal
+        lengths.
+        """
         return not self.over_batch and set(self.inputs) <= {"lengths"}
 
     @property
@@ -176,7 +242,9 @@ class Estimator:
         return ", ".join([*needs, "rewards 0 or 1"] if self.binary else needs)
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
-        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit groups of n (None: uneven)."""
+        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit
+        groups of n (None: uneven).
+        """
         given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
         for option, value in given.items():
             if value is not None and option != taken:
@@ -193,7 +261,9 @@ class Estimator:
 ESTIMATORS: dict[str, Estimator] = {}
 
 
-def estimator(*, source: str, **row: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def estimator(
+    *, source: str, **row: Any
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register the decorated function under its name. `row`: fields of Estimator."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -207,7 +277,16 @@ def estimator(*, source: str, **row: Any) -> Callable[[Callable[..., Tensor]], C
 def alias(name: str, of: str, source: str, **defaults: float) -> None:
     """Register another name of an estimator, with other defaults if given."""
     row = ESTIMATORS[of]
-    changed = " with " + ", ".join(f"{option} {value:g}" for option, value in defaults.items()) if defaults else ""
-    options = {key: replace(option, default=defaults.get(key, option.default)) for key, option in row.options.items()}
+    changed = (
+        " with " + ", ".join(f"{option} {value:g}" for option, value in defaults.items())
+        if defaults
+        else ""
+    )
+    options = {
+        key: replace(option, default=defaults.get(key, option.default))
+        for key, option in row.options.items()
+    }
     formula = f"{of}{changed}: {row.formula.split(';')[0]}"
-    ESTIMATORS[name] = replace(row, name=name, formula=formula, source=source, options=options, alias_of=of)
+    ESTIMATORS[name] = replace(
+        row, name=name, formula=formula, source=source, options=options, alias_of=of
+    )

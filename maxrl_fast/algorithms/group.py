@@ -1,4 +1,6 @@
-"""What an estimator is given: the rewards of groups, padded to one width, and sums that leave out what is not valid."""
+"""What an estimator is given: the rewards of groups, padded to one width, and sums that leave out
+what is not valid.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +16,17 @@ GROUP, BATCH = 1, (0, 1)  # the dimensions of [G, N] that a mean or a standard d
 class Group:
     """Rewards of G groups of up to N rollouts.
 
-    The sums over ranks take the rewards of a group in ascending order, r_(1) <= ... <= r_(n), and their gaps
-    d_j = r_(j+1) - r_(j), which are exactly 0 between equal rewards: so the order of these has no effect.
+    The sums over ranks take the rewards of a group in ascending order, r_(1) <= ... <= r_(n), and
+    their gaps d_j = r_(j+1) - r_(j), which are exactly 0 between equal rewards: so the order of
+    these has no effect.
     """
 
     rewards: Tensor  # [G, N] float64, 0 where not valid
     valid: Tensor  # [G, N] bool, False for padding and for rollouts that are left out
     dtype: torch.dtype = torch.float64  # of the advantages that are wanted
     n: Tensor = field(init=False)  # [G, 1] float64, how many are valid
-    _order: Tensor | None = field(init=False, default=None)  # not a cached_property: torch.compile cannot trace one
+    # not a cached_property: torch.compile cannot trace one
+    _order: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.n = self.valid.sum(1, keepdim=True).double()
@@ -34,16 +38,24 @@ class Group:
         return torch.where(self.valid, x, torch.inf).amin(over, keepdim=True)
 
     def centre(self, x: Tensor, lengths: Tensor | None = None, over: Any = GROUP) -> Tensor:
-        """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal, precise if they share an offset."""
+        """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal, precise
+        if they share an offset.
+        """
         weights = self._weights(lengths, over)
         distance = torch.where(self.valid, x - self.smallest(x, over), 0.0)
-        return distance - (weights * distance).sum(over, keepdim=True) / weights.sum(over, keepdim=True).clamp_min(1)
+        return distance - (weights * distance).sum(over, keepdim=True) / weights.sum(
+            over, keepdim=True
+        ).clamp_min(1)
 
     def mean(self, x: Tensor) -> Tensor:
         return torch.where(self.valid, x, 0.0).sum(GROUP, keepdim=True) / self.n.clamp_min(1)
 
-    def std(self, x: Tensor, ddof: float, lengths: Tensor | None = None, over: Any = GROUP) -> Tensor:
-        """Return the standard deviation; infinite for `ddof` values or fewer, so that x / std is 0."""
+    def std(
+        self, x: Tensor, ddof: float, lengths: Tensor | None = None, over: Any = GROUP
+    ) -> Tensor:
+        """Return the standard deviation; infinite for `ddof` values or fewer, so that x / std is
+        0.
+        """
         weights = self._weights(lengths, over)
         freedom = weights.sum(over, keepdim=True) - ddof
         squares = (weights * self.centre(x, lengths, over).square()).sum(over, keepdim=True)
@@ -54,7 +66,8 @@ class Group:
     def _weights(self, lengths: Tensor | None, over: Any) -> Tensor:
         ones = self.valid.double()
         weights = ones if lengths is None else ones * lengths
-        return torch.where(weights.sum(over, keepdim=True) > 0, weights, ones)  # if all lengths are 0
+        # if all lengths are 0
+        return torch.where(weights.sum(over, keepdim=True) > 0, weights, ones)
 
     def rank(self, x: Tensor) -> Tensor:
         """Return how many rollouts of the group have a smaller x."""
@@ -64,7 +77,9 @@ class Group:
     @property
     def order(self) -> Tensor:  # [G, N], rewards ascending, then what is not valid
         if self._order is None:
-            self._order = torch.where(self.valid, self.rewards, torch.inf).argsort(dim=1, stable=True)
+            self._order = torch.where(self.valid, self.rewards, torch.inf).argsort(
+                dim=1, stable=True
+            )
         return self._order
 
     @property
@@ -84,7 +99,9 @@ class Group:
         return self._unsort(pad(terms.flip(1).cumsum(1).flip(1), (0, 1)))
 
     def within(self, size: float | Tensor, of: Tensor) -> Tensor:
-        """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence: no binomial that could overflow."""
+        """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence: no binomial that
+        could overflow.
+        """
         j = self._one_to(self.rewards.shape[1])
         factors = torch.where(j <= of, (j - size).clamp_min(0) / j, 1.0)
         return pad(factors.flip(1).cumprod(1).flip(1), (0, 1), value=1.0)

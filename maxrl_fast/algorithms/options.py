@@ -1,6 +1,8 @@
-"""What an option says of itself in its `Annotated[...]`, at a field of a configuration or in the signature of a function.
+"""What an option says of itself in its `Annotated[...]`, at a field of a configuration or in the
+signature of a function.
 
-    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct rollouts.")] = 0.1) -> Tensor:
+    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct
+    rollouts.")] = 0.1) -> Tensor:
 
 An estimator, a loss or an objective has options: the keyword-only parameters of its function.
 """
@@ -17,7 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from maxrl_fast.algorithms.arguments import check_choice, check_number
 
 AnyNote = TypeVar("AnyNote")
-WORKED_OUT: Any = None  # a default that depends on other options; resolving the configuration replaces it
+# a default that depends on other options; resolving the configuration replaces it
+WORKED_OUT: Any = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Default:
 
 
 class Aka:
-    """What TRL, the Trainer of transformers, verl, OpenRLHF and slime call an option, without their prefixes
-    (actor_rollout_ref.rollout.n is n).
+    """What TRL, the Trainer of transformers, verl, OpenRLHF and slime call an option, without their
+    prefixes (actor_rollout_ref.rollout.n is n).
 
     Args:
         names: separated by spaces.
@@ -80,7 +83,9 @@ class Aka:
 
 @dataclass(frozen=True)
 class Option:
-    """An option. Without a default it must be given, unless a `Default` says how it is worked out."""
+    """An option. Without a default it must be given, unless a `Default` says how it is worked
+    out.
+    """
 
     name: str
     kind: Any  # its type, without notes and without `| None`
@@ -138,8 +143,8 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function, with their annotations evaluated where that is possible; [] if Python cannot read
-    its signature."""
+    """Return the parameters of a function, with their annotations evaluated where that is possible;
+    [] if Python cannot read its signature."""
     for evaluated in (True, False):
         with contextlib.suppress(Exception):  # an annotation may be anything
             return list(inspect.signature(function, eval_str=evaluated).parameters.values())
@@ -152,18 +157,27 @@ def formula_of(function: Callable[..., Any]) -> str:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """Return the keyword-only parameters of a function that are numbers or one of several texts, by name."""
+    """Return the keyword-only parameters of a function that are numbers or one of several texts, by
+    name.
+    """
     options = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         hint = float if parameter.annotation is parameter.empty else parameter.annotation
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if parameter.kind is parameter.KEYWORD_ONLY and (plain in (int, float) or get_origin(plain) is Literal):
-            options[name] = make_option(name, hint, None if parameter.default is parameter.empty else parameter.default)
+        if parameter.kind is parameter.KEYWORD_ONLY and (
+            plain in (int, float) or get_origin(plain) is Literal
+        ):
+            options[name] = make_option(
+                name, hint, None if parameter.default is parameter.empty else parameter.default
+            )
     return options
 
 
-def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of `owner`, the given values and the defaults of the others; numbers are floats.
+def check_options(
+    owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all options of `owner`, the given values and the defaults of the others; numbers are
+    floats.
 
     Raises:
         ValueError: if an option is unknown or missing, or if a value is out of its range.
@@ -171,7 +185,9 @@ def check_options(owner: str, options: Mapping[str, Option], given: Mapping[str,
     for name in given:
         if name not in options:
             takes = f"the options {', '.join(options)}" if options else "no options"
-            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
+            raise ValueError(
+                f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}"
+            )
     checked: dict[str, Any] = {}
     for name, option in options.items():
         value = given.get(name, option.default)

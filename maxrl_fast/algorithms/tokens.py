@@ -1,25 +1,32 @@
-"""What a token loss is given: vectors [T] of packed responses, and sums over responses that leave masked tokens out."""
+"""What a token loss is given: vectors [T] of packed responses, and sums over responses that leave
+masked tokens out.
+"""
 
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-# Log-ratios to the sampling and the reference policy are limited to +-20, probabilities 5e8 apart, so that one wrong log-prob
-# cannot make a loss infinite. kMaxLogRatio of csrc/token_loss.h is the same.
+# Log-ratios to the sampling and the reference policy are limited to +-20, probabilities 5e8 apart,
+# so that one wrong log-prob cannot make a loss infinite. kMaxLogRatio of csrc/token_loss.h is the
+# same.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass
 class Tokens:
-    """T tokens of S packed responses, on one device. Floating tensors are float64: they are small beside the logits.
+    """T tokens of S packed responses, on one device. Floating tensors are float64: they are small
+    beside the logits.
 
-    Only logprobs, entropy and rows have a gradient. Masked tokens have the advantage 0 and log-probs of 0, and count nowhere.
+    Only logprobs, entropy and rows have a gradient. Masked tokens have the advantage 0 and
+    log-probs of 0, and count nowhere.
 
     Attributes:
-        metrics: numbers that an `over_batch` loss adds to the metrics of an update, [] each; of a step integers are sums over
+        metrics: numbers that an `over_batch` loss adds to the metrics of an update, [] each; of a
+        step integers are sums over
             its updates, others means.
-        clipped_low, clipped_high: which tokens [T] bool the loss has clipped from below and above, where it marks them.
+        clipped_low, clipped_high: which tokens [T] bool the loss has clipped from below and above,
+        where it marks them.
     """
 
     logprobs: Tensor  # [T], log pi of each token
@@ -29,13 +36,15 @@ class Tokens:
     advantages: Tensor  # [T], times importance_weights
     importance_weights: Tensor  # [T]
     mask: Tensor  # [T] bool
-    cu_seqlens: Tensor  # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
+    # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
+    cu_seqlens: Tensor
     rows: Tensor | None = None  # [T, R], what the loss's `rows` function returns
     generator: torch.Generator | None = None  # on a CPU, for draws
     metrics: dict[str, Tensor] = field(default_factory=dict)
     clipped_low: Tensor = field(init=False)
     clipped_high: Tensor = field(init=False)
-    measured: Tensor | None = None  # [T], the log-ratio for the metric `ratio`, where it is that of the whole response
+    # [T], the log-ratio for the metric `ratio`, where it is that of the whole response
+    measured: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.clipped_low = self.clipped_high = torch.zeros_like(self.mask)
@@ -66,14 +75,18 @@ class Tokens:
         return self.sequence_sum(x) / self.sequence_sum(torch.ones_like(x)).clamp_min(1)
 
     def sequence_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return exp(log_ratio), equal for the tokens of a response [T]; each token has the gradient of its own log-prob."""
+        """Return exp(log_ratio), equal for the tokens of a response [T]; each token has the
+        gradient of its own log-prob.
+        """
         self.measured = value = log_ratio.detach()
         has_gradient = value.abs() <= MAX_LOG_RATIO
         own = torch.where(has_gradient, self.logprobs - self.logprobs.detach(), 0.0)
         return (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
 
     def sequence_quantile(self, x: Tensor, q: float) -> Tensor:
-        """Return the quantile q of x [T] in each token's response, interpolated as torch.quantile does, [T]."""
+        """Return the quantile q of x [T] in each token's response, interpolated as torch.quantile
+        does, [T].
+        """
         if not len(x):
             return x
         counts = self.sequence_sum(torch.ones_like(x))  # of each token's response, [T]
@@ -85,7 +98,10 @@ class Tokens:
         position = q * (counts - 1).clamp_min(0)  # of the quantile among them, between two integers
         low = position.floor()
         first, second = (
-            ordered[self.cu_seqlens[:-1][sequence] + torch.minimum(i, (counts - 1).clamp_min(0)).long()] for i in (low, low + 1)
+            ordered[
+                self.cu_seqlens[:-1][sequence] + torch.minimum(i, (counts - 1).clamp_min(0)).long()
+            ]
+            for i in (low, low + 1)
         )
         return torch.where(counts > 0, first + (position - low) * (second - first), torch.inf)
 

@@ -25,17 +25,25 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     if now["lr_schedule"] == "constant":
         said.pop("steps", None)  # otherwise the learning rate depends on the number of steps
     elif "steps" in said:
-        said["steps"] += f", on which the learning rate of --lr-schedule {now['lr_schedule']} depends"
+        said["steps"] += (
+            f", on which the learning rate of --lr-schedule {now['lr_schedule']} depends"
+        )
     kinds: dict[Resume, list[str]] = {kind: [] for kind in Resume}
     for name, text in said.items():
         kinds[_meaning(name)].append(text)
-    return Changes(*(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.MATHEMATICS, Resume.ROUNDING)))
+    return Changes(
+        *(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.MATHEMATICS, Resume.ROUNDING))
+    )
 
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a line on the options that a resumed run takes from its start, and on those that now have other values."""
+    """Return a line on the options that a resumed run takes from its start, and on those that now
+    have other values.
+    """
     others = "; ".join(_said(name, before, now) for name in _differing(before, now))
-    return "options: the run's own, from its config.json" + (f", but for {others}" if others else "")
+    return "options: the run's own, from its config.json" + (
+        f", but for {others}" if others else ""
+    )
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -44,7 +52,9 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _meaning(name: str) -> Resume:
-    """Return what a change of an option means; an option of another version changes the mathematics."""
+    """Return what a change of an option means; an option of another version changes the
+    mathematics.
+    """
     option = options_of(Config).get(name)
     return (option and option.find(Resume)) or Resume.MATHEMATICS
 

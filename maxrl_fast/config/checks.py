@@ -37,8 +37,14 @@ def check(config: Config) -> None:
     _check_loss(config, loss, options)
     _check_correction(config, objective)
     check_tracker(options["log_to"])
-    if options["resume"] and options["out"] and Path(options["out"]).absolute() != Path(options["resume"]).absolute():
-        raise InputError(f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}")
+    if (
+        options["resume"]
+        and options["out"]
+        and Path(options["out"]).absolute() != Path(options["resume"]).absolute()
+    ):
+        raise InputError(
+            f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}"
+        )
     _check_multiples(options)
     if options["model_backend"] == "transformers" and options["compile"]:
         raise InputError("--compile is for the native decoder, got --model-backend transformers")
@@ -60,7 +66,9 @@ def check_reward_weights(options: Mapping[str, Any]) -> None:
     """Raise InputError where --reward-weights are not a finite number for each reward."""
     rewards, weights = as_list(options["reward"]), as_list(options["reward_weights"])
     if weights and len(weights) != len(rewards):
-        raise InputError(f"reward_weights must be a number for each of the {len(rewards)} rewards, got {len(weights)}")
+        raise InputError(
+            f"reward_weights must be a number for each of the {len(rewards)} rewards, got {len(weights)}"
+        )
     if not all(map(math.isfinite, weights)):
         raise InputError(f"reward_weights must be finite, got {' '.join(map(str, weights))}")
 
@@ -73,14 +81,19 @@ def objective_of(config: Config) -> Objective:
     """
     chosen = config.objective
     try:
-        return make_objective(chosen.objective, chosen.options, config.rollout.rollouts, config.optimizer.updates_per_step)
+        return make_objective(
+            chosen.objective,
+            chosen.options,
+            config.rollout.rollouts,
+            config.optimizer.updates_per_step,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
 def correction_name(config: Config) -> CorrectionName:
-    """Return the correction that a configuration asks for, or the default: none where engine and trainer are compared by the
-    tests, else tis."""
+    """Return the correction that a configuration asks for, or the default: none where engine and
+    trainer are compared by the tests, else tis."""
     options = config.rollout
     if options.correction is not None:
         return options.correction
@@ -103,7 +116,9 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """
     name = correction_name(config)
     try:
-        return name, correction_numbers(name, importance_cap(config, name), config.rollout.correction_numbers())
+        return name, correction_numbers(
+            name, importance_cap(config, name), config.rollout.correction_numbers()
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -111,9 +126,13 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
 def _check_correction(config: Config, objective: Objective) -> None:
     options, name, whose = config.rollout, correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
-        raise InputError(f"{whose} does not support --correction: its loss does not use token weights, got {name}")
+        raise InputError(
+            f"{whose} does not support --correction: its loss does not use token weights, got {name}"
+        )
     if name == "sequence_mask" and objective.needs.token_weights:
-        raise InputError(f"{whose} weights single tokens by either sign, so correction cannot be sequence_mask")
+        raise InputError(
+            f"{whose} weights single tokens by either sign, so correction cannot be sequence_mask"
+        )
     if options.rollout == "vllm" and options.top_p < 1 and options.temperature != 1:
         raise InputError(
             "vLLM has no log-probs before top-p at another temperature than 1: --rollout vllm with --top-p needs "
@@ -127,33 +146,48 @@ def _check_loss(config: Config, loss: TokenLoss, options: Mapping[str, Any]) -> 
     except ValueError as error:
         raise InputError(str(error)) from error
     for name in ("clip_low", "clip_high"):
-        if not loss.clips and options[name] != getattr(LossOptions, name):  # of a custom loss, loaded now
+        # of a custom loss, loaded now
+        if not loss.clips and options[name] != getattr(LossOptions, name):
             raise InputError(f"{name} is not used by loss {loss.name}, got {options[name]}")
     _check_part_of_loss(loss.name, "aggregation", loss.aggregation, options)
 
 
-def _check_part_of_loss(name: str, option: str, needed: str | None, options: Mapping[str, Any]) -> None:
+def _check_part_of_loss(
+    name: str, option: str, needed: str | None, options: Mapping[str, Any]
+) -> None:
     if needed and options[option] not in (None, needed):
-        raise InputError(f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}")
+        raise InputError(
+            f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}"
+        )
 
 
 def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str, Any]) -> None:
     name = options["objective"]
     if options["dynamic_sampling"] and objective.learns_from_equal_rewards(options["rollouts"]):
-        raise InputError(f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns")
+        raise InputError(
+            f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns"
+        )
     if objective.needs.token_weights and loss.by_sequence:
-        raise InputError(f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of whole responses")
+        raise InputError(
+            f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of whole responses"
+        )
     _check_labels(name, objective, options)
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:
-        raise InputError(f"overlong_buffer makes rewards other than 0 and 1, which {name} does not support")
+        raise InputError(
+            f"overlong_buffer makes rewards other than 0 and 1, which {name} does not support"
+        )
     if isinstance(objective, RiskpoObjective) and options["prompts"] % objective.bundle_size:
-        raise InputError(f"prompts must be a multiple of bundle_size, got {options['prompts']} and {objective.bundle_size}")
+        raise InputError(
+            f"prompts must be a multiple of bundle_size, got {options['prompts']} and {objective.bundle_size}"
+        )
     if not objective.owns_loss:
         return
     if options["top_entropy"] != 1:
-        raise InputError(f"{name} does not support --top-entropy: its loss does not use token weights")
+        raise InputError(
+            f"{name} does not support --top-entropy: its loss does not use token weights"
+        )
     _check_part_of_loss(name, "loss", objective.loss, options)
     _check_part_of_loss(name, "aggregation", objective.aggregation, options)
 
@@ -172,7 +206,9 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
             "responses to a prompt have the same reward; --objective verifree learns from them"
         )
     if needs.answers and labels != "given":
-        raise InputError(f"labels must be given for {name}, which computes its own reward, got {labels}")
+        raise InputError(
+            f"labels must be given for {name}, which computes its own reward, got {labels}"
+        )
     if needs.answers and options["overlong_buffer"]:
         raise InputError(f"{name} does not support --overlong-buffer: its reward is a probability")
 
@@ -181,24 +217,36 @@ def _check_parts(name: str, options: Mapping[str, Any]) -> None:
     """Refuse what changes the sum of the rewards for an objective that uses them one by one."""
     rewards = as_list(options["reward"])
     if len(rewards) < 2:
-        raise InputError(f"{name} uses several rewards one by one: --reward needs 2 or more, got {len(rewards)}")
+        raise InputError(
+            f"{name} uses several rewards one by one: --reward needs 2 or more, got {len(rewards)}"
+        )
     for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
         if options[option] != none:
-            raise InputError(f"{name} uses several rewards one by one, so that {option} would change none of them")
+            raise InputError(
+                f"{name} uses several rewards one by one, so that {option} would change none of them"
+            )
     weights = as_list(options["reward_weights"]) or [1.0]
     if name == "hero" and weights[0] != 1:
-        raise InputError(f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}")
+        raise InputError(
+            f"hero needs 1 as the weight of the verifier, the first reward, got {weights[0]:g}"
+        )
 
 
 def _check_multiples(options: Mapping[str, Any]) -> None:
     if options["prompts"] * options["rollouts"] >= 2**31:
-        raise InputError(f"prompts x rollouts must be below 2^31, got {options['prompts']} x {options['rollouts']}")
+        raise InputError(
+            f"prompts x rollouts must be below 2^31, got {options['prompts']} x {options['rollouts']}"
+        )
     if options["prompts"] % options["updates_per_step"]:
         raise InputError(
             f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
         )
     for whole, part in (("hidden_size", "heads"), ("heads", "kv_heads")):
         if options[whole] % options[part]:
-            raise InputError(f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}")
+            raise InputError(
+                f"{whole} must be a multiple of {part}, got {options[whole]} and {options[part]}"
+            )
     if options["hidden_size"] // options["heads"] % 2:
-        raise InputError(f"hidden_size / heads must be even, got {options['hidden_size']} / {options['heads']}")
+        raise InputError(
+            f"hidden_size / heads must be even, got {options['hidden_size']} / {options['heads']}"
+        )

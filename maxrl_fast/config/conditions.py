@@ -1,5 +1,5 @@
-"""The conditions under which a run uses an option, by its other options `c`: --help shows these options alone, and all others
-are refused."""
+"""The conditions under which a run uses an option, by its other options `c`: --help shows these
+options alone, and all others are refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,7 +32,9 @@ def loss_of(name: str) -> TokenLoss:
     if name in LOSSES:
         return LOSSES[name]
     if not is_file(name) and not is_installed("loss", name):
-        raise InputError(f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}")
+        raise InputError(
+            f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}"
+        )
     try:
         return find_loss(load_plugin("loss", name, "FUNCTION"))
     except ValueError as error:
@@ -47,7 +49,9 @@ def numbers_of_loss(c: Values) -> str:
 
 def numbers_of_correction(c: Values) -> str:
     """Return the numbers of the correction with their defaults."""
-    return " ".join(f"{name}={default:g}" for name, default in CORRECTIONS[c["correction"]].options.items())
+    return " ".join(
+        f"{name}={default:g}" for name, default in CORRECTIONS[c["correction"]].options.items()
+    )
 
 
 def _takes_clips(c: Values) -> bool:
@@ -72,7 +76,8 @@ def _has_answers(c: Values) -> bool:
 def _has_reward_processes(c: Values) -> bool:
     if rewards := as_list(c["reward"]):  # Python objects run in this process
         return any(not x.startswith(OBJECT) for x in rewards)
-    return _reads_text(c) or is_plugin(c["task"]) or c["task"].startswith(OBJECT)  # which may score by a function
+    # which may score by a function
+    return _reads_text(c) or is_plugin(c["task"]) or c["task"].startswith(OBJECT)
 
 
 def _not_by_loss(c: Values) -> str:
@@ -94,17 +99,28 @@ READS_TEXT = When(_NOT_BY_TASK, _reads_text)
 
 TASK_IS_NO_REWARD = When(_NOT_BY_TASK, lambda c: not is_reward(c["task"]))
 WITH_REWARDS = When("needs --reward", lambda c: c["reward"])
-WITH_JUDGE = When(f"needs --reward {JUDGE}URL/MODEL", lambda c: any(x.startswith(JUDGE) for x in as_list(c["reward"])))
+WITH_JUDGE = When(
+    f"needs --reward {JUDGE}URL/MODEL",
+    lambda c: any(x.startswith(JUDGE) for x in as_list(c["reward"])),
+)
 NOT_0_OR_1 = When("needs --reward with task {task}", lambda c: c["task"] != "maze" or c["reward"])
 IN_PROCESSES = When("needs a --reward that runs in processes", _has_reward_processes)
 BY_FUNCTIONS = When("needs --reward", lambda c: _has_reward_processes(c) or c["reward"])
 
 WITH_BUFFER = When("needs --overlong-buffer", lambda c: c["overlong_buffer"])
 VLLM = When("needs --rollout vllm", lambda c: c["rollout"] == "vllm")
-NO_VLLM_SERVER = When("cannot be used with --vllm-url", lambda c: c["rollout"] != "vllm" or c["vllm_url"] is None)
+NO_VLLM_SERVER = When(
+    "cannot be used with --vllm-url", lambda c: c["rollout"] != "vllm" or c["vllm_url"] is None
+)
 # Without --correction, --importance-cap asks for tis.
-TAKES_CAP = When("is not used by correction {correction}", lambda c: CORRECTIONS[c["correction"] or "tis"].has_cap)
-TAKES_NUMBERS = When("needs --correction icepop, mis or sequence_mask", lambda c: CORRECTIONS[c["correction"] or "tis"].options)
+TAKES_CAP = When(
+    "is not used by correction {correction}",
+    lambda c: CORRECTIONS[c["correction"] or "tis"].has_cap,
+)
+TAKES_NUMBERS = When(
+    "needs --correction icepop, mis or sequence_mask",
+    lambda c: CORRECTIONS[c["correction"] or "tis"].options,
+)
 
 WITH_MODEL = When("needs --model", lambda c: c["model"] is not None)
 WITH_LORA = When("needs --lora-rank", lambda c: c["lora_rank"])

@@ -1,4 +1,6 @@
-"""What a configuration comes to: the first lines of a run, and for --dry-run its memory and work."""
+"""What a configuration comes to: the first lines of a run, and for --dry-run its memory and
+work.
+"""
 
 from pathlib import Path
 
@@ -23,14 +25,20 @@ from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.policy_reward import LABELS
 
 
-def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None = None) -> list[str]:
+def describe_run(
+    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None = None
+) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     threads = f"{config.run.threads} thread{'' if config.run.threads == 1 else 's'}"
     where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    sizes = [f"{name}={value}" for name in ("k", "order", "beta") if (value := config.flat()[name]) is not None]
+    sizes = [
+        f"{name}={value}"
+        for name in ("k", "order", "beta")
+        if (value := config.flat()[name]) is not None
+    ]
     start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     if ranks.size > 1:
         sharded = config.run.sharding == "full"
@@ -38,10 +46,20 @@ def describe_run(config: ResolvedConfig, task: Task, model: PolicyModel, ranks: 
         where += "(FSDP2)" if sharded else "(DDP)"
     trained = count(model, is_trained=True)
     adapters = "" if trained == count(model) else f", {trained:,} of them trained (LoRA)"
-    compiled = "torch.compile, which chooses kernels by timing them" if device.type == "cuda" else "torch.compile"
-    switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + [compiled] * config.run.compile
-    attention, called = kernel_name(device, dtype, model.config.head_dim), kernel_for(device, dtype, model.config.head_dim).name
-    if model.backend != "native" and called != attention:  # our own decoder's layers have none of these
+    compiled = (
+        "torch.compile, which chooses kernels by timing them"
+        if device.type == "cuda"
+        else "torch.compile"
+    )
+    switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + [
+        compiled
+    ] * config.run.compile
+    attention, called = (
+        kernel_name(device, dtype, model.config.head_dim),
+        kernel_for(device, dtype, model.config.head_dim).name,
+    )
+    # our own decoder's layers have none of these
+    if model.backend != "native" and called != attention:
         attention += f" ({called} where a layer has a sliding window, a soft cap or sinks)"
     how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder ({model.backend}), "
@@ -63,11 +81,15 @@ def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
         return []
     what = "its adapters" if config.model.lora_rank else "all its weights"
     number, rate = num_critic_weights(model), config.objective.options["critic_lr"]
-    return [f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), learning rate {rate:g}"]
+    return [
+        f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), learning rate {rate:g}"
+    ]
 
 
 def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
-    """Return the learning rates, and whose default they are where a checkpoint changes the default."""
+    """Return the learning rates, and whose default they are where a checkpoint changes the
+    default.
+    """
     kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
     defaults = default_rates(config.model) if config.model.model is not None else (None, None)
     sft_lr, lr, steps = config.warm_start.sft_lr, config.optimizer.lr, config.warm_start.sft_steps
@@ -79,7 +101,8 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
 
 
 def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> str:
-    """Return the options that the run uses, and estimates of its memory on a machine and of the work of a step.
+    """Return the options that the run uses, and estimates of its memory on a machine and of the
+    work of a step.
 
     Args:
         model: for its sizes; it may be on the meta device.
@@ -87,23 +110,44 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
     hidden = {*inapplicable_options(Config, flat), "dry_run"}
     lines = ["configuration"]
-    lines += [f"  {name} = {value}" for name, value in flat.items() if value is not None and name not in hidden]
+    lines += [
+        f"  {name} = {value}"
+        for name, value in flat.items()
+        if value is not None and name not in hidden
+    ]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
     lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
     lines += memory_table(estimate_memory(config, task, model, machine), machine, config)
     if config.rollout.rollout not in ENGINES:
-        lines += [f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."]
+        lines += [
+            f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."
+        ]
     prompt_tokens = config.rollout.prompts * task.prompt_length
-    response_tokens = config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
+    response_tokens = (
+        config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
+    )
     needs, loss = objective_of(config).needs, config.loss
-    more_passes = needs.logprob_passes + (config.shaping.labels in LABELS) + (config.rollout.correction != "none")
-    more_passes += (loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren)) + bool(loss.kl_coef)
+    more_passes = (
+        needs.logprob_passes
+        + (config.shaping.labels in LABELS)
+        + (config.rollout.correction != "none")
+    )
+    more_passes += (
+        loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren)
+    ) + bool(loss.kl_coef)
     # The greedy responses are sampled by another call, which reads the prompts again.
-    greedy_tokens = needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
+    greedy_tokens = (
+        needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
+    )
     work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}
     # A critic computes its values before the step, and is updated separately.
     work["update"] = (6 + 2 * more_passes + 8 * needs.critic) * (prompt_tokens + response_tokens)
-    lines += ["work per step, estimated (multiplications with weights; all responses at their limit)"]
+    lines += [
+        "work per step, estimated (multiplications with weights; all responses at their limit)"
+    ]
     lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
-    lines += [f"  {name}: {parameters * multiplications / 1e9:,.1f} GFLOP" for name, multiplications in work.items()]
+    lines += [
+        f"  {name}: {parameters * multiplications / 1e9:,.1f} GFLOP"
+        for name, multiplications in work.items()
+    ]
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""The options of `python -m maxrl_fast.evaluate`, and the way from flags and the folder of a run to the resolved ones."""
+"""The options of `python -m maxrl_fast.evaluate`, and the way from flags and the folder of a run to
+the resolved ones.
+"""
 
 import sys
 import warnings
@@ -44,7 +46,9 @@ class MeasureOptions:
 
     checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
     """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
-    prompts: Annotated[Count, Default("256, or all that are held out"), Aka("eval_prompts")] = WORKED_OUT
+    prompts: Annotated[Count, Default("256, or all that are held out"), Aka("eval_prompts")] = (
+        WORKED_OUT
+    )
     """Number of prompts: the first of the split."""
     samples: Annotated[int, AT_LEAST_1, Aka("rollouts eval_samples")] = 256
     """Responses to each prompt (n)."""
@@ -53,39 +57,55 @@ class MeasureOptions:
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
     baseline: Annotated[str | None, Default("none", "DIR")] = None
-    """Compare with this: another CHECKPOINT, which is then sampled too, or the folder of a finished evaluation of the same
-    prompts, samples and sampling."""
+    """Compare with this: another CHECKPOINT, which is then sampled too, or the folder of a finished
+    evaluation of the same prompts, samples and sampling."""
     bootstrap: Annotated[int, AT_LEAST_1] = 1000
     """Bootstrap resamples of the prompts for the intervals."""
     confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
     embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
-    """Local embedding model (transformers, safetensors) by which diversity is measured: its mean last hidden state."""
+    """Local embedding model (transformers, safetensors) by which diversity is measured: its mean
+    last hidden state.
+    """
     compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
-    """Compare these folders of finished evaluations, in a table and a picture, without CHECKPOINT."""
+    """Compare these folders of finished evaluations, in a table and a picture, without
+    CHECKPOINT.
+    """
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are sampled. The papers evaluate language models with --temperature .6 --top-p .95."""
+    """How responses are sampled. The papers evaluate language models with --temperature .6 --top-p
+    .95.
+    """
 
     temperature: NotNegative = 1.0
     """Sampling temperature; 0: greedy decoding, with one sample."""
     top_k: CountOrZero = 0
     """Top-k sampling: sample from this many of the most probable tokens; 0: from all."""
     top_p: Share = 1.0
-    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
+    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
+    probability; 1: from all.
+    """
     min_p: UnitInterval = 0.0
-    """Min-p sampling: sample from tokens with at least this fraction of the most probable token's probability."""
+    """Min-p sampling: sample from tokens with at least this fraction of the most probable token's
+    probability.
+    """
     max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = WORKED_OUT
     """Response limit, in tokens."""
     rollout: str = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
-    kv_cache_gb: Annotated[Positive | None, Default("an eighth of the memory, a quarter of a GPU's")] = None
-    """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit wait for others to
-    end."""
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of
+    an installed one.
+    """
+    kv_cache_gb: Annotated[
+        Positive | None, Default("an eighth of the memory, a quarter of a GPU's")
+    ] = None
+    """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do
+    not fit wait for others to end."""
     seed: Annotated[Seed, Default("the run's, else 0")] = WORKED_OUT
-    """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number alone (vllm: on the batch)."""
+    """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number
+    alone (vllm: on the batch).
+    """
 
 
 @dataclass(frozen=True)
@@ -108,15 +128,16 @@ class PlaceOptions:
 class EvaluationConfig(Groups):
     """Sample many responses to each held-out prompt, and report pass@k, max@k, maj@k and diversity.
 
-    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or the folder of a run of
-    maxrl_fast.train: its best checkpoint, else its latest. Of a run, and of a checkpoint in its folder, the task's options are
-    the run's, unless others are given.
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
+    the folder of a run of maxrl_fast.train: its best checkpoint, else its latest. Of a run, and of
+    a checkpoint in its folder, the task's options are the run's, unless others are given.
 
     Examples: python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
 
     python -m maxrl_fast.evaluate runs/maxpo-... --baseline runs/maxpo-.../checkpoints/step-000000
 
-    python -m maxrl_fast.evaluate DIR --task dataset --data prompts.jsonl --reward reward.py:score --temperature .6 --top-p .95
+    python -m maxrl_fast.evaluate DIR --task dataset --data prompts.jsonl --reward reward.py:score
+    --temperature .6 --top-p .95
 
     python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
     """
@@ -128,8 +149,13 @@ class EvaluationConfig(Groups):
     place: PlaceOptions = PlaceOptions()
 
     def flat(self) -> dict[str, Any]:
-        """All options by flag name, in the types of JSON; several values are always a list, but for rewards."""
-        return super().flat() | {"k": [*self.measure.k], "compare": [*map(str, self.measure.compare)]}
+        """All options by flag name, in the types of JSON; several values are always a list, but for
+        rewards.
+        """
+        return super().flat() | {
+            "k": [*self.measure.k],
+            "compare": [*map(str, self.measure.compare)],
+        }
 
 
 class ResolvedEvaluationConfig(EvaluationConfig):
@@ -137,18 +163,32 @@ class ResolvedEvaluationConfig(EvaluationConfig):
 
 
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
-    """Return what flags and the run's folder give. --help prints the options that this task uses, and exits.
+    """Return what flags and the run's folder give. --help prints the options that this task uses,
+    and exits.
 
     Raises:
-        InputError: where CHECKPOINT is missing or not a checkpoint, and on an option that is unknown or that the task does not
+        InputError: where CHECKPOINT is missing or not a checkpoint, and on an option that is
+        unknown or that the task does not
             use.
     """
     options = options_of(EvaluationConfig)
-    if flag := next((argument for argument in arguments if argument.partition("=")[0] in ("--model", "--checkpoint")), None):
+    if flag := next(
+        (
+            argument
+            for argument in arguments
+            if argument.partition("=")[0] in ("--model", "--checkpoint")
+        ),
+        None,
+    ):
         raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag:.80}")
     words, asks_for_help = split_help(arguments)
     flags, words = training.read_flags(words, options)
-    if not words and "reward" in flags and len(rewards := flags["reward"].value) > 1 and ":" not in rewards[-1]:
+    if (
+        not words
+        and "reward" in flags
+        and len(rewards := flags["reward"].value) > 1
+        and ":" not in rewards[-1]
+    ):
         words = [rewards.pop()]  # a CHECKPOINT behind the rewards, each of which has a colon
     training.refuse_unknown(flags, words[1:], options)
     values = {name: training.convert(options[name], x) for name, x in flags.items()}
@@ -157,21 +197,31 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         show_help(config, options, arguments, PROG)
     if config.measure.compare:
         if words or config.measure.baseline is not None:
-            raise InputError("--compare compares finished evaluations, without CHECKPOINT and --baseline")
+            raise InputError(
+                "--compare compares finished evaluations, without CHECKPOINT and --baseline"
+            )
         return config, None
     if not words:
-        raise InputError("CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or --compare)")
+        raise InputError(
+            "CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or --compare)"
+        )
     source = find_source(words[0])
     of_run = {} if source.run is None else training.read_run(source.run, flags)
     names = [name for group in (TaskOptions, RewardOptions) for name in vars(group())]
     taken = {name: of_run[name] for name in (*names, "max_new_tokens", "seed") if name in of_run}
-    run = Config().replace(**{name: training.convert(training.OPTIONS[name], x) for name, x in taken.items()})
+    run = Config().replace(
+        **{name: training.convert(training.OPTIONS[name], x) for name, x in taken.items()}
+    )
     if values.get("task", run.task.task) == run.task.task:  # another task uses none of its options
         config = config.replace(**{**vars(run.task), **vars(run.reward), **values})
     hidden = inapplicable_options(EvaluationConfig, config.flat())
     for name in [name for name in values if name in hidden]:
         raise InputError(f"{flags[name].name} {hidden[name]}")
-    seed, task_seed, limit = config.sampling.seed, config.place.task_seed, config.sampling.max_new_tokens
+    seed, task_seed, limit = (
+        config.sampling.seed,
+        config.place.task_seed,
+        config.sampling.max_new_tokens,
+    )
     if limit is None and config.task == run.task:
         limit = run.rollout.max_new_tokens
     config = config.replace(
@@ -195,14 +245,19 @@ def check(config: EvaluationConfig) -> None:
         if not 1 <= k <= (sys.maxsize if measure.compare else measure.samples):
             raise InputError(f"k must be from 1 to the {measure.samples} samples, got {k}")
     if sampling.temperature == 0 and measure.samples > 1:
-        raise InputError(f"greedy decoding gives one response: samples must be 1 at temperature 0, got {measure.samples}")
+        raise InputError(
+            f"greedy decoding gives one response: samples must be 1 at temperature 0, got {measure.samples}"
+        )
     check_task(config.task.task)
     check_engine_name(sampling.rollout)
     check_reward_weights(options)
 
 
 def resolve(
-    config: EvaluationConfig, source: Source, task: Task, warn: Callable[[str], None] = warnings.warn
+    config: EvaluationConfig,
+    source: Source,
+    task: Task,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> ResolvedEvaluationConfig:
     """Return the checked configuration with every default worked out.
 
@@ -210,7 +265,8 @@ def resolve(
         warn: as of `response_limit`.
 
     Raises:
-        InputError: where the device is absent, --out holds something, there are fewer prompts, or the policy has too few
+        InputError: where the device is absent, --out holds something, there are fewer prompts, or
+        the policy has too few
             positions.
     """
     measure, sampling, place = config.measure, config.sampling, config.place

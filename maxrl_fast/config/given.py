@@ -1,4 +1,6 @@
-"""Where options are given: flags, a TOML file, the config.json of a run, or Python; and the one conversion of their values."""
+"""Where options are given: flags, a TOML file, the config.json of a run, or Python; and the one
+conversion of their values.
+"""
 
 import difflib
 import json
@@ -56,7 +58,8 @@ def convert(option: Option, given: Given) -> Any:
         InputError: where it has another type.
     """
     value = given.value
-    if Note.OPTIONAL_VALUE in option.notes and isinstance(value, bool):  # a flag that stands alone, or no flag
+    # a flag that stands alone, or no flag
+    if Note.OPTIONAL_VALUE in option.notes and isinstance(value, bool):
         return "" if value else None
     if option.takes_several:
         one = replace(option, kind=get_args(option.kind)[0])
@@ -66,10 +69,14 @@ def convert(option: Option, given: Given) -> Any:
     try:
         return _convert(option.kind, value)
     except ValueError:
-        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(option.kind, _TEXT)
+        wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(
+            option.kind, _TEXT
+        )
         wanted = f"one of {', '.join(option.choices)}" if option.choices else wanted
         meant = nearest(str(value), option.choices)
-        raise InputError(f"{given.place}{given.name} must be {wanted}, got {value!r:.80}{meant}") from None
+        raise InputError(
+            f"{given.place}{given.name} must be {wanted}, got {value!r:.80}{meant}"
+        ) from None
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -81,13 +88,17 @@ def _convert(kind: Any, value: Any) -> Any:
     text = str(value)
     if kind in (int, float):
         return kind(text)
-    if text not in get_args(kind) if get_args(kind) else b"\0" in os.fsencode(text):  # which raises on half characters
+    # which raises on half characters
+    if text not in get_args(kind) if get_args(kind) else b"\0" in os.fsencode(text):
         raise ValueError
     return kind(text) if kind is Path else text
 
 
-def read_flags(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple[dict[str, Given], list[str]]:
-    """Return what flags give by name of the option, and the words that belong to no flag. The last of equal flags wins.
+def read_flags(
+    arguments: Sequence[str], options: Mapping[str, Option]
+) -> tuple[dict[str, Given], list[str]]:
+    """Return what flags give by name of the option, and the words that belong to no flag. The last
+    of equal flags wins.
 
     Raises:
         InputError: where a flag has too few or too many values.
@@ -110,9 +121,16 @@ def read_flags(arguments: Sequence[str], options: Mapping[str, Option]) -> tuple
         option = options.get(name)
         takes_several = option is not None and option.takes_several
         values = [text] if equals else []
-        while not equals and words and not words[0].startswith("--") and (takes_several or not values):
+        while (
+            not equals and words and not words[0].startswith("--") and (takes_several or not values)
+        ):
             values.append(words.pop(0))
-        if option is not None and not values and not takes_several and Note.OPTIONAL_VALUE not in option.notes:
+        if (
+            option is not None
+            and not values
+            and not takes_several
+            and Note.OPTIONAL_VALUE not in option.notes
+        ):
             raise InputError(f"{flag} needs a value")
         given[name] = Given(values if takes_several else values[0] if values else "", flag)
     return given, others
@@ -128,12 +146,15 @@ def read_toml(path: Path) -> dict[str, Given]:
         check_regular(path, JSON_BYTES)
         text = path.read_text()
         options = tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as error:  # of TOML, of UTF-8, of a number of too many digits
+    # of TOML, of UTF-8, of a number of too many digits
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--config must be a readable TOML file, got {path}: {error}") from error
     given = {}
     for key, value in options.items():
         place = _place(path, text, key)
-        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
+        if isinstance(value, dict) or (
+            isinstance(value, list) and any(isinstance(item, dict) for item in value)
+        ):
             there = "write its keys there"
             if key in OPTIONS and Note.JSON in OPTIONS[key].notes:
                 there = "give it as a string of JSON"
@@ -158,7 +179,9 @@ def _place(path: Path, text: str, key: str) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether this beginning of a file ends with a statement, and not within a string or an array."""
+    """Return whether this beginning of a file ends with a statement, and not within a string or an
+    array.
+    """
     try:
         tomllib.loads(text)
     except (ValueError, RecursionError):
@@ -167,7 +190,8 @@ def _is_whole(text: str) -> bool:
 
 
 def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the options in the config.json of a run that have a value, without those that say how it was started.
+    """Return the options in the config.json of a run that have a value, without those that say how
+    it was started.
 
     A folder of another user prints a warning with the code that it names. Nothing is imported here.
 
@@ -184,18 +208,28 @@ def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
     except OSError as error:
         raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} must be JSON, got {error}; restore it, or use another --out") from error
+        raise InputError(
+            f"{file} must be JSON, got {error}; restore it, or use another --out"
+        ) from error
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
     left_out = {"versions", "command", *names_with(Config, Resume.START)}
-    given = {key: Given(value, key, f"{file}: ") for key, value in options.items() if key not in left_out and value is not None}
-    if sentence := _foreign_code(out, {name: x.value for name, x in {**given, **overriding}.items()}):
+    given = {
+        key: Given(value, key, f"{file}: ")
+        for key, value in options.items()
+        if key not in left_out and value is not None
+    }
+    if sentence := _foreign_code(
+        out, {name: x.value for name, x in {**given, **overriding}.items()}
+    ):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     return given
 
 
 def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
-    """Return a sentence on the code that a run runs if its folder is another user's; "" if the folder is the user's own."""
+    """Return a sentence on the code that a run runs if its folder is another user's; "" if the
+    folder is the user's own.
+    """
     owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
     if not owners:
         return ""
@@ -204,7 +238,10 @@ def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
         for option in OPTIONS.values()
         for value in as_list(values.get(option.name))
         if Note.NAMES_CODE in option.notes
-        or (Note.MAY_NAME_CODE in option.notes and (is_file(str(value)) or is_installed(option.name, str(value))))
+        or (
+            Note.MAY_NAME_CODE in option.notes
+            and (is_file(str(value)) or is_installed(option.name, str(value)))
+        )
     ]
     whose = " and ".join(map(_user, owners))
     return f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: {', '.join(code) or 'no code'}"
@@ -218,31 +255,44 @@ def _user(number: int) -> str:
 
 
 def meant_by(name: str, known: Mapping[str, Option]) -> str | None:
-    """Return the option among `known` that is probably meant by a flag or key of this name, perhaps with a value, or None.
+    """Return the option among `known` that is probably meant by a flag or key of this name, perhaps
+    with a value, or None.
 
-    The name may have the prefixes that other libraries give it (trainer.total_epochs). `maxrl_fast.evaluate` has other names
-    for some options of the trainer.
+    The name may have the prefixes that other libraries give it (trainer.total_epochs).
+    `maxrl_fast.evaluate` has other names for some options of the trainer.
     """
-    renamed = {other: option.name for option in known.values() for aka in option.of(Aka) for other in aka.names}
+    renamed = {
+        other: option.name
+        for option in known.values()
+        for aka in option.of(Aka)
+        for other in aka.names
+    }
     parts = name.lower().replace("-", "_").split(".")
     for word in ("_".join(parts), "_".join(parts[-2:]), parts[-1]):
         meant = word if word in known else OTHER_NAMES.get(word, "")
         for option in (meant, renamed.get(meant, "")):
             if option.partition(" ")[0] in known:
                 return option
-    close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.73)  # below are words that mean others
+    # below are words that mean others
+    close = difflib.get_close_matches("_".join(parts), list(known), n=1, cutoff=0.73)
     return close[0] if close else None
 
 
 def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
-    """Return "; did you mean --...?" for an option that does not exist or is not used, or nothing."""
+    """Return "; did you mean --...?" for an option that does not exist or is not used, or
+    nothing.
+    """
     option, _, value = (meant_by(name, known) or "").partition(" ")
     meant = f"--{option.replace('_', '-')} {value}".strip() if is_flag else option
     return f"; did you mean {meant}?" if option else ""
 
 
-def refuse_unknown(given: Mapping[str, Given], words: Sequence[str], known: Mapping[str, Option]) -> None:
-    """Raise InputError naming the first option or word that is not known, with the one that was probably meant."""
+def refuse_unknown(
+    given: Mapping[str, Given], words: Sequence[str], known: Mapping[str, Option]
+) -> None:
+    """Raise InputError naming the first option or word that is not known, with the one that was
+    probably meant.
+    """
     for name, x in given.items():
         if name not in known:
             is_flag = x.name.startswith("--")
@@ -251,4 +301,6 @@ def refuse_unknown(given: Mapping[str, Given], words: Sequence[str], known: Mapp
             raise InputError(f"{x.place}unknown option {x.name:.80}{found}")
     for word in words:
         name = word.partition("=")[0]
-        raise InputError(f"unknown option {name:.80}: options begin with two dashes{hint(name.lstrip('-+'), known)}")
+        raise InputError(
+            f"unknown option {name:.80}: options begin with two dashes{hint(name.lstrip('-+'), known)}"
+        )

@@ -1,8 +1,9 @@
-"""Estimates of the memory of a run: bytes of each process, by what they are for, in the phases of a step.
+"""Estimates of the memory of a run: bytes of each process, by what they are for, in the phases of a
+step.
 
-The phases do not add up. "start" is before the first step: all weights are on every device, not sharded yet, and the rollout
-engine samples a few responses. In "rollout" the engine samples. In "update" the policy trains, and the engine has freed what it
-can (`Engine.sleep`).
+The phases do not add up. "start" is before the first step: all weights are on every device, not
+sharded yet, and the rollout engine samples a few responses. In "rollout" the engine samples. In
+"update" the policy trains, and the engine has freed what it can (`Engine.sleep`).
 """
 
 import torch
@@ -25,12 +26,17 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
 
 PHASES = {"start": "at the start", "rollout": "during the rollout", "update": "during the update"}
-FREE_SHARE = 0.1  # of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the allocator
+# of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the
+# allocator
+FREE_SHARE = 0.1
 Phases = tuple[float, float, float]
 
 
-def estimate_memory(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> dict[str, Phases]:
-    """Return the bytes of one process in each of PHASES, by what they are for; responses and passes are at their limits.
+def estimate_memory(
+    config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine
+) -> dict[str, Phases]:
+    """Return the bytes of one process in each of PHASES, by what they are for; responses and passes
+    are at their limits.
 
     Args:
         config: with --sharding resolved to "none" or "full".
@@ -50,27 +56,38 @@ def estimate_memory(config: ResolvedConfig, task: Task, model: PolicyModel, mach
         "critic (float32)": _scaled(4 * critic, (1, part, part)),
         "critic's gradients and Adam moments (float32)": _scaled(12 * critic, (0, part, part)),
     }
-    memory = {f"{name}{sharded}": phases for name, phases in state.items()} | _of_engine(config, task, model, machine)
-    memory |= {name: _scaled(value, (0, 0, 1)) for name, value in _of_update(config, model, machine).items()}
+    memory = {f"{name}{sharded}": phases for name, phases in state.items()} | _of_engine(
+        config, task, model, machine
+    )
+    memory |= {
+        name: _scaled(value, (0, 0, 1))
+        for name, value in _of_update(config, model, machine).items()
+    }
     if machine.device == "cpu":  # on a GPU the copy is in the host's memory
         copied = (4 * weights + 8 * trained + 4 * reference + 12 * critic) * part
         memory["copy of the state while a checkpoint is written"] = _scaled(copied, (0, 0, 1))
     return {name: phases for name, phases in memory.items() if any(phases)}
 
 
-def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> dict[str, Phases]:
-    """Return the rollout engine's copy of the weights, KV cache, and tensors of a decoding step; nothing for a vLLM server and
-    for a custom engine.
+def _of_engine(
+    config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine
+) -> dict[str, Phases]:
+    """Return the rollout engine's copy of the weights, KV cache, and tensors of a decoding step;
+    nothing for a vLLM server and for a custom engine.
 
-    vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy trains. The native engine keeps
-    its weights, and a cache of at most KEPT_SHARE of a GPU: keys and values of the samples that it decodes at a time, each
-    prompt once, and on a GPU the tensors of a step.
+    vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy
+    trains. The native engine keeps its weights, and a cache of at most KEPT_SHARE of a GPU: keys
+    and values of the samples that it decodes at a time, each prompt once, and on a GPU the tensors
+    of a step.
     """
     options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
     if options.vllm_url is not None or options.rollout not in ENGINES:
         return {}
     is_vllm, samples = options.rollout == "vllm", options.samples_of_engine(machine.processes)
-    rows = min(max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples), MAX_BATCH[machine.device])
+    rows = min(
+        max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples),
+        MAX_BATCH[machine.device],
+    )
     in_cpp = not is_vllm and not is_gpu and model.backend == "native"
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     arithmetic = arithmetic_of(dtype)
@@ -78,29 +95,48 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
         dtype = torch.float32
     adapters = count(model, is_trained=True) if config.model.lora_rank else 0  # merged
     weights = dtype.itemsize * (count(model) - adapters) / options.vllm_tensor_parallel
-    if in_cpp:  # its embedding is in float32, and apart from the output matrix also where they are tied
+    # its embedding is in float32, and apart from the output matrix also where they are tied
+    if in_cpp:
         assert isinstance(sizes, DecoderConfig)
         embedding = sizes.vocab_size * sizes.hidden_size
         weights += embedding * (4 if sizes.tie_word_embeddings else 4 - dtype.itemsize)
-    limit = machine.memory / (4 if is_gpu else 8) if options.kv_cache_gb is None else options.kv_cache_gb * 1e9
+    limit = (
+        machine.memory / (4 if is_gpu else 8)
+        if options.kv_cache_gb is None
+        else options.kv_cache_gb * 1e9
+    )
     prompts = -(-rows // min(options.rollouts, rows))
     if is_gpu and model.backend == "native":
-        wanted = Shape(prompts, rows, 1, task.prompt_length, options.max_new_tokens).cache_bytes(sizes, dtype)
+        wanted = Shape(prompts, rows, 1, task.prompt_length, options.max_new_tokens).cache_bytes(
+            sizes, dtype
+        )
     elif in_cpp:
         assert isinstance(sizes, DecoderConfig)
         decoder = CpuDecoder(sizes, arithmetic)
-        wanted = prompts * decoder.cache_bytes(task.prompt_length) + rows * decoder.cache_bytes(options.max_new_tokens)
+        wanted = prompts * decoder.cache_bytes(task.prompt_length) + rows * decoder.cache_bytes(
+            options.max_new_tokens
+        )
     else:
         tokens = rows * options.max_new_tokens + prompts * task.prompt_length
-        wanted = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * dtype.itemsize * tokens
+        wanted = (
+            2
+            * sizes.num_hidden_layers
+            * sizes.num_key_value_heads
+            * sizes.head_dim
+            * dtype.itemsize
+            * tokens
+        )
     cache = min(limit, wanted)
     if is_vllm:
         asleep = 0 if is_gpu else 1
         return {
             f"rollout weights ({dtype_name(dtype)})": _scaled(weights, (1, 1, asleep)),
             "key/value cache of vLLM": _scaled(limit, (1, 1, asleep)),
-            # Logits in the compute dtype; in float32 themselves, their log-probs and their probabilities.
-            f"logits of vLLM, {rows} samples": _scaled(rows * sizes.vocab_size * (dtype.itemsize + 12), (1, 1, 0)),
+            # Logits in the compute dtype; in float32 themselves, their log-probs and their
+            # probabilities.
+            f"logits of vLLM, {rows} samples": _scaled(
+                rows * sizes.vocab_size * (dtype.itemsize + 12), (1, 1, 0)
+            ),
         }
     is_kept = model.backend == "native" and (not is_gpu or cache <= KEPT_SHARE * machine.memory)
     return {
@@ -110,23 +146,36 @@ def _of_engine(config: ResolvedConfig, task: Task, model: PolicyModel, machine: 
 
 
 def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> dict[str, float]:
-    """Return what a forward and backward pass over --token-budget tokens needs beside the training state.
+    """Return what a forward and backward pass over --token-budget tokens needs beside the training
+    state.
 
-    - activations: `layer_numbers` of every layer, and half of one layer's for its gradients; with --checkpoint-activations the
-      input of every layer [tokens, H], and one layer that is computed again.
-    - copies of weights: without sharding a linear layer casts its weights where the compute dtype is not float32; on a CPU the
-      native decoder's layers copy `joined_weights`, always. Autograd keeps those of all layers, or of one with
-      --checkpoint-activations. FSDP2 gathers the weights outside the layers and of two layers, in the compute dtype.
+    - activations: `layer_numbers` of every layer, and half of one layer's for its gradients; with
+      --checkpoint-activations the input of every layer [tokens, H], and one layer that is computed
+      again.
+    - copies of weights: without sharding a linear layer casts its weights where the compute dtype
+      is not float32; on a CPU the native decoder's layers copy `joined_weights`, always. Autograd
+      keeps those of all layers, or of one with --checkpoint-activations. FSDP2 gathers the weights
+      outside the layers and of two layers, in the compute dtype.
     - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32.
-    - logits: one chunk, and a float32 copy where a CPU multiplies half precision; the output matrix in the compute dtype; and
-      its gradient in float32, which a tied matrix keeps until the embedding's is added.
+    - logits: one chunk, and a float32 copy where a CPU multiplies half precision; the output matrix
+      in the compute dtype; and its gradient in float32, which a tied matrix keeps until the
+      embedding's is added.
     """
     sizes, options, tokens = model.config, config.optimizer, config.optimizer.token_budget
     dtype: torch.dtype = getattr(torch, config.run.dtype)
-    is_half, element, is_sharded = dtype != torch.float32, dtype.itemsize, config.run.sharding == "full"
-    runs_packed = machine.device == "cpu" and model.backend == "native" and not config.run.compile  # packed_kernels.py
+    is_half, element, is_sharded = (
+        dtype != torch.float32,
+        dtype.itemsize,
+        config.run.sharding == "full",
+    )
+    # packed_kernels.py
+    runs_packed = machine.device == "cpu" and model.backend == "native" and not config.run.compile
     layer, num_layers = layer_numbers(model, dtype, runs_packed), sizes.num_hidden_layers
-    kept = num_layers * sizes.hidden_size + layer if options.checkpoint_activations else num_layers * layer
+    kept = (
+        num_layers * sizes.hidden_size + layer
+        if options.checkpoint_activations
+        else num_layers * layer
+    )
     in_layers = sum(count(block) for block in model.blocks)
     trained_in_layers = sum(count(block, is_trained=True) for block in model.blocks)
     of_two = 2 / num_layers
@@ -138,7 +187,9 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     if is_sharded:
         outside = count(model) - in_layers, count(model, is_trained=True) - trained_in_layers
         needed["gathered weights"] = element * (outside[0] + of_two * in_layers)
-        needed["gradients before they are reduced"] = (element + 4) * max(outside[1], of_two * trained_in_layers)
+        needed["gradients before they are reduced"] = (element + 4) * max(
+            outside[1], of_two * trained_in_layers
+        )
     joined = joined_weights(model) if runs_packed else 0
     copied = in_layers if is_half and not is_sharded else joined
     if copied:
@@ -151,27 +202,37 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
 
 
 def joined_weights(model: PolicyModel) -> int:
-    """Return how many weights the native decoder's layers copy on a CPU, to multiply several matrices at once."""
+    """Return how many weights the native decoder's layers copy on a CPU, to multiply several
+    matrices at once.
+    """
     joined = 0
     for layer in model.blocks:
         assert isinstance(layer, Layer)
         attention, mlp = layer.self_attn, layer.mlp
-        groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        groups = (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (mlp.gate_proj, mlp.up_proj),
+        )
         joined += sum(count(matrix) for group in groups if can_join(group) for matrix in group)
     return joined
 
 
 def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = False) -> int:
-    """Return how many numbers of the compute dtype a layer keeps for each token for its backward pass.
+    """Return how many numbers of the compute dtype a layer keeps for each token for its backward
+    pass.
 
-    The native decoder: 5 of H (input and output of both norms, and one more), 4 of the feed-forward size (gate, up, silu and
-    their product), and 4 of the heads (q and k before and after norms and rotation, v, and what attention makes of them). With
-    `runs_packed`, the kernels of a CPU, one less of H, no silu, and q and k before rotation only where they have norms. Norms
-    of transformers keep float32 inputs of several operations (measured with Gemma 3, which has the most norms). An adapter
-    keeps its low-rank product.
+    The native decoder: 5 of H (input and output of both norms, and one more), 4 of the feed-forward
+    size (gate, up, silu and their product), and 4 of the heads (q and k before and after norms and
+    rotation, v, and what attention makes of them). With `runs_packed`, the kernels of a CPU, one
+    less of H, no silu, and q and k before rotation only where they have norms. Norms of
+    transformers keep float32 inputs of several operations (measured with Gemma 3, which has the
+    most norms). An adapter keeps its low-rank product.
     """
     sizes = model.config
-    heads, keys = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    heads, keys = (
+        sizes.num_attention_heads * sizes.head_dim,
+        sizes.num_key_value_heads * sizes.head_dim,
+    )
     if runs_packed:
         assert isinstance(sizes, DecoderConfig)
         hidden, feed_forward, of_heads = 4, 3, 3 if sizes.has_qk_norm else 2
@@ -179,8 +240,14 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
         hidden, feed_forward, of_heads = 5, 4, 4
     else:
         hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)
-    numbers = hidden * sizes.hidden_size + feed_forward * sizes.intermediate_size + of_heads * (heads + keys)
-    adapters = [module.rank for module in model.blocks[0].modules() if isinstance(module, LoraLinear)]
+    numbers = (
+        hidden * sizes.hidden_size
+        + feed_forward * sizes.intermediate_size
+        + of_heads * (heads + keys)
+    )
+    adapters = [
+        module.rank for module in model.blocks[0].modules() if isinstance(module, LoraLinear)
+    ]
     return numbers + sum(adapters)
 
 
@@ -193,13 +260,27 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
     lines = [f"memory of {machine.describe()}, estimated in {unit}"]
     lines += ["  " + " " * width + "".join(f"{phase:>9}" for phase in PHASES)]
     for name, phases in (*memory.items(), ("total", totals)):
-        lines += [f"  {name:{width}}" + "".join(f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)]
+        lines += [
+            f"  {name:{width}}"
+            + "".join(f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)
+        ]
     phase = list(PHASES)[totals.index(most)]
-    needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB, nine tenths of the memory"
+    needed, limit = (
+        f"{most / 1e9:.1f} GB {PHASES[phase]}",
+        f"{usable / 1e9:.1f} GB, nine tenths of the memory",
+    )
     if most <= usable:
         return [*lines, f"  It fits: it needs at most {needed}, within {limit}."]
-    hidden, options = inapplicable_options(ResolvedConfig, config.flat()), options_of(ResolvedConfig)
-    notes = [(option.flag, note) for name, option in options.items() if name not in hidden for note in option.of(LessMemory)]
+    hidden, options = (
+        inapplicable_options(ResolvedConfig, config.flat()),
+        options_of(ResolvedConfig),
+    )
+    notes = [
+        (option.flag, note)
+        for name, option in options.items()
+        if name not in hidden
+        for note in option.of(LessMemory)
+    ]
     advice = [note.advice.format(flag) for flag, note in notes if phase in note.phases]
     said = " or ".join(filter(None, [", ".join(advice[:-1]), *advice[-1:]]))
     less = f"; {said} needs less" if said else ""
@@ -208,7 +289,9 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
 
 def count(module: nn.Module, is_trained: bool = False) -> int:
     """Return the number of weights of a module, or of those that are trained."""
-    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad or not is_trained)
+    return sum(
+        weight.numel() for weight in module.parameters() if weight.requires_grad or not is_trained
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,10 +1,13 @@
-"""What an option says of itself in the `Annotated[...]` of its field, and the one pass that reads it.
+"""What an option says of itself in the `Annotated[...]` of its field, and the one pass that reads
+it.
 
-    vllm_tensor_parallel: Annotated[Count, when.VLLM, Resume.ROUNDING, Aka("tensor_parallel_size")] = 1
+    vllm_tensor_parallel: Annotated[Count, when.VLLM, Resume.ROUNDING, Aka("tensor_parallel_size")]
+    = 1
 
-A `Limit`, here that of Count, bounds its numbers; a `When` says which runs use it; a `Resume` what a change means for a run
-that resumes; `Aka` what other libraries call it; `Default` how --help shows a default that is worked out when the run starts;
-`LessMemory` how it reduces the memory; and a `Note` what else is special about it.
+A `Limit`, here that of Count, bounds its numbers; a `When` says which runs use it; a `Resume` what
+a change means for a run that resumes; `Aka` what other libraries call it; `Default` how --help
+shows a default that is worked out when the run starts; `LessMemory` how it reduces the memory; and
+a `Note` what else is special about it.
 """
 
 import dataclasses
@@ -28,8 +31,8 @@ class When:
     """The runs that use an option.
 
     Args:
-        otherwise: what to say of the option in other runs: a format of the options by name, or a function of them.
-        holds: whether a run of these options by name uses it.
+        otherwise: what to say of the option in other runs: a format of the options by name, or a
+        function of them. holds: whether a run of these options by name uses it.
     """
 
     otherwise: str | Callable[[Mapping[str, Any]], str]
@@ -37,8 +40,9 @@ class When:
 
 
 class Resume(Enum):
-    """What it means that a run resumes with another value. Without a note it changes the mathematics, or, as eval_prompts and
-    eval_samples do, what is measured: the evaluation after the checkpoint is made again, and `best` compares evaluations."""
+    """What it means that a run resumes with another value. Without a note it changes the
+    mathematics, or, as eval_prompts and eval_samples do, what is measured: the evaluation after the
+    checkpoint is made again, and `best` compares evaluations."""
 
     MATHEMATICS = auto()  # needs --allow-changes
     ROUNDING = auto()  # the numbers are no longer bitwise identical, which is a warning
@@ -48,16 +52,20 @@ class Resume(Enum):
 
 
 class LessMemory:
-    """How an option reduces the memory in some phases of a step: a format of its flag, as in "a lower {}"."""
+    """How an option reduces the memory in some phases of a step: a format of its flag, as in "a
+    lower {}".
+    """
 
     def __init__(self, advice: str, *phases: str):
         self.advice, self.phases = advice, phases
 
 
 class Note(Enum):
-    FOLLOWS_OBJECTIVE = auto()  # its default follows from --objective: a run that resumes with another takes that one's
+    # its default follows from --objective: a run that resumes with another takes that one's
+    FOLLOWS_OBJECTIVE = auto()
     FOLLOWS_LOSS = auto()  # the same for --loss
-    MAY_NAME_CODE = auto()  # it may name a file, a module or an installed plug-in that the run imports
+    # it may name a file, a module or an installed plug-in that the run imports
+    MAY_NAME_CODE = auto()
     NAMES_CODE = auto()  # each of its values does
     JSON = auto()  # its text is a JSON object
     NOT_IN_A_FILE = auto()  # a flag without a key of --config
@@ -68,11 +76,17 @@ class Note(Enum):
 
 @dataclass(frozen=True)
 class Groups:
-    """A configuration: a dataclass of groups of options, which are dataclasses with a docstring below each field."""
+    """A configuration: a dataclass of groups of options, which are dataclasses with a docstring
+    below each field.
+    """
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name, in the types of JSON and TOML."""
-        return {name: as_json(value) for group in vars(self).values() for name, value in vars(group).items()}
+        return {
+            name: as_json(value)
+            for group in vars(self).values()
+            for name, value in vars(group).items()
+        }
 
     def replace(self: AnyGroups, **options: Any) -> AnyGroups:
         """A copy with other values for some options, by flag name."""
@@ -84,7 +98,9 @@ class Groups:
 
 
 def as_json(value: Any) -> Any:
-    """Return an option's value in the types of JSON and TOML: of several values a list, of one the value, of none None."""
+    """Return an option's value in the types of JSON and TOML: of several values a list, of one the
+    value, of none None.
+    """
     if isinstance(value, tuple):
         return [*map(as_json, value)] if len(value) > 1 else as_json(value[0]) if value else None
     return str(value) if isinstance(value, Path) else value
@@ -98,16 +114,28 @@ def as_list(value: Any) -> list[Any]:
 @lru_cache
 def options_of(config: Any) -> dict[str, Option]:
     """Return the options of Config or EvaluationConfig by name, in the order of --help."""
-    return {option.name: option for group in get_type_hints(config).values() for option in read_options(group)}
+    return {
+        option.name: option
+        for group in get_type_hints(config).values()
+        for option in read_options(group)
+    }
 
 
 @lru_cache
 def read_options(group: Any) -> tuple[Option, ...]:
     """Return the options of a group."""
     hints = get_type_hints(group, include_extras=True)
-    helps = {text.arg_name: text.description or "" for text in docstring_parser.parse_from_object(group).params}
-    fields = [field for field in dataclasses.fields(group) if field.default is not dataclasses.MISSING]
-    return tuple(make_option(field.name, hints[field.name], field.default, helps[field.name]) for field in fields)
+    helps = {
+        text.arg_name: text.description or ""
+        for text in docstring_parser.parse_from_object(group).params
+    }
+    fields = [
+        field for field in dataclasses.fields(group) if field.default is not dataclasses.MISSING
+    ]
+    return tuple(
+        make_option(field.name, hints[field.name], field.default, helps[field.name])
+        for field in fields
+    )
 
 
 def names_with(config: type, note: Note | Resume) -> tuple[str, ...]:
@@ -116,7 +144,9 @@ def names_with(config: type, note: Note | Resume) -> tuple[str, ...]:
 
 
 def check_limits(config: type, values: Mapping[str, Any]) -> None:
-    """Raise InputError naming the first option whose value is out of its limits; None is a value not given."""
+    """Raise InputError naming the first option whose value is out of its limits; None is a value
+    not given.
+    """
     for name, option in options_of(config).items():
         for limit in option.of(Limit):
             if values.get(name) is not None and not limit.holds(values[name]):
@@ -124,11 +154,15 @@ def check_limits(config: type, values: Mapping[str, Any]) -> None:
 
 
 def inapplicable_options(config: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that a run of these options by name does not use, each with what to say of it."""
+    """Return the options that a run of these options by name does not use, each with what to say of
+    it.
+    """
     found: dict[str, str] = {}
     for name, option in options_of(config).items():
         for condition in option.of(When):
             if not condition.holds(values):
                 said = condition.otherwise
-                found.setdefault(name, said.format_map(values) if isinstance(said, str) else said(values))
+                found.setdefault(
+                    name, said.format_map(values) if isinstance(said, str) else said(values)
+                )
     return found

@@ -1,4 +1,6 @@
-"""Every option of a run, with its help and default, in the groups that --help shows: as parsed, and as resolved."""
+"""Every option of a run, with its help and default, in the groups that --help shows: as parsed, and
+as resolved.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +48,9 @@ def numbers_by_name(option: str, texts: Iterable[str]) -> dict[str, float]:
         try:
             number = float(value)
         except ValueError:
-            raise InputError(f"{option} must be NAME=VALUE with a number, got {text!r:.80}") from None
+            raise InputError(
+                f"{option} must be NAME=VALUE with a number, got {text!r:.80}"
+            ) from None
         if name in numbers:
             raise InputError(f"{option} must have each name once, got {name} twice")
         numbers[name] = number
@@ -60,11 +64,14 @@ class ObjectiveOptions:
     objective: Annotated[
         str,
         Note.MAY_NAME_CODE,
-        Aka("advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage scale_rewards"),
+        Aka(
+            "advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage scale_rewards"
+        ),
         Aka("verifree", value="verifree"),
     ] = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists them all),
-    FILE.py:FUNCTION, your own advantage, or the name of an installed one."""
+    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m
+    maxrl_fast.objectives` lists them all), FILE.py:FUNCTION, your own advantage, or the name of an
+    installed one."""
     options: Mapping[str, Any] = field(default_factory=dict)  # of its function, by name
 
     @property
@@ -78,21 +85,30 @@ class TaskOptions:
     """Where prompts come from. Only the options that the task uses are shown."""
 
     task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
-    """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of reasoning-gym; dataset, prompts
-    of --data scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS, your own task; or the name
-    of an installed one."""
+    """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of
+    reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is dataset
+    with this reward; FILE.py:CLASS, your own task; or the name of an installed one."""
     maze_size: Annotated[int, when.MAZE] = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: Annotated[int, when.CHAIN] = 64
     """States of the chain; the MaxPO paper has 1000."""
     gym_config: Annotated[str, when.GYM_TASK, Note.JSON] = ""
-    """Options of a data set of reasoning-gym as a JSON object, such as {"min_terms": 2, "max_terms": 2}."""
+    """Options of a data set of reasoning-gym as a JSON object, such as {"min_terms": 2,
+    "max_terms": 2}.
+    """
     task_args: Annotated[str, when.CUSTOM_TASK, Note.JSON] = ""
-    """Arguments of the class of your own task or an installed one as a JSON object, such as {"length": 6}."""
+    """Arguments of the class of your own task or an installed one as a JSON object, such as
+    {"length": 6}.
+    """
     data: Annotated[
-        Path | None, Default("none", "FILE"), when.DATASET, Aka("train_file train_files prompt_data train_data dataset_path")
+        Path | None,
+        Default("none", "FILE"),
+        when.DATASET,
+        Aka("train_file train_files prompt_data train_data dataset_path"),
     ] = None
-    """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments of the reward function."""
+    """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments
+    of the reward function.
+    """
     test_data: Annotated[
         Path | None,
         Default("none, a tenth of --data", "FILE"),
@@ -101,7 +117,10 @@ class TaskOptions:
     ] = None
     """JSON Lines or Parquet file of held-out prompts."""
     hub: Annotated[
-        str | None, Default("the task's", "NAME[:CONFIG]"), when.DATASET, Aka("dataset_name dataset dataset_config")
+        str | None,
+        Default("the task's", "NAME[:CONFIG]"),
+        when.DATASET,
+        Aka("dataset_name dataset dataset_config"),
     ] = None
     """Data set of the Hugging Face hub in place of --data; its train split is used."""
     prompt_key: Annotated[
@@ -111,18 +130,28 @@ class TaskOptions:
         Aka("input_key prompt_column prompt_field"),
     ] = None
     """Key of the prompt in a line."""
-    answer_key: Annotated[str | None, Default("answer"), when.WITH_ANSWERS, Aka("label_key answer_column")] = None
+    answer_key: Annotated[
+        str | None, Default("answer"), when.WITH_ANSWERS, Aka("label_key answer_column")
+    ] = None
     """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth."""
-    prompt_suffix: Annotated[str | None, Default("the papers' for gsm8k and math"), when.READS_TEXT] = None
+    prompt_suffix: Annotated[
+        str | None, Default("the papers' for gsm8k and math"), when.READS_TEXT
+    ] = None
     """Text added to prompts that are text."""
     plain_prompts: Annotated[bool, when.READS_TEXT] = False
-    """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat template."""
+    """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
+    template.
+    """
     max_prompt_tokens: Annotated[
-        Count, when.READS_TEXT, Aka("max_prompt_length prompt_max_len max_prompt_len rollout_max_prompt_len")
+        Count,
+        when.READS_TEXT,
+        Aka("max_prompt_length prompt_max_len max_prompt_len rollout_max_prompt_len"),
     ] = 1024
     """Longer prompts are left out."""
     allow_special_tokens: Annotated[bool, when.READS_TEXT] = False
-    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise they are refused."""
+    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise
+    they are refused.
+    """
 
 
 @dataclass(frozen=True)
@@ -139,36 +168,55 @@ class RewardOptions:
             "custom_rm_path reward_model_path rm_type reward_model_name_or_path",
         ),
     ] = ()
-    """Python functions(prompt, response, **columns) -> float that score responses, as rewards.py:length or package.module:f, in
-    processes of their own; hf:DIR, a reward model (a Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an
-    HTTP server with OpenAI's interface."""
-    reward_weights: Annotated[tuple[float, ...], Default("1 for each", "FLOAT ..."), when.WITH_REWARDS] = ()
+    """Python functions(prompt, response, **columns) -> float that score responses, as
+    rewards.py:length or package.module:f, in processes of their own; hf:DIR, a reward model (a
+    Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an HTTP server with
+    OpenAI's interface."""
+    reward_weights: Annotated[
+        tuple[float, ...], Default("1 for each", "FLOAT ..."), when.WITH_REWARDS
+    ] = ()
     """Weights of the functions in the reward, which is their weighted sum."""
     reward_threshold: Annotated[Finite | None, Default("none"), when.NOT_0_OR_1] = None
     """Rewards above this become 1, all others 0."""
-    reward_workers: Annotated[Count, when.IN_PROCESSES, Resume.FREE, Aka("num_workers reward_num_workers")] = 2
+    reward_workers: Annotated[
+        Count, when.IN_PROCESSES, Resume.FREE, Aka("num_workers reward_num_workers")
+    ] = 2
     """Number of processes that run each function."""
     reward_concurrency: Annotated[Count, when.IN_PROCESSES, Resume.FREE] = 16
-    """Calls of an async function that one process makes at a time; requests to a judge at a time."""
+    """Calls of an async function that one process makes at a time; requests to a judge at a
+    time.
+    """
     judge_template: Annotated[Path | None, Default("none", "FILE"), when.WITH_JUDGE] = None
-    """Text file of the question to the judge, with {prompt}, {response} and other columns in braces."""
-    judge_score: Annotated[str, Default("the last number behind the word score, or at the start", "REGEX"), when.WITH_JUDGE] = (
-        SCORE
-    )
+    """Text file of the question to the judge, with {prompt}, {response} and other columns in
+    braces.
+    """
+    judge_score: Annotated[
+        str,
+        Default("the last number behind the word score, or at the start", "REGEX"),
+        when.WITH_JUDGE,
+    ] = SCORE
     """The first group of the last match in the judge's reply is the score."""
     judge_rate: Annotated[NotNegative, Default("0, no limit"), when.WITH_JUDGE, Resume.FREE] = 0.0
     """Largest number of requests to the judge in a second; 0: no limit."""
     reward_seconds: Annotated[Positive, when.BY_FUNCTIONS, Resume.FREE] = 5.0
-    """Longest time of one call or request in seconds; a call that takes longer is killed and counts as failed."""
+    """Longest time of one call or request in seconds; a call that takes longer is killed and counts
+    as failed.
+    """
     reward_memory_gb: Annotated[Positive, when.IN_PROCESSES, Resume.FREE] = 2.0
     """Memory that one process may allocate after loading the function, in 1e9 bytes."""
-    reward_isolation: Annotated[Literal["process", "call"], when.IN_PROCESSES, Resume.FREE] = "process"
-    """process: a process makes calls until one fails; call: each call has a fresh process, which no other call can change."""
+    reward_isolation: Annotated[Literal["process", "call"], when.IN_PROCESSES, Resume.FREE] = (
+        "process"
+    )
+    """process: a process makes calls until one fails; call: each call has a fresh process, which no
+    other call can change.
+    """
     reward_env: Annotated[str, Default("none", "NAME,NAME"), when.IN_PROCESSES, Resume.FREE] = ""
-    """Environment variables that the function needs besides a short list without keys and tokens, such as OPENAI_API_KEY. The
-    first whose name ends with KEY or TOKEN is sent to a judge."""
+    """Environment variables that the function needs besides a short list without keys and tokens,
+    such as OPENAI_API_KEY. The first whose name ends with KEY or TOKEN is sent to a judge."""
     max_reward_error_rate: Annotated[UnitInterval, when.BY_FUNCTIONS, Resume.FREE] = 0.1
-    """Stop when more than this fraction of a step's rewards fails; failed ones are left out of their groups."""
+    """Stop when more than this fraction of a step's rewards fails; failed ones are left out of
+    their groups.
+    """
 
 
 @dataclass(frozen=True)
@@ -180,12 +228,15 @@ class ShapingOptions:
         Aka("srt ttrl majority_vote self_reward", value="vote"),
         Aka("rlpr probability_reward", value="rlpr"),
     ] = "given"
-    """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most responses to the prompt
-    give, 0 for others, without any label (SRT, TTRL); logprob: the policy's log-prob of the reference answer, given the
-    response's reasoning; mean_logprob: its mean over the answer's tokens; rlpr: the reward of RLPR."""
-    overlong_buffer: Annotated[CountOrZero, Aka("overlong_buffer_len overlong_buffer_cfg soft_punish_cache")] = 0
-    """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens, this many, the more the
-    longer they are; 0: none."""
+    """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most
+    responses to the prompt give, 0 for others, without any label (SRT, TTRL); logprob: the policy's
+    log-prob of the reference answer, given the response's reasoning; mean_logprob: its mean over
+    the answer's tokens; rlpr: the reward of RLPR."""
+    overlong_buffer: Annotated[
+        CountOrZero, Aka("overlong_buffer_len overlong_buffer_cfg soft_punish_cache")
+    ] = 0
+    """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens,
+    this many, the more the longer they are; 0: none."""
     overlong_penalty: Annotated[Positive, when.WITH_BUFFER, Aka("overlong_penalty_factor")] = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
 
@@ -194,8 +245,12 @@ class ShapingOptions:
 class RolloutOptions:
     """How responses are sampled."""
 
-    rollout: Annotated[str, Note.MAY_NAME_CODE, Aka("use_vllm vllm vllm_mode vllm_num_engines", value="vllm")] = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of an installed one."""
+    rollout: Annotated[
+        str, Note.MAY_NAME_CODE, Aka("use_vllm vllm vllm_mode vllm_num_engines", value="vllm")
+    ] = "native"
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of
+    an installed one.
+    """
     vllm_tensor_parallel: Annotated[
         Count,
         when.VLLM,
@@ -212,7 +267,9 @@ class RolloutOptions:
         Resume.FREE,
         Aka("vllm_server_base_url vllm_server_host"),
     ] = None
-    """Address of a vLLM server that samples, such as http://127.0.0.1:8000; it must see this machine's TMPDIR."""
+    """Address of a vLLM server that samples, such as http://127.0.0.1:8000; it must see this
+    machine's TMPDIR.
+    """
     prompts: Annotated[
         Count,
         Aka(
@@ -230,7 +287,9 @@ class RolloutOptions:
     ] = 16
     """Rollouts per prompt (N)."""
     dynamic_sampling: Annotated[CountOrZero, Aka("dynamic_filtering filter_groups")] = 0
-    """Sample up to this many batches of prompts a step, to replace groups whose rewards are all equal (DAPO); 0: one batch."""
+    """Sample up to this many batches of prompts a step, to replace groups whose rewards are all
+    equal (DAPO); 0: one batch.
+    """
     max_new_tokens: Annotated[
         Count,
         Default("the task's; 32 for 9x9 mazes"),
@@ -243,7 +302,9 @@ class RolloutOptions:
     temperature: Annotated[Positive, Aka("rollout_temperature sampling_temperature")] = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
-    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the probability; 1: from all."""
+    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
+    probability; 1: from all.
+    """
     kv_cache_gb: Annotated[
         Positive | None,
         Default("an eighth of the memory, a quarter of a GPU's"),
@@ -252,8 +313,8 @@ class RolloutOptions:
         LessMemory("a lower {}", "start", "rollout"),
         Aka("vllm_gpu_memory_utilization gpu_memory_utilization"),
     ] = None
-    """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do not fit
-    wait for others to end."""
+    """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding
+    step; samples that do not fit wait for others to end."""
     correction: Annotated[
         CorrectionName,
         Default("none with native or the objective's own loss, else tis"),
@@ -264,8 +325,9 @@ class RolloutOptions:
         ),
         Aka("off_policy_mask_threshold use_opsm opsm_delta", value="sequence_mask"),
     ] = WORKED_OUT
-    """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis, tis_sequence, icepop, mis or
-    sequence_mask (`python -m maxrl_fast.objectives` has their formulas)."""
+    """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis,
+    tis_sequence, icepop, mis or sequence_mask (`python -m maxrl_fast.objectives` has their
+    formulas)."""
     importance_cap: Annotated[
         NotNegative | None,
         Default("2 for tis and tis_sequence"),
@@ -276,8 +338,8 @@ class RolloutOptions:
             "importance_sampling_cap rollout_is_threshold",
         ),
     ] = None
-    """Largest importance weight, of a token for tis and of a response for tis_sequence; without --correction it asks for tis,
-    and 0 for none."""
+    """Largest importance weight, of a token for tis and of a response for tis_sequence; without
+    --correction it asks for tis, and 0 for none."""
     correction_options: Annotated[
         tuple[str, ...],
         Default("the correction's own", "NAME=VALUE ...", when.numbers_of_correction),
@@ -288,7 +350,9 @@ class RolloutOptions:
     """Numbers of the correction: low and high of icepop and mis, delta of sequence_mask."""
 
     def samples_of_engine(self, processes: int) -> int:
-        """Return the most samples of a step that one rollout engine is given, with this many processes."""
+        """Return the most samples of a step that one rollout engine is given, with this many
+        processes.
+        """
         return -(-self.prompts // processes) * self.vllm_tensor_parallel * self.rollouts
 
     def correction_numbers(self) -> dict[str, float]:
@@ -300,14 +364,20 @@ class RolloutOptions:
 class WarmStartOptions:
     """Supervised learning on solutions, before reinforcement learning."""
 
-    sft_data: Annotated[Path | None, Default("none, the task's solutions", "FILE"), when.DATASET] = None
-    """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a response; or messages, of which
-    the last is the assistant's."""
-    sft_steps: Annotated[CountOrZero, Default("100; with --sft-data an epoch; with --model alone 0")] = WORKED_OUT
+    sft_data: Annotated[
+        Path | None, Default("none, the task's solutions", "FILE"), when.DATASET
+    ] = None
+    """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a
+    response; or messages, of which the last is the assistant's."""
+    sft_steps: Annotated[
+        CountOrZero, Default("100; with --sft-data an epoch; with --model alone 0")
+    ] = WORKED_OUT
     """Number of steps of supervised learning; 0: none."""
     sft_batch: Count = 32
     """Solutions per step."""
-    sft_lr: Annotated[Positive, Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = WORKED_OUT
+    sft_lr: Annotated[Positive, Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = (
+        WORKED_OUT
+    )
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
     sft_beta2: Annotated[BelowOne, Default("--beta2"), Note.SELDOM] = WORKED_OUT
     """AdamW's decay of the second moment in the warm start."""
@@ -331,21 +401,31 @@ class OptimizerOptions:
         Aka("learning_rate actor_learning_rate optim_lr"),
     ] = WORKED_OUT
     """Peak learning rate."""
-    lr_schedule: Annotated[Literal["constant", "cosine"], Aka("lr_scheduler_type lr_scheduler lr_decay_style scheduler")] = (
-        "cosine"
-    )
+    lr_schedule: Annotated[
+        Literal["constant", "cosine"],
+        Aka("lr_scheduler_type lr_scheduler lr_decay_style scheduler"),
+    ] = "cosine"
     """Learning rate after the warm-up: constant, or a cosine to a tenth of the peak."""
     warmup_steps: Annotated[
-        CountOrZero, Aka("warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup num_warmup_steps")
+        CountOrZero,
+        Aka(
+            "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup num_warmup_steps"
+        ),
     ] = 25
-    """Steps of linear warm-up, while the second moments settle: with few, an early large gradient undoes the warm start."""
-    updates_per_step: Annotated[Count, Aka("ppo_mini_batch_size mini_batch_size steps_per_generation")] = 1
+    """Steps of linear warm-up, while the second moments settle: with few, an early large gradient
+    undoes the warm start.
+    """
+    updates_per_step: Annotated[
+        Count, Aka("ppo_mini_batch_size mini_batch_size steps_per_generation")
+    ] = 1
     """Optimizer updates from each batch of rollouts, each on an equal share of its prompts."""
     weight_decay: Annotated[NotNegative, Aka("l2 adam_weight_decay")] = 0.01
     """Decoupled weight decay, on matrices only."""
     beta2: Annotated[BelowOne, Aka("adam_beta2 adam_betas")] = 0.99
     """AdamW's decay of the second moment."""
-    clip_grad: Annotated[Positive, Aka("max_grad_norm grad_clip max_norm gradient_clipping grad_norm")] = 0.1
+    clip_grad: Annotated[
+        Positive, Aka("max_grad_norm grad_clip max_norm gradient_clipping grad_norm")
+    ] = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: Annotated[
         Count,
@@ -356,14 +436,18 @@ class OptimizerOptions:
             "ppo_max_token_len_per_gpu micro_batch_size ppo_micro_batch_size",
         ),
     ] = 4096
-    """Token limit, prompts counted once, of one forward and backward pass; gradients of several passes add up."""
+    """Token limit, prompts counted once, of one forward and backward pass; gradients of several
+    passes add up.
+    """
     checkpoint_activations: Annotated[
         bool,
         Resume.ROUNDING,
         LessMemory("{}", "update"),
         Aka("gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),
     ] = False
-    """Keep only each layer's input for the backward pass and recompute the layer there: less memory, a third more work."""
+    """Keep only each layer's input for the backward pass and recompute the layer there: less
+    memory, a third more work.
+    """
 
 
 @dataclass(frozen=True)
@@ -378,9 +462,10 @@ class LossOptions:
         Aka("policy_loss_type loss_fn policy_loss loss_mode"),
         Aka("importance_sampling_level", value="gspo"),
     ] = WORKED_OUT
-    """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m maxrl_fast.objectives` lists them all),
-    an installed loss, or FILE.py:FUNCTION. With one update per step the ratio is 1, and the built-in losses have the same
-    gradient, except for the tokens that clip_cov, lp_reg and simko treat differently."""
+    """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m
+    maxrl_fast.objectives` lists them all), an installed loss, or FILE.py:FUNCTION. With one update
+    per step the ratio is 1, and the built-in losses have the same gradient, except for the tokens
+    that clip_cov, lp_reg and simko treat differently."""
     loss_options: Annotated[
         tuple[str, ...],
         Default("the loss's own", "NAME=VALUE ...", when.numbers_of_loss),
@@ -391,7 +476,9 @@ class LossOptions:
             "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
         ),
     ] = ()
-    """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives` lists them."""
+    """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives`
+    lists them.
+    """
     clip_low: Annotated[
         BelowOne,
         when.TAKES_CLIPS,
@@ -401,7 +488,9 @@ class LossOptions:
         ),
     ] = 0.2
     """The ratio is clipped below 1 - clip_low, in ppo, cispo, gspo, luspo, clip_cov and simko."""
-    clip_high: Annotated[NotNegative, when.TAKES_CLIPS, Aka("epsilon_high clip_ratio_high eps_clip_high")] = 0.2
+    clip_high: Annotated[
+        NotNegative, when.TAKES_CLIPS, Aka("epsilon_high clip_ratio_high eps_clip_high")
+    ] = 0.2
     """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     aggregation: Annotated[
         Aggregation,
@@ -410,19 +499,31 @@ class LossOptions:
         Note.FOLLOWS_LOSS,
         Aka("loss_type loss_agg_mode loss_reduction"),
     ] = WORKED_OUT
-    """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo), seq_mean_token_sum
-    (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant (dr_grpo)."""
+    """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo),
+    seq_mean_token_sum (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant
+    (dr_grpo)."""
     top_entropy: Annotated[Share, Aka("top_entropy_quantile entropy_top_ratio")] = 1.0
-    """Share of an update's tokens, those with the highest entropies, that have a policy gradient (0.2 in the 80/20 paper);
-    costs one more forward pass. The others still count in the average. 1: all."""
-    entropy_coef: Annotated[NotNegative, Aka("entropy_coeff entropy_loss_coef entropy_bonus ent_coef")] = 0.0
+    """Share of an update's tokens, those with the highest entropies, that have a policy gradient
+    (0.2 in the 80/20 paper); costs one more forward pass. The others still count in the average. 1:
+    all."""
+    entropy_coef: Annotated[
+        NotNegative, Aka("entropy_coeff entropy_loss_coef entropy_bonus ent_coef")
+    ] = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: Annotated[NotNegative, Note.SELDOM] = 0.0
-    """Coefficient of SIREN's term, per nat squared: the squared distance of the entropy from its value at the start, over the
-    tokens with high entropy and their likely continuations alone (0.005 in the paper); 0: none."""
-    kl_coef: Annotated[NotNegative, Aka("beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef")] = 0.0
-    """Coefficient of the divergence from the reference policy, the policy when reinforcement learning begins, per nat."""
-    kl: Annotated[Literal["k1", "k2", "k3", "k3+"], when.WITH_KL, Aka("kl_loss_type kl_estimator kl_penalty")] = "k3"
+    """Coefficient of SIREN's term, per nat squared: the squared distance of the entropy from its
+    value at the start, over the tokens with high entropy and their likely continuations alone
+    (0.005 in the paper); 0: none."""
+    kl_coef: Annotated[
+        NotNegative,
+        Aka("beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef"),
+    ] = 0.0
+    """Coefficient of the divergence from the reference policy, the policy when reinforcement
+    learning begins, per nat.
+    """
+    kl: Annotated[
+        Literal["k1", "k2", "k3", "k3+"], when.WITH_KL, Aka("kl_loss_type kl_estimator kl_penalty")
+    ] = "k3"
     """Estimator of the divergence from the reference policy."""
 
     def own_numbers(self) -> dict[str, float]:
@@ -432,19 +533,25 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that transformers has."""
+    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that
+    transformers has.
+    """
 
     model: Annotated[
         str | None,
         Default("none, a new model", "MODEL"),
         Aka(
-            "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model base_model model_id", "tokenizer"
+            "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model base_model model_id",
+            "tokenizer",
         ),
     ] = None
-    """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub. The sizes
-    below are then its own."""
-    model_backend: Annotated[Literal["auto", "native", "transformers"], when.WITH_MODEL, Resume.POLICY] = "auto"
-    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers (docs/models.md lists which), or
+    """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or
+    hf://ORG/NAME@REVISION of the hub. The sizes below are then its own."""
+    model_backend: Annotated[
+        Literal["auto", "native", "transformers"], when.WITH_MODEL, Resume.POLICY
+    ] = "auto"
+    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers
+    (docs/models.md lists which), or
     auto: native where it has the model."""
     hidden_size: Annotated[Count, Resume.POLICY] = 128
     """Size of the hidden states."""
@@ -457,19 +564,27 @@ class ModelOptions:
     kv_heads: Annotated[Count, Resume.POLICY] = 4
     """Number of key/value heads."""
     rope_theta: Annotated[Positive, Resume.POLICY, Note.SELDOM] = 100.0
-    """Base of the rotary embedding. Short prompts are learned faster with a small base; the MaxRL paper has 1e6."""
-    lora_rank: Annotated[CountOrZero, Resume.POLICY, LessMemory("{}", "update"), Aka("lora_r use_peft r peft")] = 0
-    """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the checkpoints; 0: off."""
+    """Base of the rotary embedding. Short prompts are learned faster with a small base; the MaxRL
+    paper has 1e6.
+    """
+    lora_rank: Annotated[
+        CountOrZero, Resume.POLICY, LessMemory("{}", "update"), Aka("lora_r use_peft r peft")
+    ] = 0
+    """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the
+    checkpoints; 0: off.
+    """
     lora_alpha: Annotated[Positive, when.WITH_LORA] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: Annotated[str, when.WITH_LORA, Resume.POLICY, Aka("lora_target_modules target_modules")] = (
-        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-    )
+    lora_targets: Annotated[
+        str, when.WITH_LORA, Resume.POLICY, Aka("lora_target_modules target_modules")
+    ] = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     """Linear layers that get adapters."""
 
     @property
     def directory(self) -> Path | None:
-        """The directory of --model, with a configuration and a tokenizer; weights of the hub are downloaded when needed."""
+        """The directory of --model, with a configuration and a tokenizer; weights of the hub are
+        downloaded when needed.
+        """
         return None if self.model is None else directory_of(self.model)
 
 
@@ -478,21 +593,28 @@ class EvaluationOptions:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: Annotated[
-        CountOrZero, Resume.FREE, Aka("eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq")
+        CountOrZero,
+        Resume.FREE,
+        Aka("eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq"),
     ] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
-    eval_prompts: Annotated[Count, Default("256, or all that are held out"), Aka("limit num_eval_prompts max_eval_samples")] = (
-        WORKED_OUT
-    )
+    eval_prompts: Annotated[
+        Count,
+        Default("256, or all that are held out"),
+        Aka("limit num_eval_prompts max_eval_samples"),
+    ] = WORKED_OUT
     """Number of held-out prompts."""
-    eval_samples: Annotated[Count, Aka("n_samples_per_eval_prompt eval_num_samples num_generations_eval")] = 16
+    eval_samples: Annotated[
+        Count, Aka("n_samples_per_eval_prompt eval_num_samples num_generations_eval")
+    ] = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: Annotated[CountOrZero, Resume.FREE] = 0
-    """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its own gradient, which cost a second
-    backward pass; 0: none."""
+    """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its own
+    gradient, which cost a second backward pass; 0: none."""
     keep_rollouts: Annotated[CountOrZero, Resume.FREE, Note.SELDOM] = 8
-    """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages: whole groups as far as this
-    number goes, and many of the same prompts in each epoch of a data set; 0: none."""
+    """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages:
+    whole groups as far as this number goes, and many of the same prompts in each epoch of a data
+    set; 0: none."""
     log_to: Annotated[
         Literal["wandb", "trackio"] | None,
         Default("none"),
@@ -525,47 +647,68 @@ class RunOptions:
         Note.NOT_IN_A_FILE,
         Aka("resume_from_checkpoint resume_from_path load_checkpoint resume_mode resume_from load"),
     ] = None
-    """Resume the run in this folder from its newest undamaged checkpoint, with its own options unless others are given; auto:
-    the run in --out, or a new one if there is none yet, so that the same command starts a run and restarts it."""
+    """Resume the run in this folder from its newest undamaged checkpoint, with its own options
+    unless others are given; auto: the run in --out, or a new one if there is none yet, so that the
+    same command starts a run and restarts it."""
     allow_changes: Annotated[bool, when.RESUMES, Resume.START] = False
     """Resume even if other options or files than the run's change what is computed."""
     config: Annotated[Path | None, Default("none", "FILE"), Resume.START, Note.NOT_IN_A_FILE] = None
-    """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides the file."""
+    """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides
+    the file.
+    """
     seed: Annotated[Seed, Aka("data_seed random_seed")] = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Resume.ROUNDING, Aka("use_cpu no_cuda")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Resume.ROUNDING, Aka("use_cpu no_cuda")] = (
+        "auto"
+    )
     """Device to compute on."""
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Aka("torch_dtype precision mixed_precision"), Aka("bf16", value="bfloat16")
+        Literal["auto", "float32", "bfloat16"],
+        Aka("torch_dtype precision mixed_precision"),
+        Aka("bf16", value="bfloat16"),
     ] = "auto"
-    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and moments are always
-    float32."""
+    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and
+    moments are always float32."""
     compile: Annotated[bool, Resume.ROUNDING, Aka("torch_compile use_torch_compile")] = False
-    """Fuse each layer's operations before and after attention by torch.compile, in training and in PyTorch's decoding. The
-    first steps take longer."""
+    """Fuse each layer's operations before and after attention by torch.compile, in training and in
+    PyTorch's decoding. The first steps take longer."""
     sharding: Annotated[
         Literal["auto", "none", "full"],
         Resume.ROUNDING,
         LessMemory("{} full on more GPUs", "rollout", "update"),
         Aka("fsdp deepspeed zero_stage fsdp_config", value="full"),
     ] = "auto"
-    """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a part on each), or auto: full
-    where the training state would take more than half of a GPU's memory."""
+    """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a
+    part on each), or auto: full where the training state would take more than half of a GPU's
+    memory."""
     threads: Annotated[
-        Count, Default("those this process may use"), Resume.ROUNDING, Aka("num_threads n_threads cpu_threads")
+        Count,
+        Default("those this process may use"),
+        Resume.ROUNDING,
+        Aka("num_threads n_threads cpu_threads"),
     ] = WORKED_OUT
     """Number of CPU threads."""
-    save_every: Annotated[CountOrZero, Resume.FREE, Aka("save_steps save_freq save_interval save_strategy")] = 50
+    save_every: Annotated[
+        CountOrZero, Resume.FREE, Aka("save_steps save_freq save_interval save_strategy")
+    ] = 50
     """Steps between checkpoints; 0: only after the warm start, at the end, and when stopped."""
     keep_checkpoints: Annotated[
-        CountOrZero, Resume.FREE, Aka("save_total_limit max_ckpt_num max_actor_ckpt_to_keep"), Note.SELDOM
+        CountOrZero,
+        Resume.FREE,
+        Aka("save_total_limit max_ckpt_num max_actor_ckpt_to_keep"),
+        Note.SELDOM,
     ] = 3
     """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
     stall_limit: Annotated[Positive, Resume.FREE, Note.SELDOM] = 1800.0
-    """Seconds that a stage of a step may take without progress; then the run prints the stacks of its processes and ends."""
-    dry_run: Annotated[str | None, Note.OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")] = None
-    """Print the resolved configuration with estimates of memory and work, and stop. Without a value they are for this machine
-    and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes) each, which this machine need not have."""
+    """Seconds that a stage of a step may take without progress; then the run prints the stacks of
+    its processes and ends.
+    """
+    dry_run: Annotated[
+        str | None, Note.OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")
+    ] = None
+    """Print the resolved configuration with estimates of memory and work, and stop. Without a value
+    they are for this machine and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes)
+    each, which this machine need not have."""
 
 
 @dataclass(frozen=True)
@@ -592,9 +735,16 @@ class Config(Groups):
     run: RunOptions = RunOptions()
 
     def flat(self) -> dict[str, Any]:
-        """All options by flag name, in the types of JSON and TOML; None for those that other objectives have."""
+        """All options by flag name, in the types of JSON and TOML; None for those that other
+        objectives have.
+        """
         flat = super().flat()
-        return {"objective": flat.pop("objective"), **dict.fromkeys(objective_table()), **flat.pop("options"), **flat}
+        return {
+            "objective": flat.pop("objective"),
+            **dict.fromkeys(objective_table()),
+            **flat.pop("options"),
+            **flat,
+        }
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name."""
@@ -611,7 +761,9 @@ class ResolvedConfig(Config):
 
 @lru_cache
 def objective_table() -> dict[str, dict[str, Option]]:
-    """Return the options of all built-in objectives by name, each by the objectives that have it."""
+    """Return the options of all built-in objectives by name, each by the objectives that have
+    it.
+    """
     table: dict[str, dict[str, Option]] = {}
     for objective in OBJECTIVES:
         for name, option in objective_options(objective).items():
@@ -628,5 +780,7 @@ def options_with(objective: str) -> dict[str, Option]:
         InputError: where there is no such objective, or a custom one cannot be loaded.
     """
     own, others = objective_options(objective), options_of(Config)
-    ordered = [name for name in objective_table() if name in own] + [name for name in own if name not in objective_table()]
+    ordered = [name for name in objective_table() if name in own] + [
+        name for name in own if name not in objective_table()
+    ]
     return {"objective": others["objective"], **{name: own[name] for name in ordered}, **others}

@@ -1,4 +1,6 @@
-"""From a checked configuration and its task to the resolved one, in which every default is worked out."""
+"""From a checked configuration and its task to the resolved one, in which every default is worked
+out.
+"""
 
 import itertools
 import math
@@ -38,19 +40,25 @@ def resolve(
     """Return the checked configuration with every default worked out.
 
     Args:
-        has_gpus: it is for another machine, with GPUs that compute in bfloat16.
-        warn: is called with a sentence if the policy has too few positions for the task's responses, which then end earlier.
+        has_gpus: it is for another machine, with GPUs that compute in bfloat16. warn: is called
+        with a sentence if the policy has too few positions for the task's responses, which then end
+        earlier.
 
     Raises:
-        InputError: where the device is absent, --out holds something, there are more processes than prompts, or the policy has
+        InputError: where the device is absent, --out holds something, there are more processes than
+        prompts, or the policy has
             too few positions.
     """
     ranks = ranks or Ranks()
     if config.rollout.prompts < ranks.size:
-        raise InputError(f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}")
+        raise InputError(
+            f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}"
+        )
     if ranks.size % config.rollout.vllm_tensor_parallel:
         number = config.rollout.vllm_tensor_parallel
-        raise InputError(f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}")
+        raise InputError(
+            f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}"
+        )
     config = config.replace(**_absolute(config))
     objective, correction = objective_of(config), correction_name(config)
     loss = config.loss.loss or objective.loss
@@ -70,9 +78,13 @@ def resolve(
         "sft_beta2": beta2 if sft_beta2 is None else sft_beta2,
         "lr": config.optimizer.lr or lr,
         "loss": loss,
-        "aggregation": config.loss.aggregation or loss_of(loss).aggregation or objective.aggregation,
+        "aggregation": config.loss.aggregation
+        or loss_of(loss).aggregation
+        or objective.aggregation,
         "model_backend": _backend(config),
-        "eval_prompts": num_held_out(config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts"),
+        "eval_prompts": num_held_out(
+            config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts"
+        ),
         **_run(config, ranks, has_gpus),
     }
     return ResolvedConfig(**vars(config.replace(**worked_out)))
@@ -82,7 +94,8 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
     directory, wanted = config.model.directory, config.model.model_backend
     if wanted != "auto":
         return wanted
-    if directory is None or not (directory / "config.json").exists():  # a run that resumes has its own checkpoint
+    # a run that resumes has its own checkpoint
+    if directory is None or not (directory / "config.json").exists():
         return "native"
     return "transformers" if backend_of(directory) == "transformers" else "native"
 
@@ -90,21 +103,30 @@ def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
 def _response_limit(config: Config, task: Task, warn: Callable[[str], None]) -> int:
     # A run that resumes has its own checkpoint and response limit.
     directory = None if config.run.resume is not None else config.model.directory
-    limit, buffer = response_limit(config.rollout.max_new_tokens, task, directory, warn), config.shaping.overlong_buffer
+    limit, buffer = (
+        response_limit(config.rollout.max_new_tokens, task, directory, warn),
+        config.shaping.overlong_buffer,
+    )
     if buffer > limit:
-        raise InputError(f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}")
+        raise InputError(
+            f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}"
+        )
     return limit
 
 
-def response_limit(wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]) -> int:
-    """Return the response limit in tokens: --max-new-tokens, or the task's, or what the policy's positions leave of it.
+def response_limit(
+    wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
+) -> int:
+    """Return the response limit in tokens: --max-new-tokens, or the task's, or what the policy's
+    positions leave of it.
 
     Args:
         directory: the policy's checkpoint; None: a new policy, which has enough positions.
         warn: is called with a sentence if it is less than the task's.
 
     Raises:
-        InputError: if the positions are too few for the longest prompt, or for it with --max-new-tokens; it names the option.
+        InputError: if the positions are too few for the longest prompt, or for it with
+        --max-new-tokens; it names the option.
     """
     limit = wanted or task.max_new_tokens
     if directory is None:
@@ -139,16 +161,19 @@ def _sft_steps(config: Config, task: Task) -> int:
         steps = 100 if config.model.model is None and task.has_demonstrations else 0
     if steps and not task.has_demonstrations:
         advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
-        raise InputError(f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got {steps}")
+        raise InputError(
+            f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got {steps}"
+        )
     return steps
 
 
 def default_rates(model: ModelOptions) -> tuple[float, float]:
     """Return the default learning rates of the warm start and of reinforcement learning.
 
-    A new policy is trained as the tests of the mazes found. A checkpoint is fine-tuned at the rate of the publications
-    (1e-6: DAPO, PACS, and MaxRL on POLARIS), and adapters at ten times that ("LoRA Without Regret", Schulman et al. 2025). The
-    critic of ppo learns by regression, at the rate of the warm start: 1e-5 for a checkpoint, as in verl.
+    A new policy is trained as the tests of the mazes found. A checkpoint is fine-tuned at the rate
+    of the publications (1e-6: DAPO, PACS, and MaxRL on POLARIS), and adapters at ten times that
+    ("LoRA Without Regret", Schulman et al. 2025). The critic of ppo learns by regression, at the
+    rate of the warm start: 1e-5 for a checkpoint, as in verl.
     """
     if model.model is None:
         return 2e-3, 3e-4
@@ -164,14 +189,21 @@ def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
     available = available or 2**63  # None: as many as asked for
     number = wanted or min(256, available)
     if number > available:
-        raise InputError(f"{name} must be at most the {available} prompts that are held out, got {number}")
+        raise InputError(
+            f"{name} must be at most the {available} prompts that are held out, got {number}"
+        )
     return number
 
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options = config.run
-    out = options.resume or options.out or _new_folder(f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if ranks.is_first and options.resume is None:  # it alone writes; the others may come after it has begun
+    out = (
+        options.resume
+        or options.out
+        or _new_folder(f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    )
+    # it alone writes; the others may come after it has begun
+    if ranks.is_first and options.resume is None:
         _refuse_used(out)
     if has_gpus and options.device == "cpu":
         raise InputError(f"--dry-run {options.dry_run} is for GPUs, got --device cpu")
@@ -198,7 +230,9 @@ def resolve_place(device: str, dtype: str) -> tuple[str, str]:
 
 
 def _absolute(config: Config) -> dict[str, Any]:
-    """Return the files that a run reads again when it is resumed, perhaps from another folder, by absolute path."""
+    """Return the files that a run reads again when it is resumed, perhaps from another folder, by
+    absolute path.
+    """
     resolved: dict[str, Any] = {}
     values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
     for name, option in options_of(Config).items():
@@ -224,11 +258,15 @@ def absolute_function(name: str) -> str:
 def _refuse_used(out: Path) -> None:
     left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
     try:
-        is_free = not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill)
+        is_free = not out.exists() or (
+            out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill
+        )
         is_free = is_free or (ended_before_first_step(out) and not is_locked(out))
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:
         what = "another run" if (out / "config.json").exists() else "something else"
         resume = f"; --resume {out} resumes it" if (out / "config.json").exists() else ""
-        raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}{resume}")
+        raise InputError(
+            f"--out must be a new or empty folder, got {out}, which holds {what}{resume}"
+        )

@@ -1,4 +1,6 @@
-"""What the folder of a run holds, before it is resumed: its checkpoints, and whether it may be started again."""
+"""What the folder of a run holds, before it is resumed: its checkpoints, and whether it may be
+started again.
+"""
 
 import json
 from pathlib import Path
@@ -16,20 +18,26 @@ def checkpoints_of(out: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first, whole or damaged."""
     folder = out / "checkpoints"
     names = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
-    return sorted((path for path in names if path.name.rpartition("-")[2].isdecimal()), key=checkpoint_order)
+    return sorted(
+        (path for path in names if path.name.rpartition("-")[2].isdecimal()), key=checkpoint_order
+    )
 
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
-    """Return whether the run in this folder ended before its first step, so that the same command may begin it again.
+    """Return whether the run in this folder ended before its first step, so that the same command
+    may begin it again.
 
-    A run that was stopped within its warm start is not such a one: its checkpoint is resumed. Neither is one that has a
-    checkpoint, perhaps of a long warm start, and options that compute something else than the options `now`, where they are
+    A run that was stopped within its warm start is not such a one: its checkpoint is resumed.
+    Neither is one that has a checkpoint, perhaps of a long warm start, and options that compute
+    something else than the options `now`, where they are
     given: the command is another.
     """
     found = [path.name for path in checkpoints_of(out)]
     try:
         options = json.loads((out / "config.json").read_text())
-        has_steps = isinstance(options, dict) and options.get("steps", 0) > 0 and "objective" in options
+        has_steps = (
+            isinstance(options, dict) and options.get("steps", 0) > 0 and "objective" in options
+        )
         log = out / "metrics.jsonl"
         has_begun = log.exists() and log.stat().st_size > 0
         changed = changes(options, now) if found and now is not None else None

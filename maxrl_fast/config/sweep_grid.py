@@ -25,7 +25,9 @@ class Run:
 
 
 def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of every option by name. Raises InputError on unknown or repeated options."""
+    """Return the values of every option by name. Raises InputError on unknown or repeated
+    options.
+    """
     options: dict[str, list[str]] = {}
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -44,15 +46,23 @@ def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _words(flag: str, values: list[str]) -> list[str]:
-    """Return the words of an option in a command; a value like "-- think" would be an option as a separate word."""
-    return [f"{flag}={values[0]}"] if len(values) == 1 and values[0].startswith("-") else [flag, *values]
+    """Return the words of an option in a command; a value like "-- think" would be an option as a
+    separate word.
+    """
+    return (
+        [f"{flag}={values[0]}"]
+        if len(values) == 1 and values[0].startswith("-")
+        else [flag, *values]
+    )
 
 
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
-    """Return the runs of all combinations of values, the seeds of one combination one after another.
+    """Return the runs of all combinations of values, the seeds of one combination one after
+    another.
 
     Raises:
-        InputError: where the options of a run are wrong, naming the run, or two would share a folder.
+        InputError: where the options of a run are wrong, naming the run, or two would share a
+        folder.
     """
     several = {option.name for option in OPTIONS.values() if option.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
@@ -60,7 +70,11 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     runs: dict[Path, Run] = {}
     for values in itertools.product(*(options[name] for name in sides)):
         chosen = options | {name: [value] for name, value in zip(sides, values, strict=True)}
-        arguments = [word for name, texts in chosen.items() for word in _words(f"--{name.replace('_', '-')}", texts)]
+        arguments = [
+            word
+            for name, texts in chosen.items()
+            for word in _words(f"--{name.replace('_', '-')}", texts)
+        ]
         try:
             config = parse(arguments)
             check(config)
@@ -76,7 +90,18 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         group = "_".join(re.sub(r"[^\w.+-]+", "-", part) for part in parts)
         folder = out / f"{group}_seed-{config.run.seed}"
         if folder in runs:
-            raise InputError(f"the folder {folder} is of two runs of the grid: give every value once, under its own name")
-        command = [sys.executable, "-m", "maxrl_fast.train", *arguments, "--out", str(folder), "--resume", "auto"]
+            raise InputError(
+                f"the folder {folder} is of two runs of the grid: give every value once, under its own name"
+            )
+        command = [
+            sys.executable,
+            "-m",
+            "maxrl_fast.train",
+            *arguments,
+            "--out",
+            str(folder),
+            "--resume",
+            "auto",
+        ]
         runs[folder] = Run(group, folder, command, config)
     return list(runs.values())

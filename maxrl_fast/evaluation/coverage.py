@@ -1,7 +1,8 @@
-"""Unbiased estimates of pass@k, max@k and maj@k from n samples per prompt, with bootstrap intervals.
+"""Unbiased estimates of pass@k, max@k and maj@k from n samples per prompt, with bootstrap
+intervals.
 
-Shapes: P prompts, n samples each, c of them correct. Every estimate of a prompt is a mean over size-k subsets of its samples,
-drawn without replacement, in float64.
+Shapes: P prompts, n samples each, c of them correct. Every estimate of a prompt is a mean over
+size-k subsets of its samples, drawn without replacement, in float64.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.estimators.tables import subset_ratios
 
-NUM_DRAWS = 500  # subsets for maj@k: the standard error of a prompt's estimate is at most 0.5 / sqrt(500) = 0.022
+# subsets for maj@k: the standard error of a prompt's estimate is at most 0.5 / sqrt(500) = 0.022
+NUM_DRAWS = 500
 ROUNDING = 1e-12  # two estimates of the same number may differ by this much
 RESAMPLED = 1 << 24  # largest number of prompts that the bootstrap draws at once: 128 MB
 
@@ -24,7 +26,9 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def _ratios_of_wrong(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the probability [..., k] that the i-th draw is wrong, given that all earlier draws were wrong."""
+    """Return the probability [..., k] that the i-th draw is wrong, given that all earlier draws
+    were wrong.
+    """
     _check_k("pass", num_samples, k)
     wrong = (num_samples - num_correct).double()[..., None]
     i = torch.arange(k, dtype=torch.float64, device=num_correct.device)
@@ -32,9 +36,11 @@ def _ratios_of_wrong(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
 
 
 def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al. 2021, eq. 1).
+    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al.
+    2021, eq. 1).
 
-    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither overflows nor underflows badly.
+    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither
+    overflows nor underflows badly.
 
     Raises:
         ValueError: unless 1 <= k <= n.
@@ -43,17 +49,22 @@ def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
 
 
 def coverage_curve(num_samples: int, num_correct: Tensor) -> Tensor:
-    """Return pass@k for every k = 1..n, averaged over prompts: num_correct int [P] -> float64 [n]."""
-    counts, numbers = num_correct.cpu().unique(return_counts=True)  # each distinct count is computed once and takes 8 n bytes
+    """Return pass@k for every k = 1..n, averaged over prompts: num_correct int [P] -> float64
+    [n].
+    """
+    # each distinct count is computed once and takes 8 n bytes
+    counts, numbers = num_correct.cpu().unique(return_counts=True)
     share = numbers.double() / num_correct.numel()
     return share @ (1 - _ratios_of_wrong(num_samples, counts, num_samples).cumprod(-1))
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets of their best reward (pass@k for any reward; MaxPO's S over all samples).
+    """Return the mean over size-k subsets of their best reward (pass@k for any reward; MaxPO's S
+    over all samples).
 
-    Shapes: rewards [P, n] -> float64 [P]. In ascending order, r_(i) is the best reward of C(i-1, k-1) of the C(n, k) subsets, a
-    fraction q_i k / i, where q_i = C(i, k) / C(n, k) is computed by recurrence. Rewards may be any finite numbers.
+    Shapes: rewards [P, n] -> float64 [P]. In ascending order, r_(i) is the best reward of C(i-1,
+    k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is computed by
+    recurrence. Rewards may be any finite numbers.
 
     Raises:
         ValueError: unless 1 <= k <= n.
@@ -66,18 +77,19 @@ def max_at_k(rewards: Tensor, k: int) -> Tensor:
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:
-    """Return the probability that the majority answer of k samples is correct (self-consistency, Wang et al. 2023).
+    """Return the probability that the majority answer of k samples is correct (self-consistency,
+    Wang et al. 2023).
 
-    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and for k = n (one subset). Tied answers count
-    equally. The value of an answer is the fraction of correct samples among all samples that give it: 0 or 1 if the answer
-    alone decides the reward. Samples without an answer have no vote, unless none of the k samples has an answer; then their
-    own fraction of correct samples counts.
+    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and for k = n (one
+    subset). Tied answers count equally. The value of an answer is the fraction of correct samples
+    among all samples that give it: 0 or 1 if the answer alone decides the reward. Samples without
+    an answer have no vote, unless none of the k samples has an answer; then their own fraction of
+    correct samples counts.
 
     Args:
-        answers: int64 [P, n], the number of each sample's answer: equal answers to a prompt have equal numbers; -1: no answer.
-        is_correct: bool [P, n].
-        ks: each from 1 to n.
-        seed: seed of the random subsets.
+        answers: int64 [P, n], the number of each sample's answer: equal answers to a prompt have
+        equal numbers; -1: no answer. is_correct: bool [P, n]. ks: each from 1 to n. seed: seed of
+        the random subsets.
 
     Returns:
         float64 [P, len(ks)].
@@ -90,17 +102,22 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
         _check_k("maj", num_samples, k)
     generator = torch.Generator().manual_seed(seed)
     result = torch.empty(num_prompts, len(ks), dtype=torch.float64)
-    for prompt, (own, right) in enumerate(zip(answers.cpu(), is_correct.cpu().double(), strict=True)):
+    for prompt, (own, right) in enumerate(
+        zip(answers.cpu(), is_correct.cpu().double(), strict=True)
+    ):
         own = own + 1  # 0: no answer
         sizes = torch.bincount(own)
         worth = torch.bincount(own, weights=right) / sizes.clamp_min(1)  # [A+1]
-        drawn = own[torch.rand(NUM_DRAWS, num_samples, generator=generator).argsort(1)]  # [D, n]; a row's first k are a subset
+        # [D, n]; a row's first k are a subset
+        drawn = own[torch.rand(NUM_DRAWS, num_samples, generator=generator).argsort(1)]
         for column, k in enumerate(ks):
             if k == 1:
                 result[prompt, column] = right.mean()
                 continue
             subsets = own[None] if k == num_samples else drawn[:, :k]
-            votes = torch.zeros(len(subsets), len(sizes)).scatter_add_(1, subsets, torch.ones(subsets.shape))
+            votes = torch.zeros(len(subsets), len(sizes)).scatter_add_(
+                1, subsets, torch.ones(subsets.shape)
+            )
             votes[:, 0] = 0.5  # less than one vote, more than none
             is_most = (votes == votes.amax(1, keepdim=True)).double()
             result[prompt, column] = (is_most @ worth / is_most.sum(1)).mean()
@@ -109,7 +126,9 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
 
 def _check_k(what: str, num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(f"{what}@k of {num_samples} samples needs 1 <= k <= {num_samples}, got {k}")
+        raise ValueError(
+            f"{what}@k of {num_samples} samples needs 1 <= k <= {num_samples}, got {k}"
+        )
 
 
 @dataclass(frozen=True)
@@ -122,10 +141,12 @@ class Interval:
 
 
 def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> list[Interval]:
-    """Return means over prompts, with percentile intervals from a bootstrap over prompts (Efron and Tibshirani 1993, ch. 13).
+    """Return means over prompts, with percentile intervals from a bootstrap over prompts (Efron and
+    Tibshirani 1993, ch. 13).
 
-    The interval covers the variation between prompts, which includes that of each prompt's samples. All columns use the same
-    draws, so the interval of a difference is the interval of a column of differences.
+    The interval covers the variation between prompts, which includes that of each prompt's samples.
+    All columns use the same draws, so the interval of a difference is the interval of a column of
+    differences.
 
     Shapes: values [P, M] -> M intervals.
     """
@@ -140,12 +161,17 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
         means.append(times @ values / num_prompts)
     tail = (1 - confidence) / 2
     low, high = np.quantile(torch.cat(means).numpy(), [tail, 1 - tail], axis=0)
-    return [Interval(float(m), float(a), float(b)) for m, a, b in zip(values.mean(0), low, high, strict=True)]
+    return [
+        Interval(float(m), float(a), float(b))
+        for m, a, b in zip(values.mean(0), low, high, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class Support:
-    """Numbers of prompts by which policy solved them at least once in n samples (Wu et al. 2025, empirical support)."""
+    """Numbers of prompts by which policy solved them at least once in n samples (Wu et al. 2025,
+    empirical support).
+    """
 
     preserved: int  # solved by both
     expanded: int  # solved by this policy only
@@ -161,6 +187,8 @@ def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> Sup
 
 
 def samples_to_match(num_samples: int, num_correct: Tensor, target: float) -> int | None:
-    """Return the smallest integer k whose pass@k is at least `target`; None if no k up to n reaches it."""
+    """Return the smallest integer k whose pass@k is at least `target`; None if no k up to n reaches
+    it.
+    """
     reached = (coverage_curve(num_samples, num_correct) >= target - ROUNDING).nonzero()
     return int(reached[0]) + 1 if len(reached) else None

@@ -34,7 +34,9 @@ class Evaluation:
 
 
 def is_correct(rewards: Tensor) -> Tensor:
-    """Return which responses count as correct, as bool; a response whose reward failed (NaN) does not."""
+    """Return which responses count as correct, as bool; a response whose reward failed (NaN) does
+    not.
+    """
     return rewards > 0.5
 
 
@@ -42,13 +44,13 @@ def is_correct(rewards: Tensor) -> Tensor:
 class Evaluator:
     """Samples responses to the first prompts of a split, and estimates pass@k from them.
 
-    The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the sample, so two policies are
-    evaluated with the same random numbers.
+    The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the
+    sample, so two policies are evaluated with the same random numbers.
 
     Args:
-        num_samples: number of responses per prompt.
-        chunk: number of prompts that a rank samples at a time.
-        shares_engine: whether ranks share an engine: then a rank without prompts takes part in sampling for the others.
+        num_samples: number of responses per prompt. chunk: number of prompts that a rank samples at
+        a time. shares_engine: whether ranks share an engine: then a rank without prompts takes part
+        in sampling for the others.
     """
 
     engine: Engine
@@ -72,8 +74,8 @@ class Evaluator:
         """Return pass@k for k = 1, 2, 4, ... up to `num_samples`.
 
         Args:
-            progress: is called with the number of prompts done, and may raise.
-            keep: is called with every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
+            progress: is called with the number of prompts done, and may raise. keep: is called with
+            every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
                 components [S] of these.
         """
         ranks, num_samples = self.ranks, self.num_samples
@@ -82,8 +84,12 @@ class Evaluator:
             count = min(self.chunk * ranks.size, self.num_prompts - start)
             own_start, own_count = ranks.part(count)
             if own_count:
-                prompts = self.task.prompts(self.split, start + own_start, own_count).to(self.device)
-                rollouts = self.engine.generate(prompts, num_samples, self.sampling, seed=self.seed, step=0)
+                prompts = self.task.prompts(self.split, start + own_start, own_count).to(
+                    self.device
+                )
+                rollouts = self.engine.generate(
+                    prompts, num_samples, self.sampling, seed=self.seed, step=0
+                )
                 rewards = self.scorer.score(prompts, rollouts)
                 if keep:
                     keep(Samples(prompts, rollouts), rewards, self.scorer.components)
@@ -92,14 +98,20 @@ class Evaluator:
                 lengths.append(rollouts.lengths)
                 truncated.append(rollouts.truncated)
             elif self.shares_engine:
-                self.engine.generate(Prompts.none(self.device), num_samples, self.sampling, seed=self.seed, step=0)
+                self.engine.generate(
+                    Prompts.none(self.device), num_samples, self.sampling, seed=self.seed, step=0
+                )
             progress(start + count)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         num_correct, num_tokens, num_truncated, num_failed = (
-            ranks.concatenate(torch.cat([none, *(x.long() for x in parts)])) for parts in (correct, lengths, truncated, failed)
+            ranks.concatenate(torch.cat([none, *(x.long() for x in parts)]))
+            for parts in (correct, lengths, truncated, failed)
         )
         return Evaluation(
-            pass_at_k={k: float(pass_at_k(num_samples, num_correct, k).mean()) for k in powers_of_two(num_samples)},
+            pass_at_k={
+                k: float(pass_at_k(num_samples, num_correct, k).mean())
+                for k in powers_of_two(num_samples)
+            },
             response_length_mean=float(num_tokens.double().mean()),
             truncated=float(num_truncated.double().mean()),
             num_tokens=int(num_tokens.sum()),

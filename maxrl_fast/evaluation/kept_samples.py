@@ -1,4 +1,6 @@
-"""Samples as records of samples.jsonl and rollouts.jsonl, and the few that an evaluation during training keeps."""
+"""Samples as records of samples.jsonl and rollouts.jsonl, and the few that an evaluation during
+training keeps.
+"""
 
 import json
 import math
@@ -13,26 +15,36 @@ from maxrl_fast.tasks import Task
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
-# The data set's columns are repeated with every response, and a line of a data set may have a megabyte.
+# The data set's columns are repeated with every response, and a line of a data set may have a
+# megabyte.
 MOST_COLUMNS, COLUMN_LENGTH = 32, 1000  # columns, and characters of each as JSON
 
 
 def sample_records(
     task: Task, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN becomes null.
+    """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN
+    becomes null.
 
-    The texts show special tokens, so that a wrong chat template and stray control tokens can be seen. `answer` and `columns`
-    are those of the prompt's line of the data set, cut where they are long.
+    The texts show special tokens, so that a wrong chat template and stray control tokens can be
+    seen. `answer` and `columns` are those of the prompt's line of the data set, cut where they are
+    long.
 
     Args:
         components: of each reward [S], by name; {} where there are none.
     """
     prompts, rollouts = samples.prompts, samples.rollouts
-    texts = [task.decode(tokens, with_special=True) for tokens in unpack(prompts.tokens, prompts.lengths)]
-    ids, lines = prompts.ids.tolist(), [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
+    texts = [
+        task.decode(tokens, with_special=True) for tokens in unpack(prompts.tokens, prompts.lengths)
+    ]
+    ids, lines = (
+        prompts.ids.tolist(),
+        [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)],
+    )
     responses = unpack(rollouts.tokens, rollouts.lengths)
-    outcomes = zip(responses, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True)
+    outcomes = zip(
+        responses, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True
+    )
     for s, (tokens, reward, is_truncated, parts) in enumerate(outcomes):
         g = s // samples.num_rollouts
         yield {
@@ -48,9 +60,13 @@ def sample_records(
 
 
 def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object with id and text for each of the first 512 prompts of a split, for eval_prompts.jsonl."""
+    """Yield a JSON object with id and text for each of the first 512 prompts of a split, for
+    eval_prompts.jsonl.
+    """
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
-    for i, tokens in zip(prompts.ids.tolist(), unpack(prompts.tokens, prompts.lengths), strict=True):
+    for i, tokens in zip(
+        prompts.ids.tolist(), unpack(prompts.tokens, prompts.lengths), strict=True
+    ):
         yield {"id": i, "prompt": task.decode(tokens, with_special=True)[:PROMPT_LENGTH]}
 
 
@@ -60,7 +76,9 @@ def finite(number: float) -> float | None:
 
 
 def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the correct answer in a prompt's line, None if it has none, and its other columns but for the prompt."""
+    """Return the correct answer in a prompt's line, None if it has none, and its other columns but
+    for the prompt.
+    """
     others = [name for name in line if name not in ("prompt", "answer")]
     return {
         "answer": _cut(line.get("answer")),
@@ -69,7 +87,9 @@ def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    """Return a JSON value, or the beginning of its text if it is long; other values, which your own task may give, as text."""
+    """Return a JSON value, or the beginning of its text if it is long; other values, which your own
+    task may give, as text.
+    """
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -88,7 +108,9 @@ class KeptSamples:
         self._task, self._step = task, step
         self.records: list[dict[str, Any]] = []
 
-    def take(self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]) -> None:
+    def take(
+        self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
+    ) -> None:
         """Keep samples until there are 32."""
         prompts, num_rollouts = samples.prompts, samples.num_rollouts
         per_prompt = min(num_rollouts, MOST_OF_A_PROMPT)

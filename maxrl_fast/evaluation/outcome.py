@@ -1,4 +1,6 @@
-"""The outcome of an evaluation: the number of correct samples for each prompt, computed or read from eval.json."""
+"""The outcome of an evaluation: the number of correct samples for each prompt, computed or read
+from eval.json.
+"""
 
 import hashlib
 import json
@@ -40,7 +42,9 @@ class Resampling:
 
     def of_each(self, values: dict[int, Tensor]) -> dict[int, Interval]:
         """Return the means over prompts of values [P] by k, with intervals."""
-        intervals = bootstrap(torch.stack(list(values.values()), 1), self.resamples, self.confidence, self.seed)
+        intervals = bootstrap(
+            torch.stack(list(values.values()), 1), self.resamples, self.confidence, self.seed
+        )
         return dict(zip(values, intervals, strict=True))
 
 
@@ -76,14 +80,19 @@ class Outcome:
 
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
-    """Return the content of the first prompts of a split as JSON: all columns of a data set, or else the text.
+    """Return the content of the first prompts of a split as JSON: all columns of a data set, or
+    else the text.
 
     Tokens would not identify a prompt, because another model may have another tokenizer.
     """
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
     # The fingerprint tells apart tasks whose prompts have the same text, such as two chains.
-    return [json.dumps(content) for content in prompts.columns or [[task.fingerprint, task.decode(tokens)] for tokens in parts]]
+    return [
+        json.dumps(content)
+        for content in prompts.columns
+        or [[task.fingerprint, task.decode(tokens)] for tokens in parts]
+    ]
 
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
@@ -95,7 +104,11 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
     """
     # Custom tasks and rewards by the name of their file, wherever it is.
     given = {name: options[name] for name in GIVEN if options[name] not in (None, SCORE, "")}
-    names: dict[str, Any] = {name: Path(options[name]).name for name in ("task", "reward") if isinstance(options[name], str)}
+    names: dict[str, Any] = {
+        name: Path(options[name]).name
+        for name in ("task", "reward")
+        if isinstance(options[name], str)
+    }
     if isinstance(options["reward"], list):
         names["reward"] = [Path(reward).name for reward in options["reward"]]
     digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()
@@ -103,8 +116,12 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the differences between the settings of two evaluations, for example "samples: 16 and 256"."""
-    names = [name for name in {**one, **other} if name != DIGEST and one.get(name) != other.get(name)]
+    """Return the differences between the settings of two evaluations, for example "samples: 16 and
+    256".
+    """
+    names = [
+        name for name in {**one, **other} if name != DIGEST and one.get(name) != other.get(name)
+    ]
     found = [f"{name}: {one.get(name)} and {other.get(name)}" for name in names]
     return found or ["the prompts themselves"] * (one[DIGEST] != other[DIGEST])
 
@@ -117,7 +134,8 @@ def read_outcome(folder: Path) -> Outcome:
     """Read the outcome from the folder of a finished evaluation.
 
     Raises:
-        InputError: if eval.json cannot be read, or is not a result of an evaluation; it names the file.
+        InputError: if eval.json cannot be read, or is not a result of an evaluation; it names the
+        file.
     """
     path = folder / RESULTS
     try:
@@ -129,20 +147,40 @@ def read_outcome(folder: Path) -> Outcome:
             num_correct=torch.tensor(fields["per_prompt"]["num_correct"], dtype=torch.int64),
             settings={name: fields["settings"][name] for name in (*MATCHED, DIGEST)}
             | {name: fields["settings"][name] for name in GIVEN if name in fields["settings"]},
-            numbers={name: fields[name] for name in ("response_length_mean", "truncated", "reward_errors")}
+            numbers={
+                name: fields[name]
+                for name in ("response_length_mean", "truncated", "reward_errors")
+            }
             | {"diversity": fields["diversity"]["mean"]},
             measure=str(fields["diversity"]["of"]),
         )
         for name, number in outcome.numbers.items():
             if number is not None and not isinstance(number, (int, float)):
                 raise ValueError(f"{name} must be a number, got {number!r:.80}")
-        if not 1 <= outcome.num_samples <= MOST_SAMPLES or outcome.num_samples != outcome.settings["samples"]:
-            raise ValueError(f"num_samples must be 1 to {MOST_SAMPLES:,} and equal to samples, got {outcome.num_samples:,}")
+        if (
+            not 1 <= outcome.num_samples <= MOST_SAMPLES
+            or outcome.num_samples != outcome.settings["samples"]
+        ):
+            raise ValueError(
+                f"num_samples must be 1 to {MOST_SAMPLES:,} and equal to samples, got {outcome.num_samples:,}"
+            )
         counts = outcome.num_correct
-        if counts.dim() != 1 or not len(counts) or int(counts.min()) < 0 or int(counts.max()) > outcome.num_samples:
-            raise ValueError(f"num_correct must hold a count from 0 to {outcome.num_samples} for each prompt")
+        if (
+            counts.dim() != 1
+            or not len(counts)
+            or int(counts.min()) < 0
+            or int(counts.max()) > outcome.num_samples
+        ):
+            raise ValueError(
+                f"num_correct must hold a count from 0 to {outcome.num_samples} for each prompt"
+            )
     except KeyError as error:
-        raise InputError(f"{path} must be the result of a finished evaluation, but lacks {error}") from error
-    except (OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:  # RuntimeError: RecursionError, torch's
-        raise InputError(f"{folder} must be the folder of a finished evaluation: {error}") from error
+        raise InputError(
+            f"{path} must be the result of a finished evaluation, but lacks {error}"
+        ) from error
+    # RuntimeError: RecursionError, torch's
+    except (OSError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InputError(
+            f"{folder} must be the folder of a finished evaluation: {error}"
+        ) from error
     return outcome

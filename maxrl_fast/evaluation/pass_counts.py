@@ -1,4 +1,6 @@
-"""The number of correct samples of each prompt in an evaluation during training, for pass_rates.jsonl."""
+"""The number of correct samples of each prompt in an evaluation during training, for
+pass_rates.jsonl.
+"""
 
 from typing import Any
 
@@ -25,9 +27,13 @@ class PassCounts:
         self._counts.append(torch.stack([samples.prompts.ids.to(rewards.device), num_correct]))
 
     def record(self, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-        """Return the counts of all ranks by ascending id, of the first 4,096 prompts; all ranks call this together."""
+        """Return the counts of all ranks by ascending id, of the first 4,096 prompts; all ranks
+        call this together.
+        """
         none = torch.zeros(2, 0, dtype=torch.int64, device=device)
-        ids, num_correct = (ranks.concatenate(x.contiguous()) for x in torch.cat([none, *self._counts], 1))
+        ids, num_correct = (
+            ranks.concatenate(x.contiguous()) for x in torch.cat([none, *self._counts], 1)
+        )
         ids, order = ids.sort(stable=True)
         kept = order[:MOST_PROMPTS]
         return {

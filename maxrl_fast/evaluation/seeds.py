@@ -12,7 +12,9 @@ from maxrl_fast.evaluation.tables import new_table
 
 
 def last_record(file: Path) -> dict[str, Any]:
-    """Return the last record of a log of JSON lines; {} if there is none. A line that is still being written is left out."""
+    """Return the last record of a log of JSON lines; {} if there is none. A line that is still
+    being written is left out.
+    """
     lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
     record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     return record
@@ -24,9 +26,19 @@ def over_seeds(group: str, runs: Mapping[int, Path]) -> dict[str, Any]:
     Args:
         runs: folders by seed. Those without an evaluation are left out.
     """
-    last = {seed: record["pass_at_k"] for seed, folder in runs.items() if (record := last_record(folder / "eval.jsonl"))}
-    sizes = [k for k in next(iter(last.values()), {}) if all(k in passes for passes in last.values())]
-    return {"group": group, "seeds": [*last], "pass_at_k": {k: _of([passes[k] for passes in last.values()]) for k in sizes}}
+    last = {
+        seed: record["pass_at_k"]
+        for seed, folder in runs.items()
+        if (record := last_record(folder / "eval.jsonl"))
+    }
+    sizes = [
+        k for k in next(iter(last.values()), {}) if all(k in passes for passes in last.values())
+    ]
+    return {
+        "group": group,
+        "seeds": [*last],
+        "pass_at_k": {k: _of([passes[k] for passes in last.values()]) for k in sizes},
+    }
 
 
 def _of(values: list[float]) -> dict[str, float | None]:
@@ -39,11 +51,15 @@ def seeds_table(rows: Sequence[dict[str, Any]]) -> Table:
     sizes = sorted({k for row in rows for k in row["pass_at_k"]}, key=int)
     table = new_table("mean ± standard error", "seeds", *(f"pass@{k}" for k in sizes))
     for row in rows:
-        table.add_row(row["group"], str(len(row["seeds"])), *(_shown(row["pass_at_k"].get(k)) for k in sizes))
+        table.add_row(
+            row["group"], str(len(row["seeds"])), *(_shown(row["pass_at_k"].get(k)) for k in sizes)
+        )
     return table
 
 
 def _shown(cell: dict[str, float | None] | None) -> str:
     if cell is None:
         return "-"
-    return f"{cell['mean']:.3f}" + ("" if cell["standard_error"] is None else f" ± {cell['standard_error']:.3f}")
+    return f"{cell['mean']:.3f}" + (
+        "" if cell["standard_error"] is None else f" ± {cell['standard_error']:.3f}"
+    )

@@ -20,21 +20,32 @@ class Source:
 
 
 def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
-    """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if it is not in the cache.
+    """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if
+    it is not in the cache.
 
     Raises:
-        InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be downloaded.
+        InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be
+        downloaded.
     """
-    wanted, path = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run", Path(name)
+    wanted, path = (
+        f"{flag} must be a Hugging Face checkpoint directory or the folder of a run",
+        Path(name),
+    )
     if check_model(name, wanted) is not None:
-        pinned = find_model(name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True))
-        return Source(directory_of(pinned, with_weights=True), pinned.rpartition("@")[0].rpartition("/")[2])
+        pinned = find_model(
+            name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True)
+        )
+        return Source(
+            directory_of(pinned, with_weights=True), pinned.rpartition("@")[0].rpartition("/")[2]
+        )
     if not (path / "config.json").exists():
         raise InputError(f"{wanted}, got {path}, which has no config.json")
     if _is_run(path):
         found = next((path / link for link in ("best", "latest") if (path / link).is_dir()), None)
         if found is None:
-            raise InputError(f"{path} is the folder of a run without a checkpoint: neither best nor latest is there")
+            raise InputError(
+                f"{path} is the folder of a run without a checkpoint: neither best nor latest is there"
+            )
         path = found
     path = path.resolve()
     run = next((folder for folder in list(path.parents)[:2] if _is_run(folder)), None)
@@ -59,7 +70,9 @@ def free_folder(out: Path | None, name: str) -> Path:
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         # The files that a stopped evaluation leaves behind are overwritten.
-        is_free = not out.exists() or (out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()))
+        is_free = not out.exists() or (
+            out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
+        )
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}") from error
     if not is_free:

@@ -34,13 +34,19 @@ class Summary:
     best: dict[int, Interval]  # max@k
     majority: dict[int, Interval]  # maj@k
     gains: dict[int, Interval]  # pass@k minus the baseline's
-    matches: dict[int, int | None]  # number of samples that match the baseline's pass@k, if that is above 0
+    # number of samples that match the baseline's pass@k, if that is above 0
+    matches: dict[int, int | None]
     support: Support | None
     ks: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, own: Outcome, other: Outcome | None, tally: SampleTally, ks: tuple[int, ...], resampling: Resampling
+        cls,
+        own: Outcome,
+        other: Outcome | None,
+        tally: SampleTally,
+        ks: tuple[int, ...],
+        resampling: Resampling,
     ) -> "Summary":
         """Compute the estimates.
 
@@ -54,7 +60,8 @@ class Summary:
         points = sorted({*ks, *powers_of_two(n), n})
         rewards = tally.rewards.double()
         finite = rewards.nan_to_num()
-        # A failed reward counts as the lowest reward or 0: no better than a wrong response on any scale.
+        # A failed reward counts as the lowest reward or 0: no better than a wrong response on any
+        # scale.
         rewards = torch.where(rewards.isnan(), finite.min().clamp_max(0), rewards)
         majority = majority_at_k(tally.answers, is_correct(tally.rewards), ks, resampling.seed)
         return cls(
@@ -68,7 +75,8 @@ class Summary:
             matches={
                 k: samples_to_match(n, own.num_correct, reached)
                 for k in ks
-                if other and (reached := float(other.curve[k - 1])) > 0  # one sample of any policy matches 0
+                # one sample of any policy matches 0
+                if other and (reached := float(other.curve[k - 1])) > 0
             },
             support=support_classes(own.num_correct, other.num_correct) if other else None,
             ks=ks,
@@ -77,11 +85,19 @@ class Summary:
     def tables(self, confidence: float) -> list[Table]:
         """Return the tables for the screen."""
         passes = {k: self.drawn[k] for k in self.ks}
-        tables = [coverage_table(passes, self.best, self.majority, self.drawn_of_baseline or None, confidence)]
+        tables = [
+            coverage_table(
+                passes, self.best, self.majority, self.drawn_of_baseline or None, confidence
+            )
+        ]
         if self.other and self.support:
-            tables.append(baseline_table(self.gains, self.matches, self.own.num_samples, confidence))
+            tables.append(
+                baseline_table(self.gains, self.matches, self.own.num_samples, confidence)
+            )
             tables.append(numbers_table(outcome_rows([self.own, self.other]), ["this", "baseline"]))
-            classes = {name.replace("_", " "): [count] for name, count in vars(self.support).items()}
+            classes = {
+                name.replace("_", " "): [count] for name, count in vars(self.support).items()
+            }
             tables.append(numbers_table(classes, ["prompts"]))
         else:
             tables.append(numbers_table(outcome_rows([self.own]), [""]))
@@ -91,7 +107,9 @@ class Summary:
         """Return the curves of the plot: name, pass@k at every k, and intervals at some k."""
         curves = [(self.own.name, self.own.curve, self.drawn)]
         if self.other:
-            curves.append((f"{self.other.name} (baseline)", self.other.curve, self.drawn_of_baseline))
+            curves.append(
+                (f"{self.other.name} (baseline)", self.other.curve, self.drawn_of_baseline)
+            )
         return curves
 
     def content(self, diversity: Diversity, tally: SampleTally, num_tokens: int) -> dict[str, Any]:
@@ -113,7 +131,11 @@ class Summary:
                 "num_prompts": sum(value is not None for value in values),
                 "num_left_out": sum(value is None for value in values),
             },
-            "per_prompt": {"id": tally.ids, "num_correct": self.own.num_correct.tolist(), "diversity": values},
+            "per_prompt": {
+                "id": tally.ids,
+                "num_correct": self.own.num_correct.tolist(),
+                "diversity": values,
+            },
             "baseline": None,
         }
         if self.other and self.support:
@@ -122,7 +144,10 @@ class Summary:
                 "name": self.other.name,
                 "pass_at_k": _by_k(theirs),
                 "gain": _by_k(self.gains),
-                "samples_to_match": {k: {"samples": m, "ratio": None if m is None else k / m} for k, m in self.matches.items()},
+                "samples_to_match": {
+                    k: {"samples": m, "ratio": None if m is None else k / m}
+                    for k, m in self.matches.items()
+                },
                 "support": vars(self.support),
                 "solved": self.other.solved,
                 **self.other.numbers,

@@ -31,19 +31,39 @@ def coverage_table(
     confidence: float,
 ) -> Table:
     """Return pass@k with its interval, max@k, maj@k, and the baseline's pass@k, one row per k."""
-    table = new_table("k", f"pass@k ({confidence:.0%} interval)", "max@k", "maj@k", *(["baseline"] if baseline else []))
+    table = new_table(
+        "k",
+        f"pass@k ({confidence:.0%} interval)",
+        "max@k",
+        "maj@k",
+        *(["baseline"] if baseline else []),
+    )
     for k, interval in passes.items():
         theirs = [f"{baseline[k].mean:.3f}"] if baseline else []
-        table.add_row(str(k), _shown(interval), f"{best[k].mean:.3f}", f"{majority[k].mean:.3f}", *theirs)
+        table.add_row(
+            str(k), _shown(interval), f"{best[k].mean:.3f}", f"{majority[k].mean:.3f}", *theirs
+        )
     return table
 
 
-def baseline_table(gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float) -> Table:
-    """Return the gain over the baseline's pass@k, and the number of samples that match it, one row per k."""
-    table = new_table("k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by")
+def baseline_table(
+    gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float
+) -> Table:
+    """Return the gain over the baseline's pass@k, and the number of samples that match it, one row
+    per k.
+    """
+    table = new_table(
+        "k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by"
+    )
     for k, gain in gains.items():
         match = matches.get(k, 0)  # 0: the baseline has nothing to match
-        needed, ratio = (f"> {num_samples}", "") if match is None else (str(match), f"{k / match:.2f}x") if match else ("", "")
+        needed, ratio = (
+            (f"> {num_samples}", "")
+            if match is None
+            else (str(match), f"{k / match:.2f}x")
+            if match
+            else ("", "")
+        )
         table.add_row(str(k), _shown(gain, "+.3f"), needed, ratio)
     return table
 
@@ -52,7 +72,10 @@ def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[
     """Return one row per name, with a number in each column; None gives an empty cell."""
     table = new_table("", *columns)
     for name, values in rows.items():
-        table.add_row(name, *("" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3f}" for x in values))
+        table.add_row(
+            name,
+            *("" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3f}" for x in values),
+        )
     return table
 
 
@@ -72,9 +95,13 @@ def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None
 
 
 def comparison_table(
-    letters: Sequence[str], passes: Sequence[dict[int, Interval]], gains: Sequence[dict[int, Interval] | None]
+    letters: Sequence[str],
+    passes: Sequence[dict[int, Interval]],
+    gains: Sequence[dict[int, Interval] | None],
 ) -> Table:
-    """Return pass@k of several evaluations by k, and their gain over the first; a gain of None has no interval."""
+    """Return pass@k of several evaluations by k, and their gain over the first; a gain of None has
+    no interval.
+    """
     table = new_table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
     for k, first in passes[0].items():
         changes = [
@@ -85,7 +112,9 @@ def comparison_table(
     return table
 
 
-def draw_coverage(curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path) -> None:
+def draw_coverage(
+    curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path
+) -> None:
     """Plot pass@k over k. Each curve has a name, pass@k at every k [n], and intervals at some k."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -97,8 +126,17 @@ def draw_coverage(curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], con
         color = f"C{i}"
         ks = list(intervals)
         # Escaped, because Matplotlib would typeset text between dollar signs as mathematics.
-        axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=name.replace("$", r"\$"))
-        axes.plot(ks, [intervals[k].mean for k in ks], color=color, marker="o", markersize=4, linestyle="none")
+        axes.plot(
+            range(1, len(curve) + 1), curve.tolist(), color=color, label=name.replace("$", r"\$")
+        )
+        axes.plot(
+            ks,
+            [intervals[k].mean for k in ks],
+            color=color,
+            marker="o",
+            markersize=4,
+            linestyle="none",
+        )
         low, high = [intervals[k].low for k in ks], [intervals[k].high for k in ks]
         axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
     largest = max(len(curve) for _, curve, _ in curves)
@@ -106,7 +144,12 @@ def draw_coverage(curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], con
     ticks = [2**i for i in range(int(math.log2(largest)) + 1)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set(title="Coverage", xlabel="k, samples", ylabel=f"pass@k, with {confidence:.0%} intervals", ylim=(0, 1))
+    axes.set(
+        title="Coverage",
+        xlabel="k, samples",
+        ylabel=f"pass@k, with {confidence:.0%} intervals",
+        ylim=(0, 1),
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(path, dpi=120, format="png")

@@ -15,13 +15,16 @@ from maxrl_fast.tasks import Task
 
 
 class SampleTally:
-    """Collects rewards, answers and diversity from chunks of samples, and writes each sample to a file.
+    """Collects rewards, answers and diversity from chunks of samples, and writes each sample to a
+    file.
 
     Args:
         write: is called with each line of samples.jsonl; None: samples are not written.
     """
 
-    def __init__(self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None
+    ) -> None:
         self._task, self._diversity, self._write = task, diversity, write
         self.measure = diversity.name
         self._rewards: list[Tensor] = []
@@ -29,8 +32,12 @@ class SampleTally:
         self.ids: list[int] = []
         self.diversities: list[float | None] = []
 
-    def __call__(self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]) -> None:
-        """Add a chunk of samples, their rewards [S] and the components [S]; this is the `keep` of Evaluator.evaluate."""
+    def __call__(
+        self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
+    ) -> None:
+        """Add a chunk of samples, their rewards [S] and the components [S]; this is the `keep` of
+        Evaluator.evaluate.
+        """
         prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
         check_finite(rollouts, prompts, step=0)
         self._rewards.append(rewards.view(-1, num_samples).cpu())
@@ -39,16 +46,23 @@ class SampleTally:
             for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
         tokens = unpack(rollouts.tokens, rollouts.lengths)
-        responses, right = [self._task.decode(part) for part in tokens], is_correct(rewards).tolist()
+        responses, right = (
+            [self._task.decode(part) for part in tokens],
+            is_correct(rewards).tolist(),
+        )
         for start in range(0, len(responses), num_samples):
             own = range(start, start + num_samples)
             numbers = {"": -1}  # by answer, counted from 0; -1: no answer
             answers = [self._task.answer(responses[s]) for s in own]
-            self._answers.append([numbers.setdefault(answer, len(numbers) - 1) for answer in answers])
+            self._answers.append(
+                [numbers.setdefault(answer, len(numbers) - 1) for answer in answers]
+            )
             correct = [s for s in own if right[s]]
             texts = [responses[s] for s in correct]
             is_enough = len(correct) >= 2
-            self.diversities.append(self._diversity([tokens[s] for s in correct], texts) if is_enough else None)
+            self.diversities.append(
+                self._diversity([tokens[s] for s in correct], texts) if is_enough else None
+            )
 
     @property
     def rewards(self) -> Tensor:  # [P, n], NaN where scoring failed

@@ -1,1 +1,3 @@
-"""Estimators and losses for other trainers: one module each, which imports its trainer (docs/integrations.md)."""
+"""Estimators and losses for other trainers: one module each, which imports its trainer
+(docs/integrations.md).
+"""

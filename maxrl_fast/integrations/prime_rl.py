@@ -1,4 +1,6 @@
-"""prime-rl: `[trainer.loss]` with `type = "custom"` and `import_path = "maxrl_fast.integrations.prime_rl.policy_loss"`."""
+"""prime-rl: `[trainer.loss]` with `type = "custom"` and `import_path =
+"maxrl_fast.integrations.prime_rl.policy_loss"`.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,14 +26,17 @@ def policy_loss(
 ) -> Any:
     """Return prime-rl's LossOutputs: one sequence's loss, summed over its tokens, and token means.
 
-    Formulas and options are those in `ops.policy_gradient_loss`; the keywords come from `[trainer.loss.kwargs]`.
+    Formulas and options are those in `ops.policy_gradient_loss`; the keywords come from
+    `[trainer.loss.kwargs]`.
 
     Args:
-        inputs: prime-rl's LossInputs of a sequence, [T] each. Ratios use inference_logprobs, the KL term ref_logprobs;
+        inputs: prime-rl's LossInputs of a sequence, [T] each. Ratios use inference_logprobs, the KL
+        term ref_logprobs;
             loss_weights scale each token's loss.
 
     Raises:
-        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if the loss compares tokens of
+        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if
+        the loss compares tokens of
             several sequences.
     """
     from prime_rl.trainer.rl.loss import LossOutputs
@@ -41,7 +46,9 @@ def policy_loss(
     if kl_coef and inputs.ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so prime-rl must have ref_logprobs")
     if row.over_batch:
-        raise ValueError(f"loss {row.name} compares the tokens of a whole batch, and prime-rl gives one sequence at a time")
+        raise ValueError(
+            f"loss {row.name} compares the tokens of a whole batch, and prime-rl gives one sequence at a time"
+        )
     keep = inputs.loss_mask
 
     def kept(x: Tensor) -> Tensor:
@@ -67,9 +74,16 @@ def policy_loss(
         value = value * inputs.loss_weights[keep]
     difference = (logprobs - old).detach()
     ratio = limited(difference if tokens.measured is None else tokens.measured).exp()
-    is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) if row.clips else tokens.clipped_low | tokens.clipped_high
+    is_outside = (
+        (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+        if row.clips
+        else tokens.clipped_low | tokens.clipped_high
+    )
     metrics = {"ratio": ratio, "outside_clip": is_outside.float(), "logprob_diff": difference.abs()}
-    return LossOutputs(loss=value.sum().float(), metrics={name: _mean(values.float()) for name, values in metrics.items()})
+    return LossOutputs(
+        loss=value.sum().float(),
+        metrics={name: _mean(values.float()) for name, values in metrics.items()},
+    )
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Advantages of rollouts in other trainers' format: rewards in any order, with a prompt key per rollout."""
+"""Advantages of rollouts in other trainers' format: rewards in any order, with a prompt key per
+rollout.
+"""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
@@ -17,9 +19,14 @@ def names() -> list[str]:
 
 @torch.no_grad()
 def rollout_advantages(
-    name: str, options: Mapping[str, Any], rewards: Tensor, prompts: Iterable[Hashable] | None, lengths: Tensor
+    name: str,
+    options: Mapping[str, Any],
+    rewards: Tensor,
+    prompts: Iterable[Hashable] | None,
+    lengths: Tensor,
 ) -> Tensor:
-    """Return each rollout's advantage [B]. A NaN reward is left out of its group with a warning, and gets 0.
+    """Return each rollout's advantage [B]. A NaN reward is left out of its group with a warning,
+    and gets 0.
 
     Args:
         name: an estimator of `names()`.
@@ -31,13 +38,23 @@ def rollout_advantages(
     Raises:
         ValueError: if there is not one prompt per reward, or as `ops.group_advantage`.
     """
-    keys = None if prompts is None else prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    keys = (
+        None
+        if prompts is None
+        else prompts.tolist()
+        if hasattr(prompts, "tolist")
+        else list(prompts)
+    )
     if keys is None or len(keys) != len(rewards):
         raise ValueError(
             f"{name} needs the prompt of each of {len(rewards)} rollouts, got {'none' if keys is None else len(keys)}"
         )
     numbers: dict[Hashable, int] = {}
-    group_ids = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], device=rewards.device, dtype=torch.int64)
+    group_ids = torch.tensor(
+        [numbers.setdefault(key, len(numbers)) for key in keys],
+        device=rewards.device,
+        dtype=torch.int64,
+    )
     inputs: dict[str, Any] = dict(options)
     if "lengths" in ops.ESTIMATORS[name].inputs:
         inputs["lengths"] = lengths
@@ -45,7 +62,9 @@ def rollout_advantages(
     if bool(is_missing.any()):
         count = int(is_missing.sum())
         warnings.warn(
-            f"{count} of {len(rewards)} rewards are NaN: these rollouts have advantage 0", RuntimeWarning, stacklevel=2
+            f"{count} of {len(rewards)} rewards are NaN: these rollouts have advantage 0",
+            RuntimeWarning,
+            stacklevel=2,
         )
         rewards, inputs["valid"] = rewards.masked_fill(is_missing, 0.0), ~is_missing
     return ops.group_advantage(rewards, name, group_ids=group_ids, **inputs)
@@ -60,14 +79,19 @@ def advantages_and_returns(
     index: Iterable[Hashable] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect from an outcome-reward estimator.
+    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect from an
+    outcome-reward estimator.
 
-    A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its response_mask [B, T]. Its
-    advantage is repeated at every token of the mask; other tokens get 0. index [B]: the prompt of each rollout.
+    A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its
+    response_mask [B, T]. Its advantage is repeated at every token of the mask; other tokens get 0.
+    index [B]: the prompt of each rollout.
 
     Raises:
         ValueError: as `rollout_advantages`.
     """
     lengths = response_mask.long().sum(-1)
-    advantages = rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)[:, None] * response_mask
+    advantages = (
+        rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)[:, None]
+        * response_mask
+    )
     return advantages, advantages

@@ -1,7 +1,8 @@
-"""SkyRL: `trainer.algorithm.advantage_estimator=maxrl_fast/NAME`. Importing this module registers the estimators.
+"""SkyRL: `trainer.algorithm.advantage_estimator=maxrl_fast/NAME`. Importing this module registers
+the estimators.
 
-Import it before `ray.init`, where the trainer starts. SkyRL pickles registered functions by reference for its workers, so
-maxrl_fast must be installed there too.
+Import it before `ray.init`, where the trainer starts. SkyRL pickles registered functions by
+reference for its workers, so maxrl_fast must be installed there too.
 """
 
 import functools
@@ -23,13 +24,16 @@ def register(name: str, **options: Any) -> None:
     key = f"maxrl_fast/{name}"
     if key in AdvantageEstimatorRegistry.list_available():
         AdvantageEstimatorRegistry.unregister(key)
-    AdvantageEstimatorRegistry.register(key, functools.partial(advantages_and_returns, name, options))
+    AdvantageEstimatorRegistry.register(
+        key, functools.partial(advantages_and_returns, name, options)
+    )
 
 
 def _register_all() -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
-    known = AdvantageEstimatorRegistry.list_available()  # includes the driver's, with its options, once Ray runs
+    # includes the driver's, with its options, once Ray runs
+    known = AdvantageEstimatorRegistry.list_available()
     for name in names():
         if f"maxrl_fast/{name}" not in known:
             register(name)

@@ -1,5 +1,5 @@
-"""slime: its policy loss in one pass over the logits, without a copy of them, by `--loss-type custom_loss
---custom-loss-function-path maxrl_fast.integrations.slime_loss.policy_loss`."""
+"""slime: its policy loss in one pass over the logits, without a copy of them, by `--loss-type
+custom_loss --custom-loss-function-path maxrl_fast.integrations.slime_loss.policy_loss`."""
 
 from typing import Any
 
@@ -10,30 +10,58 @@ from maxrl_fast import ops
 
 # Options that this loss does not support, with the values that turn them off.
 _NEEDED = {
-    **{"tensor_model_parallel_size": 1, "context_parallel_size": 1, "entropy_coef": 0, "rollout_top_p": 1},
-    **{"use_tis": False, "use_opsm": False, "get_mismatch_metrics": False, "custom_pg_loss_reducer_function_path": None},
+    **{
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "entropy_coef": 0,
+        "rollout_top_p": 1,
+    },
+    **{
+        "use_tis": False,
+        "use_opsm": False,
+        "get_mismatch_metrics": False,
+        "custom_pg_loss_reducer_function_path": None,
+    },
 }
 
 
-def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor, _: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), a sum over samples, and metrics.
+def policy_loss(
+    args: Any, batch: dict[str, Any], logits: Tensor, _: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), a sum over samples, and
+    metrics.
 
     Args:
-        batch: slime's batch: lists with a tensor per sample, over the response's tokens or all its tokens.
-        logits: [1, T, V] float32, samples end to end, then padding.
+        batch: slime's batch: lists with a tensor per sample, over the response's tokens or all its
+        tokens. logits: [1, T, V] float32, samples end to end, then padding.
 
     Raises:
-        ValueError: if slime's options ask for parallel logits, or for a term that this loss does not have.
+        ValueError: if slime's options ask for parallel logits, or for a term that this loss does
+        not have.
     """
     _check(args)
     (logits,) = logits  # [T, V]
-    lengths, ends = batch["response_lengths"], torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
-    rows = torch.cat([torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]).to(logits.device)
+    lengths, ends = (
+        batch["response_lengths"],
+        torch.tensor(batch["total_lengths"]).cumsum(0).tolist(),
+    )
+    rows = torch.cat(
+        [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]
+    ).to(logits.device)
     weights = torch.cat(batch["loss_masks"]).float()  # [response tokens]
-    if not args.calculate_per_token_loss:  # divide by the tokens of the sample's rollout, as slime's sum_of_sample_mean
-        counts = [count.clamp_min(1).expand(n) for count, n in zip(batch["rollout_mask_sums"], lengths, strict=True)]
+    # divide by the tokens of the sample's rollout, as slime's sum_of_sample_mean
+    if not args.calculate_per_token_loss:
+        counts = [
+            count.clamp_min(1).expand(n)
+            for count, n in zip(batch["rollout_mask_sums"], lengths, strict=True)
+        ]
         weights = weights / torch.cat(counts)
-    targets = torch.cat([tokens[len(tokens) - n :] for tokens, n in zip(batch["unconcat_tokens"], lengths, strict=True)])
+    targets = torch.cat(
+        [
+            tokens[len(tokens) - n :]
+            for tokens, n in zip(batch["unconcat_tokens"], lengths, strict=True)
+        ]
+    )
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
 
     def place(values: Tensor) -> Tensor:
@@ -55,13 +83,23 @@ def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor, _: Any) -> tup
         mask=place(weights) != 0,
         denominator=1.0,
     )
-    count = means["tokens"] if args.calculate_per_token_loss else len(ends)  # slime divides the sum of a metric by this
-    return loss, {"loss": loss.detach(), "pg_clipfrac": (means["clipped_low"] + means["clipped_high"]) * count}
+    # slime divides the sum of a metric by this
+    count = means["tokens"] if args.calculate_per_token_loss else len(ends)
+    return loss, {
+        "loss": loss.detach(),
+        "pg_clipfrac": (means["clipped_low"] + means["clipped_high"]) * count,
+    }
 
 
 def _check(args: Any) -> None:
-    wrong = {name: getattr(args, name, value) for name, value in _NEEDED.items() if getattr(args, name, value) != value}
+    wrong = {
+        name: getattr(args, name, value)
+        for name, value in _NEEDED.items()
+        if getattr(args, name, value) != value
+    }
     if getattr(args, "use_kl_loss", False) and args.kl_loss_coef:
         wrong["kl_loss_coef"] = args.kl_loss_coef
     if wrong:
-        raise ValueError(f"maxrl_fast's loss has no {', '.join(f'{name}={value}' for name, value in wrong.items())}")
+        raise ValueError(
+            f"maxrl_fast's loss has no {', '.join(f'{name}={value}' for name, value in wrong.items())}"
+        )

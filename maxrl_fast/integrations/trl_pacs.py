@@ -4,10 +4,10 @@
 
     trainer = PACSTrainer(...)  # everything as for a GRPOTrainer; rewards are 0 or 1
 
-The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of whole groups; the reference is the
-sampling policy. It has the gradient of -(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. At the first update all
-proxies are 0, so the advantages follow from the rewards. Later updates on a batch recompute them from the whole groups of the
-micro-batch.
+The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of whole
+groups; the reference is the sampling policy. It has the gradient of -(1/B) sum_i A_i sum_t logp_t
+with A_i = -beta B dL/dr_i. At the first update all proxies are 0, so the advantages follow from the
+rewards. Later updates on a batch recompute them from the whole groups of the micro-batch.
 """
 
 from typing import Any
@@ -25,9 +25,10 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
     """A GRPOTrainer with the loss of PACS; TRL's `loss_type` has no effect, and nothing is clipped.
 
     Args:
-        pacs_beta: scale of the reward proxies, in reward per nat. TRL's `beta` is the coefficient of its KL term.
-        pacs_score, pacs_weight: score and weight of `ops.pacs_loss`.
-        others: as for GRPOTrainer. With several updates per batch, per_device_train_batch_size must be a multiple of
+        pacs_beta: scale of the reward proxies, in reward per nat. TRL's `beta` is the coefficient
+        of its KL term. pacs_score, pacs_weight: score and weight of `ops.pacs_loss`. others: as for
+        GRPOTrainer. With several updates per batch, per_device_train_batch_size must be a multiple
+        of
             num_generations, and prompts must be text.
 
     Raises:
@@ -35,24 +36,36 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
     """
 
     def __init__(
-        self, *args: Any, pacs_beta: float = 1.0, pacs_score: str = "rloo", pacs_weight: str = "balanced", **kwargs: Any
+        self,
+        *args: Any,
+        pacs_beta: float = 1.0,
+        pacs_score: str = "rloo",
+        pacs_weight: str = "balanced",
+        **kwargs: Any,
     ) -> None:
         self.pacs_beta, self.pacs_options = pacs_beta, {"score": pacs_score, "weight": pacs_weight}
         super().__init__(*args, **kwargs)
         self.loss_type = "luspo"  # the sum over tokens, the mean over responses
-        every = self.args.steps_per_generation * self.num_iterations  # micro-batches; TRL stores old log-probs by the same rule
+        # micro-batches; TRL stores old log-probs by the same rule
+        every = self.args.steps_per_generation * self.num_iterations
         self.is_off_policy = self.args.gradient_accumulation_steps % every != 0
         size = self.args.per_device_train_batch_size
         if self.is_off_policy and size % self.num_generations:
             wanted = f"a multiple of num_generations = {self.num_generations}, as PACS learns from whole groups"
             raise ValueError(f"per_device_train_batch_size must be {wanted}, got {size}")
 
-    def group_advantages(self, rewards: Tensor, valid: Tensor, lengths: Tensor, proxies: Tensor | None = None) -> Tensor:
-        """Return -beta B dL/dr [G, N] at the proxies [G, N]; None: all are 0. `lengths` are not used."""
+    def group_advantages(
+        self, rewards: Tensor, valid: Tensor, lengths: Tensor, proxies: Tensor | None = None
+    ) -> Tensor:
+        """Return -beta B dL/dr [G, N] at the proxies [G, N]; None: all are 0. `lengths` are not
+        used.
+        """
         known = (torch.zeros_like(rewards) if proxies is None else proxies)[valid].requires_grad_()
         with torch.enable_grad():
             offsets = pad(valid.sum(1).cumsum(0), (1, 0))
-            loss, _ = ops.pacs_loss(known, rewards[valid], offsets, denominator=1.0, **self.pacs_options)
+            loss, _ = ops.pacs_loss(
+                known, rewards[valid], offsets, denominator=1.0, **self.pacs_options
+            )
             (gradient,) = torch.autograd.grad(loss, known)
         advantages = torch.zeros_like(rewards)
         advantages[valid] -= self.pacs_beta * gradient
@@ -63,32 +76,46 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
         if not (self.is_off_policy and self.model.training):
             return output
         if "pixel_values" in output:
-            raise ValueError("PACSTrainer with several updates per batch takes prompts of text, got images")
+            raise ValueError(
+                "PACSTrainer with several updates per batch takes prompts of text, got images"
+            )
         rewards, valid = self.global_rewards()
-        output["outcomes"] = self.own(rewards.masked_fill(~valid, torch.nan), len(output["advantages"]))
+        output["outcomes"] = self.own(
+            rewards.masked_fill(~valid, torch.nan), len(output["advantages"])
+        )
         # As [groups, N, ...], because TRL shuffles and splits the first dimension.
-        return {name: x.unflatten(0, (-1, self.num_generations)) if _has_rows(x) else x for name, x in output.items()}
+        return {
+            name: x.unflatten(0, (-1, self.num_generations)) if _has_rows(x) else x
+            for name, x in output.items()
+        }
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         inputs = dict(inputs)
-        sampled = inputs.pop("old_per_token_logps", None)  # without it TRL's ratio is 1, with the gradient of the log-probs
+        # without it TRL's ratio is 1, with the gradient of the log-probs
+        sampled = inputs.pop("old_per_token_logps", None)
         if self.is_off_policy and self.model.training:
             shape = inputs["outcomes"].shape  # [groups, N]
             inputs = {name: x.flatten(0, 1) if _has_rows(x) else x for name, x in inputs.items()}
             ratios = self._log_ratios(model, inputs, sampled.flatten(0, 1)).view(shape).cpu()
             outcomes = inputs.pop("outcomes").view(shape).cpu()
             valid = ~outcomes.isnan()
-            advantages = self.group_advantages(outcomes.nan_to_num(), valid, valid, self.pacs_beta * ratios)
+            advantages = self.group_advantages(
+                outcomes.nan_to_num(), valid, valid, self.pacs_beta * ratios
+            )
             inputs["advantages"] = advantages.flatten().to(self.accelerator.device)
         loss: Tensor = super()._compute_loss(model, inputs)
         return loss
 
     @torch.no_grad()
     def _log_ratios(self, model: Any, inputs: dict[str, Any], sampled: Tensor) -> Tensor:
-        """Return log pi(y) - log pi_sampled(y) of each response [S], float32, without tool tokens."""
+        """Return log pi(y) - log pi_sampled(y) of each response [S], float32, without tool
+        tokens.
+        """
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        logprobs, *_ = self._get_per_token_logps_and_entropies(model, ids, attention, sampled.size(1))
+        logprobs, *_ = self._get_per_token_logps_and_entropies(
+            model, ids, attention, sampled.size(1)
+        )
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         return ((logprobs - sampled).double() * mask).sum(1).float()
 

@@ -1,8 +1,9 @@
-"""verl: `algorithm.adv_estimator=maxrl_fast/NAME`, in every process that imports verl, through the entry point `verl.plugins`.
+"""verl: `algorithm.adv_estimator=maxrl_fast/NAME`, in every process that imports verl, through the
+entry point `verl.plugins`.
 
-Options of an estimator are set by `+algorithm.maxrl_fast.k=4`. The environment variable MAXRL_FAST_VERL_LINEAR=1 also replaces
-verl's fused output layer by `ops.linear_token_logprobs`. verl logs a plug-in's exception only at DEBUG, so this module logs
-messages.
+Options of an estimator are set by `+algorithm.maxrl_fast.k=4`. The environment variable
+MAXRL_FAST_VERL_LINEAR=1 also replaces verl's fused output layer by `ops.linear_token_logprobs`.
+verl logs a plug-in's exception only at DEBUG, so this module logs messages.
 """
 
 import functools
@@ -18,10 +19,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def group_advantage(
-    name: str, token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, config: Any = None, **_: Any
+    name: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any = None,
+    config: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `advantages_and_returns`; config, verl's `algorithm`, holds the estimator's options in
-    `maxrl_fast`."""
+    """Return the result of `advantages_and_returns`; config, verl's `algorithm`, holds the
+    estimator's options in `maxrl_fast`."""
     from maxrl_fast.integrations.rollouts import advantages_and_returns
 
     options = None if config is None else config.get("maxrl_fast", None)
@@ -41,23 +47,33 @@ def register() -> list[str]:
 
 
 class FusedLinear:
-    """Replaces verl's FusedLinearForPPOFunction, which also stores no logits but computes them twice in PyTorch."""
+    """Replaces verl's FusedLinearForPPOFunction, which also stores no logits but computes them
+    twice in PyTorch.
+    """
 
     @staticmethod
-    def apply(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, _: int) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of targets [...], float32, from hidden [..., H] and weight [V, H]."""
+    def apply(
+        hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, _: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of targets [...], float32, from hidden [..., H] and weight
+        [V, H].
+        """
         from maxrl_fast import ops
 
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logprobs, entropy = ops.linear_token_logprobs(rows, weight, targets.reshape(-1), temperature=temperature)
+        logprobs, entropy = ops.linear_token_logprobs(
+            rows, weight, targets.reshape(-1), temperature=temperature
+        )
         return logprobs.view(targets.shape), entropy.view(targets.shape)
 
 
 def use_fused_linear() -> None:
-    """Compute verl's log-probs by `ops.linear_token_logprobs` where its fused kernels use the backend "torch"."""
+    """Compute verl's log-probs by `ops.linear_token_logprobs` where its fused kernels use the
+    backend "torch".
+    """
     from verl.utils.experimental import torch_functional
 
     torch_functional.FusedLinearForPPOFunction = FusedLinear
@@ -68,10 +84,14 @@ def _load() -> None:
         linear = os.environ.get(LINEAR, "0")
         if linear not in ("0", "1"):
             raise ValueError(f"{LINEAR} must be 0 or 1, got {linear!r}")
-        _LOGGER.warning("maxrl_fast registered with verl: algorithm.adv_estimator=%s", ", ".join(register()))
+        _LOGGER.warning(
+            "maxrl_fast registered with verl: algorithm.adv_estimator=%s", ", ".join(register())
+        )
         if linear == "1":
             use_fused_linear()
-            _LOGGER.warning("maxrl_fast computes the log-probs of verl's fused output layer (backend torch)")
+            _LOGGER.warning(
+                "maxrl_fast computes the log-probs of verl's fused output layer (backend torch)"
+            )
     except Exception:
         _LOGGER.exception("maxrl_fast is not registered with verl")
         raise

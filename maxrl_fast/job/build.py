@@ -12,7 +12,12 @@ from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_engine import build_sampling
 from maxrl_fast.job.build_policy import dtype_of
-from maxrl_fast.job.build_rewards import build_length_penalty, build_policy_reward, build_training_scorer, reward_names
+from maxrl_fast.job.build_rewards import (
+    build_length_penalty,
+    build_policy_reward,
+    build_training_scorer,
+    reward_names,
+)
 from maxrl_fast.job.fingerprints import fingerprints, source_file
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.models import CLASSIFIER
@@ -48,7 +53,12 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
         "loss_options": config.loss.own_numbers(),
         "sequence_mask": correction_of(config)[1].get("delta"),
     }
-    return LossSettings(**values, temperature=options.temperature, max_new_tokens=options.max_new_tokens, seed=config.run.seed)
+    return LossSettings(
+        **values,
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        seed=config.run.seed,
+    )
 
 
 def build_learner(
@@ -81,7 +91,11 @@ def build_critic(config: ResolvedConfig, model: PolicyModel, ranks: Ranks) -> Cr
 
 
 def build_warm_start(
-    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks | None = None, module: Any = None
+    config: ResolvedConfig,
+    task: Task,
+    model: PolicyModel,
+    ranks: Ranks | None = None,
+    module: Any = None,
 ) -> WarmStart:
     options, optimizer = config.warm_start, config.optimizer
     learner = Learner(
@@ -112,14 +126,16 @@ def build_collector(
     """Build the collector of training rollouts.
 
     Args:
-        learner: holds the policy, for rewards from it; None: `scorer` scores instead, as in the check of the rewards.
+        learner: holds the policy, for rewards from it; None: `scorer` scores instead, as in the
+        check of the rewards.
 
     Raises:
         InputError: if rewards from the policy are requested and the task has no reference answers.
     """
     options, needs = config.rollout, objective.needs
     policy_reward = build_policy_reward(config, task, objective, learner)
-    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))  # other tasks make prompts at once
+    # other tasks make prompts at once
+    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))
     return RolloutCollector(
         task,
         engine,
@@ -161,11 +177,24 @@ def build_trainer(
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
     learner = build_learner(config, model, ranks, module, reference)
-    anchor = {"siren_anchor": torch.full((1,), torch.nan, dtype=torch.float64)} if config.loss.siren else {}
+    anchor = (
+        {"siren_anchor": torch.full((1,), torch.nan, dtype=torch.float64)}
+        if config.loss.siren
+        else {}
+    )
     learner.objective_state = objective.state | anchor
     learner.critic = critic
     trainer = Trainer(
-        build_collector(config, task, engine, build_training_scorer(config, task, scorer), objective, clock, ranks, learner),
+        build_collector(
+            config,
+            task,
+            engine,
+            build_training_scorer(config, task, scorer),
+            objective,
+            clock,
+            ranks,
+            learner,
+        ),
         objective,
         learner,
         engine,
@@ -195,10 +224,16 @@ def build_evaluator(
 
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
-    task_name, objective, engine = config.task.task, config.objective.objective, config.rollout.rollout
+    task_name, objective, engine = (
+        config.task.task,
+        config.objective.objective,
+        config.rollout.rollout,
+    )
     loss = config.loss.loss
     files = {
-        "objective": source_file(place_of("objective", objective)) if is_custom(objective) else None,
+        "objective": source_file(place_of("objective", objective))
+        if is_custom(objective)
+        else None,
         "loss": source_file(place_of("loss", loss)) if loss not in LOSSES else None,
         "judge-template": config.reward.judge_template,
         "task": source_file(place_of("task", task_name)) if is_plugin(task_name) else None,

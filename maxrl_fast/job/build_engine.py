@@ -33,14 +33,15 @@ def build_engine(
     """Build a rollout engine with the model's weights: "native", "vllm", or a custom class.
 
     Args:
-        max_batch: number of responses that vLLM samples at once.
-        kv_cache_gb: KV-cache limit in 1e9 bytes; None: the engine's default.
-        vllm_tensor_parallel: number of neighbouring ranks that share a vLLM engine.
-        vllm_url: address of a vLLM server; None: vLLM runs in this process.
-        filters_tokens: whether sampling uses top-k, top-p or min-p; vLLM needs to know at its start, for the log-probs.
+        max_batch: number of responses that vLLM samples at once. kv_cache_gb: KV-cache limit in 1e9
+        bytes; None: the engine's default. vllm_tensor_parallel: number of neighbouring ranks that
+        share a vLLM engine. vllm_url: address of a vLLM server; None: vLLM runs in this process.
+        filters_tokens: whether sampling uses top-k, top-p or min-p; vLLM needs to know at its
+        start, for the log-probs.
 
     Raises:
-        InputError: if the engine is not installed, its class is no engine, or the model does not fit the KV-cache limit.
+        InputError: if the engine is not installed, its class is no engine, or the model does not
+        fit the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
@@ -61,8 +62,14 @@ def build_engine(
             filters_tokens=filters_tokens,
         )
     if name not in ENGINES:
-        offered = {"model": model, "dtype": dtype, "max_batch": max_batch, "ranks": ranks or Ranks()}
-        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}  # an engine without this parameter refuses it
+        offered = {
+            "model": model,
+            "dtype": dtype,
+            "max_batch": max_batch,
+            "ranks": ranks or Ranks(),
+        }
+        # an engine without this parameter refuses it
+        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
         return own
@@ -77,10 +84,11 @@ def build_engine(
 
 
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
-    """Return a sentence on how far a third-party engine's log-probs are from the policy's; "" for engines that tests cover.
+    """Return a sentence on how far a third-party engine's log-probs are from the policy's; "" for
+    engines that tests cover.
 
-    vLLM is compared only for transformers policies, a custom engine always. Raises InputError if the engine samples from
-    another model.
+    vLLM is compared only for transformers policies, a custom engine always. Raises InputError if
+    the engine samples from another model.
     """
     if name not in ENGINES:
         engine.load_weights(model)
@@ -89,7 +97,9 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
     return check_engine(model, engine, name)
 
 
-def build_run_engine(config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None) -> Engine:
+def build_run_engine(
+    config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None
+) -> Engine:
     options = config.rollout
     return build_engine(
         options.rollout,

@@ -18,7 +18,9 @@ from maxrl_fast.training.logprob_parity import check_exact
 CPU = torch.device("cpu")
 
 
-def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None, is_empty: bool = False) -> PolicyModel:
+def build_policy(
+    config: ResolvedConfig, task: Task, saved: Saved | None = None, is_empty: bool = False
+) -> PolicyModel:
     """Build the policy on the CPU, in float32, with adapters if requested.
 
     Args:
@@ -61,7 +63,9 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None,
             is_empty=is_empty,
         )
     if options.lora_rank:
-        add_adapters(model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed)
+        add_adapters(
+            model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed
+        )
     model.checkpoint_activations = config.optimizer.checkpoint_activations
     if config.run.compile and not is_empty:
         model.compile_layers()
@@ -69,7 +73,8 @@ def build_policy(config: ResolvedConfig, task: Task, saved: Saved | None = None,
 
 
 def compare_policy(model: PolicyModel) -> str:
-    """Return a sentence on how close a transformers policy is to the model's own forward pass; "" for the native decoder.
+    """Return a sentence on how close a transformers policy is to the model's own forward pass; ""
+    for the native decoder.
 
     Raises InputError if it is too far off to train.
     """
@@ -79,9 +84,14 @@ def compare_policy(model: PolicyModel) -> str:
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
     """Return the checkpoint files besides the weights, by name: JSON contents or bytes.
 
-    `start` is the checkpoint whose configuration is kept; None for a new policy. Raises InputError if a file cannot be read.
+    `start` is the checkpoint whose configuration is kept; None for a new policy. Raises InputError
+    if a file cannot be read.
     """
-    own = new_files(model.config, task.stop_ids) if start is None else kept_files(start, task.stop_ids)
+    own = (
+        new_files(model.config, task.stop_ids)
+        if start is None
+        else kept_files(start, task.stop_ids)
+    )
     return {**task.tokenizer_files(), **own}
 
 

@@ -47,15 +47,20 @@ def build_scorer(
         for name in names:
             is_optional = len(names) > 1
             if functions and name in functions:
-                sources.append(InProcessReward(functions[name], name, options.reward_seconds, is_optional))
+                sources.append(
+                    InProcessReward(functions[name], name, options.reward_seconds, is_optional)
+                )
             else:
                 sources.append(_build_source(options, name, is_optional, device, dtype))
             on_error.callback(sources[-1].close)
         weights = options.reward_weights or [1.0] * len(names)
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
         on_error.pop_all()
-    limit = None if options.reward else task.answer_limit  # a custom function sees the whole response
-    return Scorer(task, source, options.max_reward_error_rate, options.reward_threshold, limit, num_ranks)
+    # a custom function sees the whole response
+    limit = None if options.reward else task.answer_limit
+    return Scorer(
+        task, source, options.max_reward_error_rate, options.reward_threshold, limit, num_ranks
+    )
 
 
 def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
@@ -66,7 +71,9 @@ def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
 def _build_source(
     options: RewardOptions, name: str, is_optional: bool, device: torch.device, dtype: torch.dtype
 ) -> RewardSource:
-    environment = [variable.strip() for variable in options.reward_env.split(",") if variable.strip()]
+    environment = [
+        variable.strip() for variable in options.reward_env.split(",") if variable.strip()
+    ]
     if name.startswith(OBJECT):
         raise InputError(lost_object("reward", name))
     if name.startswith(CLASSIFIER):
@@ -96,16 +103,22 @@ def _build_source(
 
 def _template(options: RewardOptions) -> str:
     if options.judge_template is None:
-        raise InputError(f"--reward {JUDGE}URL/MODEL needs --judge-template FILE, the question to the judge")
+        raise InputError(
+            f"--reward {JUDGE}URL/MODEL needs --judge-template FILE, the question to the judge"
+        )
     try:
         check_regular(options.judge_template, JSON_BYTES)
         return options.judge_template.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(f"--judge-template must be a readable text file, got {options.judge_template}: {error}") from error
+        raise InputError(
+            f"--judge-template must be a readable text file, got {options.judge_template}: {error}"
+        ) from error
 
 
 def _key(environment: Sequence[str]) -> str | None:
-    """Return the value of the first variable whose name ends in KEY or TOKEN; None if there is none."""
+    """Return the value of the first variable whose name ends in KEY or TOKEN; None if there is
+    none.
+    """
     names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
     if names and names[0] not in os.environ:
         raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
@@ -113,15 +126,17 @@ def _key(environment: Sequence[str]) -> str | None:
 
 
 def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
-    """Return the scorer of training rollouts, which differs from the evaluation's for majority votes."""
+    """Return the scorer of training rollouts, which differs from the evaluation's for majority
+    votes.
+    """
     return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
 
 
 def build_policy_reward(
     config: ResolvedConfig, task: Task, objective: Objective, learner: Learner | None
 ) -> PolicyReward | None:
-    """Build the reward from the policy for training rollouts; None if there is none. Without a learner only the task is
-    checked.
+    """Build the reward from the policy for training rollouts; None if there is none. Without a
+    learner only the task is checked.
 
     Raises:
         InputError: if the task has no reference answers.
@@ -129,14 +144,24 @@ def build_policy_reward(
     labels = config.shaping.labels
     if not objective.needs.answers and labels not in LABELS:
         return None
-    who = f"--objective {config.objective.objective}" if objective.needs.answers else f"--labels {labels}"
+    who = (
+        f"--objective {config.objective.objective}"
+        if objective.needs.answers
+        else f"--labels {labels}"
+    )
     answered = check_answers(task, who)
     kind = PROBABILITY if objective.needs.answers else labels
-    return None if learner is None else PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
+    return (
+        None
+        if learner is None
+        else PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
+    )
 
 
 def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:
     options = config.shaping
     if not options.overlong_buffer:
         return None
-    return LengthPenalty(config.rollout.max_new_tokens, options.overlong_buffer, options.overlong_penalty)
+    return LengthPenalty(
+        config.rollout.max_new_tokens, options.overlong_buffer, options.overlong_penalty
+    )

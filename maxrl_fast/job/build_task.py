@@ -10,7 +10,16 @@ from maxrl_fast.tasks.custom import custom_task, json_object
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward, lost_object, needs_data, unknown_task
+from maxrl_fast.tasks.names import (
+    GYM,
+    OBJECT,
+    dataset_spec,
+    is_plugin,
+    is_reward,
+    lost_object,
+    needs_data,
+    unknown_task,
+)
 
 
 def build_run_task(config: Config) -> Task:
@@ -42,7 +51,8 @@ def build_task(
         max_new_tokens: the longest demonstration; default: the task's.
 
     Raises:
-        InputError: if the name is unknown, the options do not fit the task, or its files cannot be read.
+        InputError: if the name is unknown, the options do not fit the task, or its files cannot be
+        read.
     """
     name, spec = options.task, dataset_spec(options.task)
     if name.startswith(OBJECT):

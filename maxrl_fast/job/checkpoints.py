@@ -1,4 +1,5 @@
-"""The checkpoints of a run: what they contain, when they are written, and which are kept. resume.py finds them.
+"""The checkpoints of a run: what they contain, when they are written, and which are kept. resume.py
+finds them.
 
 OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in its dtype
@@ -23,7 +24,14 @@ from torch import Tensor
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import RewardError, StorageError
 from maxrl_fast.job.control import Interrupted, StopSignal
-from maxrl_fast.job.learner_state import Snapshot, load_learner, random_states, save_shards, save_tensors, set_random_states
+from maxrl_fast.job.learner_state import (
+    Snapshot,
+    load_learner,
+    random_states,
+    save_shards,
+    save_tensors,
+    set_random_states,
+)
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
@@ -43,10 +51,10 @@ class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
     Args:
-        policy_files: the files of a checkpoint besides its weights, by name: JSON contents or bytes.
-        save_every: number of steps between checkpoints; 0: only at the end and when stopped.
-        keep: number of newest checkpoints to keep, besides the best one and the one after the warm start; 0: all.
-        saved: the checkpoint from which the run resumes.
+        policy_files: the files of a checkpoint besides its weights, by name: JSON contents or
+        bytes. save_every: number of steps between checkpoints; 0: only at the end and when stopped.
+        keep: number of newest checkpoints to keep, besides the best one and the one after the warm
+        start; 0: all. saved: the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -65,10 +73,13 @@ class Checkpoints:
         self._policy_files, self._fingerprints = policy_files, fingerprints
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
         self._saved, self._background = saved, Background()
-        self.newest = self._begun = saved.directory if saved else None  # newest complete one; newest started
+        # newest complete one; newest started
+        self.newest = self._begun = saved.directory if saved else None
 
     def restore(self, learner: Learner) -> None:
-        """Load the saved state into the run's first learner, of the phase in which it was saved; later calls do nothing."""
+        """Load the saved state into the run's first learner, of the phase in which it was saved;
+        later calls do nothing.
+        """
         saved, self._saved = self._saved, None
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
@@ -84,7 +95,8 @@ class Checkpoints:
         self.stop_point(progress, learner)
 
     def stop_point(self, progress: Progress, learner: Learner) -> None:
-        """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones after `progress.step`.
+        """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones
+        after `progress.step`.
 
         Raises StorageError if the previous save failed.
         """
@@ -102,7 +114,9 @@ class Checkpoints:
 
     @contextmanager
     def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
-        """Save if a reward fails inside the block, before its step has changed the weights, so that no step is lost."""
+        """Save if a reward fails inside the block, before its step has changed the weights, so that
+        no step is lost.
+        """
         try:
             yield
         except RewardError:
@@ -112,9 +126,10 @@ class Checkpoints:
     def save(self, progress: Progress, learner: Learner) -> None:
         """Start to write a checkpoint, unless this step already has one.
 
-        The state is copied to the host, and a thread writes the copy while training continues. At most one save is pending: the
-        next save, a stop and the end of the run wait for it. With sharded weights (FSDP2) the ranks write together, with
-        collectives that must not overlap the next step's, so this returns only when the checkpoint is written.
+        The state is copied to the host, and a thread writes the copy while training continues. At
+        most one save is pending: the next save, a stop and the end of the run wait for it. With
+        sharded weights (FSDP2) the ranks write together, with collectives that must not overlap the
+        next step's, so this returns only when the checkpoint is written.
 
         Raises:
             StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.
@@ -160,13 +175,16 @@ class Checkpoints:
             self._write_policy(temporary, record, snapshot.dtype, snapshot.weights)
         self._finish(directory)
 
-    def _write_policy(self, temporary: Path, record: str, dtype: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _write_policy(
+        self, temporary: Path, record: str, dtype: str, weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
         write_policy(temporary, dtype, weights, self._policy_files)
         (temporary / "progress.json").write_text(record)
         write_checksums(temporary)
 
     def _write_together(self, directory: Path, record: str, learner: Learner) -> None:
-        weights = learner.model.weights()  # all ranks must iterate: each weight is gathered collectively
+        # all ranks must iterate: each weight is gathered collectively
+        weights = learner.model.weights()
         low_rank = dict(adapters(learner.model))
         with self._temporary(directory) as temporary:
             save_shards(temporary / "state", learner)
@@ -194,8 +212,14 @@ class Checkpoints:
 
     @contextmanager
     def _temporary(self, directory: Path) -> Iterator[Path]:
-        """Yield the temporary folder that the first rank creates and renames, and into which all ranks write."""
-        with atomic_directory(directory) if self._ranks.is_first else nullcontext(temporary_path(directory)) as folder:
+        """Yield the temporary folder that the first rank creates and renames, and into which all
+        ranks write.
+        """
+        with (
+            atomic_directory(directory)
+            if self._ranks.is_first
+            else nullcontext(temporary_path(directory)) as folder
+        ):
             self._ranks.wait_for_all()
             if not folder.is_dir():
                 raise StorageError(
@@ -222,6 +246,7 @@ class Checkpoints:
         spared = {START, best.resolve().name if best.is_symlink() else ""}
         for directory in checkpoints_of(self.out)[: -self._keep if self._keep else 0]:
             if directory.name not in spared:
-                with suppress(OSError):  # a file may be open on a network disk; that must not end the run
+                # a file may be open on a network disk; that must not end the run
+                with suppress(OSError):
                     directory.rename(temporary_path(directory))
                     shutil.rmtree(temporary_path(directory))

@@ -15,8 +15,10 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.watch import STUCK, dump_stacks
 from maxrl_fast.training.stopwatch import Stopwatch
 
-ECHO = 1.0  # seconds in which a repeated signal counts as one: the terminal sends it, and torchrun forwards it
-TELL_LIMIT = 30.0  # seconds for the other ranks to notice that this one is stuck, and to write their stacks
+# seconds in which a repeated signal counts as one: the terminal sends it, and torchrun forwards it
+ECHO = 1.0
+# seconds for the other ranks to notice that this one is stuck, and to write their stacks
+TELL_LIMIT = 30.0
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -29,10 +31,11 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on all ranks.
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on
+    all ranks.
 
-    A second signal stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays ignored. Outside the main
-    thread, where Python allows no handlers, signals keep their handlers.
+    A second signal stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays
+    ignored. Outside the main thread, where Python allows no handlers, signals keep their handlers.
     """
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
@@ -40,13 +43,24 @@ class StopSignal:
         self._ranks, self._device = ranks or Ranks(), device or torch.device("cpu")
 
     def __enter__(self) -> "StopSignal":
-        handled = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        handled = [
+            number
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ]
         if threading.current_thread() is not threading.main_thread():
             handled = []
-        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in handled}
+        self._before: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._handle) for number in handled
+        }
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -54,7 +68,8 @@ class StopSignal:
         now = time.monotonic()
         if not self._asked:
             self._asked, self._since = number, now
-            # Not print: the signal may interrupt another print, and a buffered stream is not reentrant.
+            # Not print: the signal may interrupt another print, and a buffered stream is not
+            # reentrant.
             if self._ranks.is_first:
                 name = SIGNALS[signal.Signals(number)]
                 message = f"{name}: saving and stopping after this step; repeat to stop immediately, without saving"
@@ -64,12 +79,19 @@ class StopSignal:
 
     @property
     def number(self) -> int:
-        """The signal that asked any rank to stop; 0 if none did. All ranks must read it at the same point."""
-        return (self._asked or signal.SIGTERM) if self._ranks.any(bool(self._asked), self._device) else 0
+        """The signal that asked any rank to stop; 0 if none did. All ranks must read it at the same
+        point.
+        """
+        return (
+            (self._asked or signal.SIGTERM)
+            if self._ranks.any(bool(self._asked), self._device)
+            else 0
+        )
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when the current stage makes no progress, after all processes have written their stacks.
+    """Ends this process when the current stage makes no progress, after all processes have written
+    their stacks.
 
     Args:
         limit: seconds that a stage may take without progress.
@@ -96,7 +118,12 @@ class StallWatchdog(threading.Thread):
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stopped.set()
         self.join()
 
@@ -105,11 +132,14 @@ class StallWatchdog(threading.Thread):
             stage, silence = self._clock.silence()
             if silence > self._limit:
                 message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
-                advice = "--resume continues from the last checkpoint; the stacks show where it waits"
+                advice = (
+                    "--resume continues from the last checkpoint; the stacks show where it waits"
+                )
                 write_directly(f"\nerror: {message}. {advice}.\n")
                 dump_stacks(f"rank {self._ranks.rank}")
                 self._dump_workers()
-                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)  # it may be stuck too
+                # it may be stuck too
+                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
                 telling.start()
                 telling.join(TELL_LIMIT)
                 if not self._ends_process:

@@ -29,7 +29,12 @@ from maxrl_fast.evaluation.outcome import (
 )
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.evaluation.summary import Summary
-from maxrl_fast.evaluation.tables import comparison_table, draw_coverage, numbers_table, outcome_rows
+from maxrl_fast.evaluation.tables import (
+    comparison_table,
+    draw_coverage,
+    numbers_table,
+    outcome_rows,
+)
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.job.build_engine import build_engine
 from maxrl_fast.job.build_policy import compare_policy
@@ -76,15 +81,23 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 
     Raises InputError if the configuration proves wrong, before any sampling.
     """
-    task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward)
+    task = build_task(
+        parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward
+    )
     config = resolve(parsed, source, task, screen.warn)
     torch.set_num_threads(config.place.threads)
     contents = contents_of(task, config.measure.split, config.measure.prompts)
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
-    embeddings, device, dtype = config.measure.embeddings, torch.device(config.place.device), getattr(torch, config.place.dtype)
-    diversity: Diversity = NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
+    embeddings, device, dtype = (
+        config.measure.embeddings,
+        torch.device(config.place.device),
+        getattr(torch, config.place.dtype),
+    )
+    diversity: Diversity = (
+        NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
+    )
     out, clock = config.place.out, Stopwatch()
     with (
         contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
@@ -101,18 +114,30 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
-        own, other = _outcome(source.name, settings, evaluation, tally), baseline if isinstance(baseline, Outcome) else None
+        own, other = (
+            _outcome(source.name, settings, evaluation, tally),
+            baseline if isinstance(baseline, Outcome) else None,
+        )
         if isinstance(baseline, Policy):
-            with contextlib.closing(build_scorer(config.reward, baseline.task, device, dtype)) as its_scorer, clock("baseline"):
+            with (
+                contextlib.closing(
+                    build_scorer(config.reward, baseline.task, device, dtype)
+                ) as its_scorer,
+                clock("baseline"),
+            ):
                 baseline_tally = SampleTally(baseline.task, diversity)
-                evaluated = _sample(config, baseline, its_scorer, baseline_tally, screen, "baseline")
+                evaluated = _sample(
+                    config, baseline, its_scorer, baseline_tally, screen, "baseline"
+                )
             other = _outcome(baseline.source.name, settings, evaluated, baseline_tally)
         with clock("estimates"):
             summary = Summary.of(own, other, tally, config.measure.k, _resampling(config))
         for table in summary.tables(config.measure.confidence):
             screen.console.print(table)
         draw_coverage(summary.curves(), config.measure.confidence, picture)
-        estimates = summary.content(diversity, tally, evaluation.num_tokens) | {"num_distinct_prompts": num_distinct}
+        estimates = summary.content(diversity, tally, evaluation.num_tokens) | {
+            "num_distinct_prompts": num_distinct
+        }
         estimates |= scorer.pop_components().over(Ranks())
         content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
@@ -122,7 +147,11 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 
 
 def _provenance(
-    config: ResolvedEvaluationConfig, source: Source, task: Task, settings: dict[str, Any], clock: Stopwatch
+    config: ResolvedEvaluationConfig,
+    source: Source,
+    task: Task,
+    settings: dict[str, Any],
+    clock: Stopwatch,
 ) -> dict[str, Any]:
     """Return for eval.json what was evaluated, how, and with which versions."""
     return {
@@ -138,8 +167,12 @@ def _provenance(
     }
 
 
-def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
-    """Return a checkpoint's policy with an engine: the engine of `like` if both have the same sizes."""
+def _policy(
+    config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None
+) -> Policy:
+    """Return a checkpoint's policy with an engine: the engine of `like` if both have the same
+    sizes.
+    """
     sampling, measure = config.sampling, config.measure
     model = load_policy(
         source.checkpoint,
@@ -148,7 +181,10 @@ def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: 
         prompt_length=task.prompt_length,
         max_new_tokens=sampling.max_new_tokens,
     )
-    if like is not None and dataclasses.replace(like.model.config, dtype=model.config.dtype) == model.config:
+    if (
+        like is not None
+        and dataclasses.replace(like.model.config, dtype=model.config.dtype) == model.config
+    ):
         return Policy(source, task, model, like.engine)
     compare_policy(model.to(config.place.device))
     engine = build_engine(
@@ -163,8 +199,11 @@ def _policy(config: ResolvedEvaluationConfig, source: Source, task: Task, like: 
     return Policy(source, task, model, engine)
 
 
-def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy: Policy) -> Policy | Outcome | None:
-    """Return the policy of --baseline, still to be sampled, or the outcome of a finished evaluation.
+def _baseline(
+    config: ResolvedEvaluationConfig, settings: dict[str, Any], policy: Policy
+) -> Policy | Outcome | None:
+    """Return the policy of --baseline, still to be sampled, or the outcome of a finished
+    evaluation.
 
     Raises InputError if it is neither, or has other prompts, samples or sampling.
     """
@@ -177,8 +216,12 @@ def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy
         found = differences(baseline.settings, settings)
     else:
         source = find_source(path, "--baseline")
-        task = build_task(config.task, config.place.task_seed, source.checkpoint, config.reward.reward)
-        found = differences(settings_of(config.flat(), contents_of(task, measure.split, measure.prompts)), settings)
+        task = build_task(
+            config.task, config.place.task_seed, source.checkpoint, config.reward.reward
+        )
+        found = differences(
+            settings_of(config.flat(), contents_of(task, measure.split, measure.prompts)), settings
+        )
         baseline = _policy(config, source, task, policy)
     if found:
         raise InputError(
@@ -188,17 +231,34 @@ def _baseline(config: ResolvedEvaluationConfig, settings: dict[str, Any], policy
 
 
 def _introduction(
-    config: ResolvedEvaluationConfig, policy: Policy, baseline: Policy | Outcome | None, num_distinct: int
+    config: ResolvedEvaluationConfig,
+    policy: Policy,
+    baseline: Policy | Outcome | None,
+    num_distinct: int,
 ) -> Iterator[str]:
     """Yield the first lines, which say what is evaluated and how."""
     source, sampling, measure = policy.source, config.sampling, config.measure
     yield f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed {sampling.seed}"
     if source.run is not None:
         yield f"the task's options and seed are those of the run {source.run}, but for what flags say"
-    limits = [f"{name} {value:g}" for name, value in (("top-k", sampling.top_k), ("min-p", sampling.min_p)) if value]
+    limits = [
+        f"{name} {value:g}"
+        for name, value in (("top-k", sampling.top_k), ("min-p", sampling.min_p))
+        if value
+    ]
     limits += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    how = ", ".join([f"temperature {sampling.temperature:g}", *limits, f"at most {sampling.max_new_tokens} tokens"])
-    distinct = "" if num_distinct == measure.prompts else f" ({num_distinct} distinct: intervals take all for distinct)"
+    how = ", ".join(
+        [
+            f"temperature {sampling.temperature:g}",
+            *limits,
+            f"at most {sampling.max_new_tokens} tokens",
+        ]
+    )
+    distinct = (
+        ""
+        if num_distinct == measure.prompts
+        else f" ({num_distinct} distinct: intervals take all for distinct)"
+    )
     yield f"{measure.prompts} {measure.split} prompts{distinct} x {measure.samples} samples, {how}; {policy.engine.describe()}"
     if baseline is not None:
         yield f"baseline: {baseline.source.checkpoint if isinstance(baseline, Policy) else measure.baseline}"
@@ -211,9 +271,16 @@ def _chunk(config: ResolvedEvaluationConfig) -> int:
 
 
 def _sample(
-    config: ResolvedEvaluationConfig, policy: Policy, scorer: Scorer, tally: SampleTally, screen: Screen, name: str
+    config: ResolvedEvaluationConfig,
+    policy: Policy,
+    scorer: Scorer,
+    tally: SampleTally,
+    screen: Screen,
+    name: str,
 ) -> Evaluation:
-    """Sample a policy, and hand all samples to the tally. Raises RewardError, NonFiniteError, StorageError."""
+    """Sample a policy, and hand all samples to the tally. Raises RewardError, NonFiniteError,
+    StorageError.
+    """
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
     limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))
@@ -239,8 +306,12 @@ def _sample(
         return evaluator.evaluate(after_chunk, tally)
 
 
-def _outcome(name: str, settings: dict[str, Any], evaluation: Evaluation, tally: SampleTally) -> Outcome:
-    numbers = {key: vars(evaluation)[key] for key in ("response_length_mean", "truncated", "reward_errors")}
+def _outcome(
+    name: str, settings: dict[str, Any], evaluation: Evaluation, tally: SampleTally
+) -> Outcome:
+    numbers = {
+        key: vars(evaluation)[key] for key in ("response_length_mean", "truncated", "reward_errors")
+    }
     return Outcome(
         name=name,
         num_samples=settings["samples"],
@@ -252,7 +323,9 @@ def _outcome(name: str, settings: dict[str, Any], evaluation: Evaluation, tally:
 
 
 def _resampling(config: EvaluationConfig) -> Resampling:
-    return Resampling(config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0)
+    return Resampling(
+        config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0
+    )
 
 
 def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
@@ -267,7 +340,9 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = sorted(set(config.measure.k)) or powers_of_two(smallest)
     if ks[-1] > smallest:
-        raise InputError(f"k must be from 1 to {smallest}, the fewest samples of these evaluations, got {ks[-1]}")
+        raise InputError(
+            f"k must be from 1 to {smallest}, the fewest samples of these evaluations, got {ks[-1]}"
+        )
     out, resampling = free_folder(config.place.out, "compare"), _resampling(config)
     letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
     for letter, folder in zip(letters, folders, strict=True):
@@ -276,7 +351,9 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
     for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
         found = differences(first.settings, outcome.settings)
         if found:
-            screen.warn(f"A and {letter} are not of the same prompts, samples and sampling; they differ in {'; '.join(found)}")
+            screen.warn(
+                f"A and {letter} are not of the same prompts, samples and sampling; they differ in {'; '.join(found)}"
+            )
         are_paired = len(outcome.num_correct) == len(first.num_correct) and not found
         gains.append(resampling.of_each(outcome.gains(first, ks)) if are_paired else None)
     passes = [resampling.of_each(outcome.passes(ks)) for outcome in outcomes]
@@ -287,7 +364,11 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
         names = [str(folder) for folder in folders]
     with locked(out), stored(out / PICTURE) as picture:
         drawn = [
-            (name, outcome.curve, resampling.of_each(outcome.passes(powers_of_two(outcome.num_samples))))
+            (
+                name,
+                outcome.curve,
+                resampling.of_each(outcome.passes(powers_of_two(outcome.num_samples))),
+            )
             for name, outcome in zip(names, outcomes, strict=True)
         ]
         draw_coverage(drawn, config.measure.confidence, picture)

@@ -1,4 +1,6 @@
-"""Fingerprints of the files that determine a run's result besides its options: code, prompts and the tokenizer."""
+"""Fingerprints of the files that determine a run's result besides its options: code, prompts and
+the tokenizer.
+"""
 
 import hashlib
 import json
@@ -14,10 +16,13 @@ from maxrl_fast.tasks import Task
 def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
-    `files` are by the option that names them. Only a function's own file is read, not its imports. Raises InputError if a file
-    cannot be read.
+    `files` are by the option that names them. Only a function's own file is read, not its imports.
+    Raises InputError if a file cannot be read.
     """
-    contents = {"the prompts": task.fingerprint.encode(), "the stop tokens": json.dumps(task.stop_ids).encode()}
+    contents = {
+        "the prompts": task.fingerprint.encode(),
+        "the stop tokens": json.dumps(task.stop_ids).encode(),
+    }
     for name, content in task.tokenizer_files().items():
         if isinstance(content, bytes):  # a file that was read; the task's code makes the others
             contents[f"{name} of the tokenizer"] = content
@@ -31,22 +36,36 @@ def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]
 
 
 def source_file(function: str) -> Path | None:
-    """Return the file of FILE.py:FUNCTION or package.module:function without importing it; None if there is none."""
+    """Return the file of FILE.py:FUNCTION or package.module:function without importing it; None if
+    there is none.
+    """
     place, spec, path = function.rpartition(":")[0], None, None
     if is_file(function):
         return Path(place) if Path(place).is_file() else None
     parts = place.split(".")
     if not all(part.isidentifier() for part in parts):  # reported when the function is loaded
         return None
-    for i in range(1, len(parts) + 1):  # importlib.util.find_spec would import the packages around the module
+    # importlib.util.find_spec would import the packages around the module
+    for i in range(1, len(parts) + 1):
         finders = (finder.find_spec(".".join(parts[:i]), path) for finder in sys.meta_path)
         spec = next((found for found in finders if found is not None), None)
         if spec is None:
             return None
         path = spec.submodule_search_locations
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
+    return (
+        Path(spec.origin)
+        if spec is not None and spec.has_location and spec.origin is not None
+        else None
+    )
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    found = [f"{name}: missing" for name in before if name not in now] + [f"{name}: new" for name in now if name not in before]
-    return sorted([*found, *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name])])
+    found = [f"{name}: missing" for name in before if name not in now] + [
+        f"{name}: new" for name in now if name not in before
+    ]
+    return sorted(
+        [
+            *found,
+            *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name]),
+        ]
+    )

@@ -1,4 +1,6 @@
-"""Warnings about training that goes wrong although all numbers are finite; each has a value and advice."""
+"""Warnings about training that goes wrong although all numbers are finite; each has a value and
+advice.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,26 +21,38 @@ class HealthWarning:
 
 @dataclass
 class Health:
-    """Checks the records of metrics.jsonl: the last ten steps, in some rules against the first ten of the run."""
+    """Checks the records of metrics.jsonl: the last ten steps, in some rules against the first ten
+    of the run.
+    """
 
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
-    _absent: dict[str, int] = field(default_factory=dict)  # steps since the rule's condition last held
+    # steps since the rule's condition last held
+    _absent: dict[str, int] = field(default_factory=dict)
 
     def observe(self, record: Record) -> list[HealthWarning]:
-        """Return the warnings that start at this step. A condition that lasts, or returns within ten steps, counts once."""
+        """Return the warnings that start at this step. A condition that lasts, or returns within
+        ten steps, counts once.
+        """
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:
             return []
         found = {kind: rule(self._first, self._recent) for kind, rule in RULES.items()}
         present = {kind: result for kind, result in found.items() if result is not None}
-        begun = [HealthWarning(kind, *result) for kind, result in present.items() if self._absent.get(kind, STEPS) >= STEPS]
-        self._absent = {kind: steps + 1 for kind, steps in self._absent.items()} | dict.fromkeys(present, 0)
+        begun = [
+            HealthWarning(kind, *result)
+            for kind, result in present.items()
+            if self._absent.get(kind, STEPS) >= STEPS
+        ]
+        self._absent = {kind: steps + 1 for kind, steps in self._absent.items()} | dict.fromkeys(
+            present, 0
+        )
         return begun
 
 
-SLOW_STEPS, SLOW_SECONDS = 2, 1.0  # steps until slow rewards are reported, and their least seconds per step
+# steps until slow rewards are reported, and their least seconds per step
+SLOW_STEPS, SLOW_SECONDS = 2, 1.0
 MOST_TIMES = 16.0  # the largest speed-up that is proposed
 
 
@@ -54,19 +68,29 @@ class SlowRewards:
     _num_steps: int = 0
 
     def observe(self, before: Record, after: Record) -> HealthWarning | None:
-        """Return a warning, at most once, from the seconds of the stages before and after a step."""
+        """Return a warning, at most once, from the seconds of the stages before and after a
+        step.
+        """
         if self._num_steps < 0:
             return None
         self._num_steps += 1
         for stage, seconds in after.items():
             self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds - before.get(stage, 0.0)
         total, reward = sum(self._seconds.values()), self._seconds.get("reward", 0.0)
-        if self._num_steps < SLOW_STEPS or reward < SLOW_SECONDS * self._num_steps or reward <= total / 2:
+        if (
+            self._num_steps < SLOW_STEPS
+            or reward < SLOW_SECONDS * self._num_steps
+            or reward <= total / 2
+        ):
             return None
         cure = self.faster(min(max(reward / max(total - reward, 1e-9), 2.0), MOST_TIMES))
         self._num_steps = -1
         return (
-            HealthWarning("slow_rewards", reward / total, f"{reward / total:.0%} of the time is reward: {cure}")
+            HealthWarning(
+                "slow_rewards",
+                reward / total,
+                f"{reward / total:.0%} of the time is reward: {cure}",
+            )
             if cure
             else None
         )
@@ -77,7 +101,10 @@ def _mean(name: str, records: list[Record]) -> float:
 
 
 def _no_reward(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(record["reward_mean"] != 0 or record["frac_groups_zero_variance"] < 1 for record in recent[-STEPS:]):
+    if any(
+        record["reward_mean"] != 0 or record["frac_groups_zero_variance"] < 1
+        for record in recent[-STEPS:]
+    ):
         return None
     return 0.0, (
         f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some responses, raise --rollouts, use "
@@ -86,9 +113,15 @@ def _no_reward(first: list[Record], recent: list[Record]) -> tuple[float, str] |
 
 
 def _all_solved(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(record["pass_at_1"] < 1 or record["frac_groups_zero_variance"] < 1 for record in recent[-STEPS:]):
+    if any(
+        record["pass_at_1"] < 1 or record["frac_groups_zero_variance"] < 1
+        for record in recent[-STEPS:]
+    ):
         return None
-    return 1.0, f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use harder prompts"
+    return (
+        1.0,
+        f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use harder prompts",
+    )
 
 
 def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
@@ -102,7 +135,10 @@ def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] |
 
 
 def _zero_variance_groups(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    fraction, reward = _mean("frac_groups_zero_variance", recent[-STEPS:]), _mean("reward_mean", recent[-STEPS:])
+    fraction, reward = (
+        _mean("frac_groups_zero_variance", recent[-STEPS:]),
+        _mean("reward_mean", recent[-STEPS:]),
+    )
     if fraction <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
         return None
     return fraction, (

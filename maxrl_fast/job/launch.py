@@ -1,4 +1,6 @@
-"""Builds a run from a resolved configuration and trains it: for the command (train.py) and for Python (api.py)."""
+"""Builds a run from a resolved configuration and trains it: for the command (train.py) and for
+Python (api.py).
+"""
 
 import contextlib
 import os
@@ -41,13 +43,15 @@ from maxrl_fast.training.stopwatch import Stopwatch
 
 NUM_PROMPTS, NUM_ROLLOUTS, MOST_TOKENS = 2, 2, 256  # of check_rewards
 WHEN = "before the first step"
-LOCK_LIMIT = 60.0  # seconds to wait for the previous process of this folder, which may still be exiting
+# seconds to wait for the previous process of this folder, which may still be exiting
+LOCK_LIMIT = 60.0
 
 
 @dataclass
 class ExitStatus:
     code: int = 0  # 1: `error`; 128 + the number of the signal that stopped it
-    error: RuntimeError | None = None  # non-finite values, failing rewards, full disk or failing server; not printed yet
+    # non-finite values, failing rewards, full disk or failing server; not printed yet
+    error: RuntimeError | None = None
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,26 @@ class Job:
     ends_process: bool = True
 
     def run(self) -> tuple[ExitStatus, Trained | None]:
-        """Build and train. Return the exit status and the trained policy; None if the run ended before its first step.
+        """Build and train. Return the exit status and the trained policy; None if the run ended
+        before its first step.
 
-        The number of CPU threads is restored. Raises InputError if building shows that the configuration is wrong.
+        The number of CPU threads is restored. Raises InputError if building shows that the
+        configuration is wrong.
         """
-        config, task, ranks, screen, device = self.config, self.task, self.ranks, self.screen, self.device
-        out = Path(ranks.text_from_first(str(config.run.out)))  # the same on all ranks: its name may contain the time
+        config, task, ranks, screen, device = (
+            self.config,
+            self.task,
+            self.ranks,
+            self.screen,
+            self.device,
+        )
+        # the same on all ranks: its name may contain the time
+        out = Path(ranks.text_from_first(str(config.run.out)))
         config, is_resumed = config.replace(out=out), config.run.resume is not None
         if ranks.text_from_first(str(is_resumed)) != str(is_resumed):
-            raise InputError(f"--resume auto needs a folder that all processes share, but only some of them see a run in {out}")
+            raise InputError(
+                f"--resume auto needs a folder that all processes share, but only some of them see a run in {out}"
+            )
         with contextlib.ExitStack() as held:
             held.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.run.threads)
@@ -99,41 +114,67 @@ class Job:
             config = config.replace(sharding="full" if is_full else "none")
             fingerprints = build_fingerprints(config, task)
             if saved:
-                check_same(saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes)
+                check_same(
+                    saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes
+                )
             if is_dry:
                 screen.say(estimate(config, task, model, Machine.here(device, ranks.size)))
                 return ExitStatus(), None
             model = model.to(device)
             # Before the comparison, so that it uses the attention that will run.
-            tried = choose(device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device))
+            tried = choose(
+                device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device)
+            )
             compared = compare_policy(model)
             engine = build_run_engine(config, model, task, ranks)
-            has_weights = saved is None or saved.decoder is None  # otherwise the checkpoint's weights are loaded later
+            # otherwise the checkpoint's weights are loaded later
+            has_weights = saved is None or saved.decoder is None
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
-            scorer = build_scorer(config.reward, task, device, dtype_of(config), self.functions, ranks.size)
+            scorer = build_scorer(
+                config.reward, task, device, dtype_of(config), self.functions, ranks.size
+            )
             held.enter_context(contextlib.closing(scorer))
             if not saved and (error := self._check_rewards(config, engine, scorer)):
                 return ExitStatus(1, error), None
             if not is_resumed:
                 held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
-            files = RunFiles(out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved)
+            files = RunFiles(
+                out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved
+            )
             for log in files.missing:
-                screen.warn(f"{log} is missing: a new one begins, without the lines from before the checkpoint")
+                screen.warn(
+                    f"{log} is missing: a new one begins, without the lines from before the checkpoint"
+                )
             described = describe_run(config, task, model, ranks, saved.directory if saved else None)
             described += [own_options(saved.options, config.flat())] if saved else []
-            for line in (*described, *tried, compared, sampled, f"rollout engine: {engine.describe()}", scorer.describe()):
+            for line in (
+                *described,
+                *tried,
+                compared,
+                sampled,
+                f"rollout engine: {engine.describe()}",
+                scorer.describe(),
+            ):
                 if line:
                     screen.say(line)
             trained = Trained(config, model, engine)
-            with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (loop, ending):
+            with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (
+                loop,
+                ending,
+            ):
                 loop.run()
             return close(files, loop.progress, loop.clock, screen, ending), trained
 
-    def _check_rewards(self, config: ResolvedConfig, engine: Engine, scorer: Scorer) -> RewardError | None:
-        """Try the rewards before anything is written. Return an error if all fail; raise InputError if they do not suit the
-        objective."""
-        collector = build_collector(config, self.task, engine, scorer, objective_of(config), ranks=self.ranks)
-        if config.shaping.labels == "vote":  # these rewards serve only the evaluation, and may be any number
+    def _check_rewards(
+        self, config: ResolvedConfig, engine: Engine, scorer: Scorer
+    ) -> RewardError | None:
+        """Try the rewards before anything is written. Return an error if all fail; raise InputError
+        if they do not suit the objective."""
+        collector = build_collector(
+            config, self.task, engine, scorer, objective_of(config), ranks=self.ranks
+        )
+        # these rewards serve only the evaluation, and may be any number
+        if config.shaping.labels == "vote":
             collector = replace(collector, needs_binary=False)
         try:
             if warning := check_rewards(collector):
@@ -144,11 +185,24 @@ class Job:
 
     @contextlib.contextmanager
     def _supervised_loop(
-        self, trained: Trained, scorer: Scorer, files: RunFiles, saved: Saved | None, fingerprints: dict[str, str]
+        self,
+        trained: Trained,
+        scorer: Scorer,
+        files: RunFiles,
+        saved: Saved | None,
+        fingerprints: dict[str, str],
     ) -> Iterator[tuple[RunLoop, ExitStatus]]:
-        """Give the loop that trains, under the watchdog and the signal handlers, and how it ended, known afterwards."""
+        """Give the loop that trains, under the watchdog and the signal handlers, and how it ended,
+        known afterwards.
+        """
         config, model, engine = trained.config, trained.model, trained.engine
-        task, ranks, screen, watch, options = self.task, self.ranks, self.screen, self.watch, config.run
+        task, ranks, screen, watch, options = (
+            self.task,
+            self.ranks,
+            self.screen,
+            self.watch,
+            config.run,
+        )
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)
         scorer.beat = clock.beat
@@ -157,11 +211,15 @@ class Job:
         tell = watch.say_stuck if watch else lambda message: None
         with (
             StopSignal(ranks, self.device) as stop,
-            StallWatchdog(clock, options.stall_limit, ranks, tell, scorer.dump_stacks, self.ends_process),
+            StallWatchdog(
+                clock, options.stall_limit, ranks, tell, scorer.dump_stacks, self.ends_process
+            ),
         ):
             checkpoints = Checkpoints(
                 files,
-                build_policy_files(task, model, saved.directory if saved else config.model.directory),
+                build_policy_files(
+                    task, model, saved.directory if saved else config.model.directory
+                ),
                 fingerprints,
                 options.save_every,
                 options.keep_checkpoints,
@@ -190,22 +248,27 @@ class Job:
 
 
 def check_rewards(collector: RolloutCollector) -> str:
-    """Score two short rollouts of each of the first two prompts, so that a broken reward fails before the warm start.
+    """Score two short rollouts of each of the first two prompts, so that a broken reward fails
+    before the warm start.
 
-    Returns a warning if some rewards failed, else "". Results are the same on all ranks, which must all call this. Training
-    does not depend on them.
+    Returns a warning if some rewards failed, else "". Results are the same on all ranks, which must
+    all call this. Training does not depend on them.
 
     Raises:
-        RewardError: if all rewards fail.
-        InputError: if a reward function's parameters do not fit, or rewards must be 0 or 1 and one is not.
+        RewardError: if all rewards fail. InputError: if a reward function's parameters do not fit,
+        or rewards must be 0 or 1 and one is not.
     """
     scorer = collector.scorer.rehearsal()
     if not scorer.has_source and not collector.needs_binary:
         return ""
     prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
     scorer.check(prompts)
-    sampling = replace(collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MOST_TOKENS))
-    rollouts = collector.engine.generate(prompts, NUM_ROLLOUTS, sampling, seed=collector.seed, step=0)
+    sampling = replace(
+        collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MOST_TOKENS)
+    )
+    rollouts = collector.engine.generate(
+        prompts, NUM_ROLLOUTS, sampling, seed=collector.seed, step=0
+    )
     rewards = scorer.score(prompts, rollouts)
     warning = scorer.failures(collector.ranks, WHEN)[1]
     if collector.needs_binary:
@@ -214,16 +277,20 @@ def check_rewards(collector: RolloutCollector) -> str:
 
 
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
-    """Return the configuration with --model resolved to a folder or a hub commit, the same on all ranks.
+    """Return the configuration with --model resolved to a folder or a hub commit, the same on all
+    ranks.
 
     Raises InputError if there is no such model.
     """
     model = config.model.model
-    if model is None or (config.run.resume is not None and not model.startswith(HUB)):  # a resumed run has its own checkpoints
+    # a resumed run has its own checkpoints
+    if model is None or (config.run.resume is not None and not model.startswith(HUB)):
         return config
     if not ranks.is_first:  # only the first rank shows a download's progress
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    return config.replace(model=ranks.text_from_first(find_model(model, warn) if ranks.is_first else ""))
+    return config.replace(
+        model=ranks.text_from_first(find_model(model, warn) if ranks.is_first else "")
+    )
 
 
 @contextlib.contextmanager
@@ -238,17 +305,25 @@ def supervise(
     try:
         yield ending
     except Interrupted as error:
-        screen.say(f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it")
+        screen.say(
+            f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it"
+        )
         ending.code = 128 + error.signal
     except (NonFiniteError, RewardError, StorageError, ServerError) as error:
         _finish_saving(checkpoints, screen)
-        kept = f"the last good checkpoint is {checkpoints.newest}" if checkpoints.newest else "no checkpoint was written"
+        kept = (
+            f"the last good checkpoint is {checkpoints.newest}"
+            if checkpoints.newest
+            else "no checkpoint was written"
+        )
         sentence = f"{error}; {kept}. {error.advice}"
         if isinstance(error, StorageError | ServerError) and not is_alone:
             raise type(error)(sentence) from error
         ending.code, ending.error = 1, type(error)(sentence)
     except (KeyboardInterrupt, SystemExit):  # the second signal
-        screen.complain(f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}")
+        screen.complain(
+            f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}"
+        )
         raise
     except BaseException:
         _finish_saving(checkpoints, screen)
@@ -263,8 +338,12 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
         screen.complain(str(error))
 
 
-def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: ExitStatus) -> ExitStatus:
-    """Finish the files of an ended run and show its closing tables; return the exit status, including errors of the files."""
+def close(
+    files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: ExitStatus
+) -> ExitStatus:
+    """Finish the files of an ended run and show its closing tables; return the exit status,
+    including errors of the files.
+    """
     try:
         files.close(clock.seconds, is_done=ending.code == 0)
     except StorageError as error:
@@ -272,5 +351,7 @@ def close(files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen,
             screen.complain(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
-    screen.closing_tables(list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing())
+    screen.closing_tables(
+        list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing()
+    )
     return ending

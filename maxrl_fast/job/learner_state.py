@@ -1,4 +1,6 @@
-"""Random states and the learner's tensors: what a resumed run needs to be bitwise identical to an uninterrupted one."""
+"""Random states and the learner's tensors: what a resumed run needs to be bitwise identical to an
+uninterrupted one.
+"""
 
 import base64
 import json
@@ -25,11 +27,16 @@ FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators. The trainer does not use them, but a task's or reward's code may."""
+    """Return the states of the global generators. The trainer does not use them, but a task's or
+    reward's code may.
+    """
     numbers: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
-        "numpy": {**numbers, "state": {**numbers["state"], "key": numbers["state"]["key"].tolist()}},
+        "numpy": {
+            **numbers,
+            "state": {**numbers["state"], "key": numbers["state"]["key"].tolist()},
+        },
         "torch": _text(torch.get_rng_state()),
         "cuda": [_text(state) for state in torch.cuda.get_rng_state_all()],
     }
@@ -40,7 +47,9 @@ def set_random_states(states: dict[str, Any]) -> None:
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     numbers = states["numpy"]["state"]
-    np.random.set_state({**states["numpy"], "state": {**numbers, "key": np.array(numbers["key"], dtype=np.uint32)}})
+    np.random.set_state(
+        {**states["numpy"], "state": {**numbers, "key": np.array(numbers["key"], dtype=np.uint32)}}
+    )
     torch.set_rng_state(_bytes(states["torch"]))
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_bytes(state) for state in states["cuda"]])
@@ -55,25 +64,32 @@ def _bytes(text: str) -> Tensor:
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return weights, Adam's moments, the objective's state, the critic and the reference policy by name.
+    """Return weights, Adam's moments, the objective's state, the critic and the reference policy by
+    name.
 
     These are the learner's own tensors, not copies; with sharded weights, this rank's shards.
     """
     tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
     tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
     if learner.critic is not None:  # its frozen weights belong to the policy
-        trained_by_it = ((name, p) for name, p in learner.critic.model.named_parameters() if p.requires_grad)
+        trained_by_it = (
+            (name, p) for name, p in learner.critic.model.named_parameters() if p.requires_grad
+        )
         own = _with_moments(trained_by_it, learner.critic.optimizer)
         tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     if learner.reference is not None:
-        trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name for name, parameter in learner.model.named_parameters() if parameter.requires_grad
+        }
         for name, parameter in learner.reference.named_parameters():
             if name in trained:  # the reference shares the other weights with the policy
                 tensors[f"reference.{name}"] = parameter.detach()
     return tensors
 
 
-def _with_moments(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _with_moments(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         tensors[f"model.{name}"] = parameter.detach()
@@ -85,30 +101,41 @@ def _with_moments(parameters: Iterable[tuple[str, nn.Parameter]], optimizer: tor
 @dataclass(frozen=True)
 class Snapshot:
     tensors: dict[str, Tensor]  # from learner_tensors
-    weights: list[tuple[str, Tensor]]  # from PolicyModel.weights; share memory with `tensors`, unless merged or converted
+    # from PolicyModel.weights; share memory with `tensors`, unless merged or converted
+    weights: list[tuple[str, Tensor]]
     dtype: str  # of the policy's weights in the checkpoint
     adapters: dict[str, Tensor]  # from linear.adapters
     adapter_config: dict[str, Any]
 
     @classmethod
     def of(cls, learner: Learner) -> "Snapshot":
-        """Copy the tensors of a learner without sharded weights. The learner may change them as soon as this returns."""
+        """Copy the tensors of a learner without sharded weights. The learner may change them as
+        soon as this returns.
+        """
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         weights = []
         for name, weight in learner.model.weights():
-            # A transformers model is the module `hf` of its policy. A weight that is merged with an adapter, or converted,
-            # has separate memory.
-            copied = [x for x in (f"model.{name}", f"model.hf.{name}") if x in own and weight.is_set_to(own[x])]
+            # A transformers model is the module `hf` of its policy. A weight that is merged with an
+            # adapter, or converted, has separate memory.
+            copied = [
+                x
+                for x in (f"model.{name}", f"model.hf.{name}")
+                if x in own and weight.is_set_to(own[x])
+            ]
             weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
         low_rank = {name: host_copy(weight) for name, weight in adapters(learner.model)}
         if learner.model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()
-        return cls(tensors, weights, learner.model.config.dtype, low_rank, adapter_config(learner.model))
+        return cls(
+            tensors, weights, learner.model.config.dtype, low_rank, adapter_config(learner.model)
+        )
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy to the host. From a GPU the copy goes to pinned memory and is complete after the next synchronization."""
+    """Copy to the host. From a GPU the copy goes to pinned memory and is complete after the next
+    synchronization.
+    """
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -119,22 +146,32 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     folder.mkdir()
     parts = _parts(tensors)
     for i, names in enumerate(parts, start=1):
-        save_file({name: tensors[name] for name in names}, folder / f"state-{i:05d}-of-{len(parts):05d}.safetensors")
+        save_file(
+            {name: tensors[name] for name in names},
+            folder / f"state-{i:05d}-of-{len(parts):05d}.safetensors",
+        )
 
 
 def save_shards(folder: Path, learner: Learner) -> None:
-    """Write the tensors of a learner with sharded weights as safetensors; all ranks must call this."""
-    from torch.distributed.checkpoint.api import CheckpointException  # imported here: it takes two seconds
+    """Write the tensors of a learner with sharded weights as safetensors; all ranks must call
+    this.
+    """
+    # imported here: it takes two seconds
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors = learner_tensors(learner)
     where = {name: i for i, names in enumerate(_parts(tensors), start=1) for name in names}
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=where, save_distributed=True)
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=where, save_distributed=True
+    )
     try:
         save(tensors, storage_writer=writer)
     except CheckpointException as error:  # a BaseException; it holds the error of each rank
-        raise OSError("; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())) from error
+        raise OSError(
+            "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        ) from error
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
@@ -153,11 +190,13 @@ def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     """Read the learner's tensors, whatever number of ranks wrote them.
 
-    With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An objective other than the
-    checkpoint's, which --allow-changes permits, keeps its initial state. Raises InputError if names or shapes differ from this
-    learner's.
+    With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An
+    objective other than the checkpoint's, which --allow-changes permits, keeps its initial state.
+    Raises InputError if names or shapes differ from this learner's.
     """
-    names = set(json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else []))))
+    names = set(
+        json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else [])))
+    )
     optimizers = {"optimizer.": learner.optimizer}
     if learner.critic is not None:
         optimizers[f"{CRITIC}optimizer."] = learner.critic.optimizer
@@ -166,7 +205,9 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
             _add_moments(optimizer)
     own = learner_tensors(learner)
     own_alone, saved_alone = own.keys() - names, names - own.keys()
-    of_objective = {name for name in own_alone | saved_alone if name.startswith((OBJECTIVE, CRITIC))}
+    of_objective = {
+        name for name in own_alone | saved_alone if name.startswith((OBJECTIVE, CRITIC))
+    }
     tensors = {name: tensor for name, tensor in own.items() if name not in of_objective}
     names -= of_objective
     if ranks.is_first and names != tensors.keys():
@@ -197,18 +238,28 @@ def _start_critic(learner: Learner, names: set[str]) -> None:
 def _add_moments(optimizer: torch.optim.Optimizer) -> None:
     """Give AdamW zero moments, into which the saved ones are read."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            name: torch.zeros_like(parameter, requires_grad=False)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def _share_frozen(learner: Learner) -> None:
-    """Copy frozen weights from the policy to the reference and the critic, which hold separate copies after sharding."""
-    frozen = {name: weight for name, weight in learner.model.named_parameters() if not weight.requires_grad}
+    """Copy frozen weights from the policy to the reference and the critic, which hold separate
+    copies after sharding.
+    """
+    frozen = {
+        name: weight
+        for name, weight in learner.model.named_parameters()
+        if not weight.requires_grad
+    }
     copies = [learner.reference, None if learner.critic is None else learner.critic.model]
     with torch.no_grad():
         for model in (copy for copy in copies if copy is not None):
             for name, own in model.named_parameters():
-                if name in frozen and not own.requires_grad:  # skips the critic's value head, which is trained
+                # skips the critic's value head, which is trained
+                if name in frozen and not own.requires_grad:
                     own.copy_(frozen[name])
 
 
@@ -233,5 +284,7 @@ def _load_whole(folder: Path, tensors: dict[str, Tensor]) -> None:
             for name in file.keys() & tensors.keys():
                 shape = tuple(file.get_slice(name).get_shape())
                 if shape != tensors[name].shape:
-                    raise InputError(f"{path}: {name} must have shape {tuple(tensors[name].shape)}, got {shape}")
+                    raise InputError(
+                        f"{path}: {name} must have shape {tuple(tensors[name].shape)}, got {shape}"
+                    )
                 tensors[name].copy_(file.get_tensor(name))

@@ -10,7 +10,9 @@ SHOWN = 10  # rows of a table in a notebook, half of them the last
 
 
 class Log:
-    """A log's rows and columns: `log["reward_mean"]` is a column as a NumPy array, `log[-1]` the last row as a dict."""
+    """A log's rows and columns: `log["reward_mean"]` is a column as a NumPy array, `log[-1]` the
+    last row as a dict.
+    """
 
     def __init__(self, rows: Iterable[dict[str, Any]]):
         self._rows = list(rows)
@@ -18,11 +20,15 @@ class Log:
     @classmethod
     def read(cls, path: Path) -> "Log":
         """Read a JSON Lines file; a missing file has no rows."""
-        return cls(json.loads(line) for line in (path.read_text().splitlines() if path.exists() else ()))
+        return cls(
+            json.loads(line) for line in (path.read_text().splitlines() if path.exists() else ())
+        )
 
     @classmethod
     def of_numbers(cls, path: Path) -> "Log":
-        """Read a JSON Lines file, and spread a dict such as pass_at_k over columns pass_at_1, pass_at_2, ..."""
+        """Read a JSON Lines file, and spread a dict such as pass_at_k over columns pass_at_1,
+        pass_at_2, ...
+        """
         return cls(map(flat, cls.read(path)))
 
     @property
@@ -42,7 +48,8 @@ class Log:
     @overload
     def __getitem__(self, key: slice) -> "Log": ...
     def __getitem__(self, key: str | int | slice) -> Any:
-        """Return a column, a row, or a slice of rows. In a numeric column NaN marks rows without a value.
+        """Return a column, a row, or a slice of rows. In a numeric column NaN marks rows without a
+        value.
 
         Raises:
             KeyError: if no row has such a column.
@@ -71,9 +78,16 @@ class Log:
 
     def _repr_html_(self) -> str:
         skipped = len(self) - SHOWN
-        rows = self._rows if skipped <= 0 else [*self._rows[: SHOWN // 2], {}, *self._rows[-(SHOWN // 2) :]]
+        rows = (
+            self._rows
+            if skipped <= 0
+            else [*self._rows[: SHOWN // 2], {}, *self._rows[-(SHOWN // 2) :]]
+        )
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        body = "".join("<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) + "</tr>" for row in rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) + "</tr>"
+            for row in rows
+        )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{len(self)} rows</p>"
 
 

@@ -31,8 +31,9 @@ class RunLoop:
 
     Args:
         eval_every: steps between evaluations; 0: only before the first step and after the last.
-        diagnose_every: steps between lines of diagnostics.jsonl, each of which costs a second backward pass; 0: none.
-        keep_rollouts: number of rollouts per step written to rollouts.jsonl.
+        diagnose_every: steps between lines of diagnostics.jsonl, each of which costs a second
+        backward pass; 0: none. keep_rollouts: number of rollouts per step written to
+        rollouts.jsonl.
     """
 
     trainer: Trainer
@@ -63,7 +64,9 @@ class RunLoop:
             self.progress.begin_training(self.warm_start.num_prompts)
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
         if 0 < self.num_steps <= progress.step:
-            self.screen.say(f"the run is finished: it had done all its {self.num_steps} steps; the last evaluation is repeated")
+            self.screen.say(
+                f"the run is finished: it had done all its {self.num_steps} steps; the last evaluation is repeated"
+            )
         learner.copy_policy()
         checkpoints.restore(learner)
         self.trainer.engine.load_weights(learner.model)
@@ -72,11 +75,16 @@ class RunLoop:
         with checkpoints.kept(progress, learner):
             self._evaluate_if_due()
         slow_rewards = SlowRewards(self.evaluator.scorer.faster)
-        with self.screen.stage("train", self.num_steps, done=progress.step) as stage, checkpoints.kept(progress, learner):
+        with (
+            self.screen.stage("train", self.num_steps, done=progress.step) as stage,
+            checkpoints.kept(progress, learner),
+        ):
             for n in range(progress.step + 1, self.num_steps + 1):
                 is_diagnosed = self.diagnose_every > 0 and n % self.diagnose_every == 0
                 before = dict(self.clock.seconds)
-                record = self.trainer.step(n, progress.next_prompt, self._diagnose if is_diagnosed else None)
+                record = self.trainer.step(
+                    n, progress.next_prompt, self._diagnose if is_diagnosed else None
+                )
                 stage.advance(n, summary(record.metrics))
                 self._keep(n, record)
                 if warning := slow_rewards.observe(before, self.clock.seconds):
@@ -90,7 +98,9 @@ class RunLoop:
         if not warm_start.num_steps:
             return
         self.checkpoints.restore(warm_start.learner)
-        with self.screen.stage("warm start", warm_start.num_steps, lines=10, done=progress.step) as stage:
+        with self.screen.stage(
+            "warm start", warm_start.num_steps, lines=10, done=progress.step
+        ) as stage:
             for step, loss in warm_start.steps(done=progress.step):
                 progress.step = step
                 stage.advance(step, f"loss {loss:.3f}")
@@ -100,7 +110,9 @@ class RunLoop:
         """Log a step's results, and count the step as done."""
         if self.keep_rollouts:
             task, advantages = self.trainer.collector.task, record.advantages
-            for rollout in rollout_records(task, record.batch, advantages, self.keep_rollouts, self.ranks):
+            for rollout in rollout_records(
+                task, record.batch, advantages, self.keep_rollouts, self.ranks
+            ):
                 self.files.write("rollouts", rollout)
         self.files.write("metrics", record.metrics)
         if record.batch.warning:
@@ -109,9 +121,14 @@ class RunLoop:
             self._warn(n, warning)
         for stream, error in take_errors():
             message = f"{stream} cannot be written to ({error.strerror}); the run continues, and what it prints there is lost"
-            self.files.write("warnings", {"step": n, "kind": "output", "value": error.errno, "message": message})
+            self.files.write(
+                "warnings", {"step": n, "kind": "output", "value": error.errno, "message": message}
+            )
             (self.screen.warn if stream == "standard output" else self.screen.say)(message)
-        self.progress.step, self.progress.next_prompt = n, self.progress.next_prompt + record.batch.num_sampled
+        self.progress.step, self.progress.next_prompt = (
+            n,
+            self.progress.next_prompt + record.batch.num_sampled,
+        )
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
 
@@ -119,7 +136,9 @@ class RunLoop:
         with self.clock("diagnosis"):
             self.files.write(
                 "diagnostics",
-                diagnostics_record(batch, self.trainer.objective, self.trainer.learner, self.clock.beat),
+                diagnostics_record(
+                    batch, self.trainer.objective, self.trainer.learner, self.clock.beat
+                ),
             )
 
     def _warn(self, n: int, warning: HealthWarning) -> None:
@@ -132,12 +151,17 @@ class RunLoop:
         if not is_due or step in self.progress.evaluations:
             return
         scorer, learner = evaluator.scorer, self.trainer.learner
-        with self.clock("evaluation"), self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage:
+        with (
+            self.clock("evaluation"),
+            self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage,
+        ):
             scorer.take_answers()
             scorer.pop_components()
             kept, counts = KeptSamples(evaluator.task, step), PassCounts(evaluator.num_samples)
 
-            def keep(samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]) -> None:
+            def keep(
+                samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
+            ) -> None:
                 kept.take(samples, rewards, components)
                 counts.take(samples, rewards)
 
@@ -152,9 +176,16 @@ class RunLoop:
             for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
                 self.files.write("eval_prompts", prompt)
         self.progress.evaluations[step] = evaluation
-        rates = scorer.answer_rates(scorer.take_answers(), self.ranks) | scorer.pop_components().over(self.ranks)
+        rates = scorer.answer_rates(
+            scorer.take_answers(), self.ranks
+        ) | scorer.pop_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
-        self.files.write("pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)})
+        self.files.write(
+            "pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)}
+        )
         self.files.write_samples(kept.records, step)
-        self.screen.say(f"step {step}: " + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items()))
+        self.screen.say(
+            f"step {step}: "
+            + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items())
+        )
         self.checkpoints.mark_best(self.progress, learner)

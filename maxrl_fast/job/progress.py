@@ -13,7 +13,8 @@ class Progress:
     phase: Phase = "warm start"
     step: int = 0  # number of steps done in this phase
     next_prompt: int = 0  # index of the first unused training prompt
-    tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})  # so far, by stage
+    # so far, by stage
+    tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})
     seconds: dict[str, float] = field(default_factory=dict)  # so far, by stage
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
 
@@ -31,10 +32,17 @@ class Progress:
     def is_best(self, step: int) -> bool:
         """Return whether the evaluation at `step` has a higher pass@1 than every earlier one."""
         score = self.evaluations[step].pass_at_k[1]
-        return all(score > evaluation.pass_at_k[1] for at, evaluation in self.evaluations.items() if at < step)
+        return all(
+            score > evaluation.pass_at_k[1]
+            for at, evaluation in self.evaluations.items()
+            if at < step
+        )
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Progress":
         """Read the JSON of dataclasses.asdict."""
-        evaluations = {int(step): Evaluation.of_json(evaluation) for step, evaluation in fields["evaluations"].items()}
+        evaluations = {
+            int(step): Evaluation.of_json(evaluation)
+            for step, evaluation in fields["evaluations"].items()
+        }
         return cls(**{**fields, "evaluations": evaluations})

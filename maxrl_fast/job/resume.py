@@ -1,4 +1,6 @@
-"""Finds the newest intact checkpoint of a run, and checks that the run's options have not changed."""
+"""Finds the newest intact checkpoint of a run, and checks that the run's options have not
+changed.
+"""
 
 import json
 import shutil
@@ -24,8 +26,10 @@ class Saved:
 
     directory: Path
     progress: Progress
-    decoder: DecoderConfig | None  # None: a transformers policy, whose sizes are read from `directory`
-    logs: dict[str, tuple[int, str]]  # bytes and SHA-256 of each log when the checkpoint was written
+    # None: a transformers policy, whose sizes are read from `directory`
+    decoder: DecoderConfig | None
+    # bytes and SHA-256 of each log when the checkpoint was written
+    logs: dict[str, tuple[int, str]]
     random: dict[str, Any]
     options: dict[str, Any]
     fingerprints: dict[str, str] | None  # None: saved by a version that recorded none
@@ -41,7 +45,9 @@ class Saved:
             decoder = DecoderConfig(**sizes)
         rest = {name: fields[name] for name in ("logs", "random", "options", "machine")}
         recorded = dict(fields["fingerprints"]) if "fingerprints" in fields else None
-        return cls(directory, Progress.of_json(fields["progress"]), decoder, fingerprints=recorded, **rest)
+        return cls(
+            directory, Progress.of_json(fields["progress"]), decoder, fingerprints=recorded, **rest
+        )
 
 
 def rename_damaged_after(directory: Path) -> None:
@@ -54,10 +60,11 @@ def rename_damaged_after(directory: Path) -> None:
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
-    """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet. All ranks must call this.
+    """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet.
+    All ranks must call this.
 
-    Warns of each damaged checkpoint. Raises InputError if every checkpoint is damaged, or the run has metrics but no
-    checkpoints.
+    Warns of each damaged checkpoint. Raises InputError if every checkpoint is damaged, or the run
+    has metrics but no checkpoints.
     """
     found = checkpoints_of(out) if ranks.is_first else []
     whole: list[Any] | None = None
@@ -71,14 +78,20 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
         except DamagedError as error:
             warn(f"the checkpoint {directory} is damaged: {error}; using the one before it")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warn(f"{directory} is not a checkpoint of this version: {type(error).__name__}: {error}; using the one before it")
+            warn(
+                f"{directory} is not a checkpoint of this version: {type(error).__name__}: {error}; using the one before it"
+            )
     if found and whole is None:
-        raise InputError(f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the warnings above")
+        raise InputError(
+            f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the warnings above"
+        )
     whole = json.loads(ranks.text_from_first(json.dumps(whole)))
     if whole is None:
         log = out / "metrics.jsonl"
         if ranks.is_first and log.exists() and log.stat().st_size:
-            raise InputError(f"{out} has metrics but no checkpoints: restore {out / 'checkpoints'}, or choose another --out")
+            raise InputError(
+                f"{out} has metrics but no checkpoints: restore {out / 'checkpoints'}, or choose another --out"
+            )
         warn(f"{out} has no checkpoint yet: the run restarts from the beginning")
         return None
     return Saved.of_json(Path(whole[0]), whole[1])
@@ -94,14 +107,16 @@ def check_same(
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's.
 
-    Warns of differences that make the numbers not bitwise identical. Raises InputError naming options or files that change the
-    result and differ, unless `allow_changes`.
+    Warns of differences that make the numbers not bitwise identical. Raises InputError naming
+    options or files that change the result and differ, unless `allow_changes`.
     """
     changed = changes(saved.options, options)
     mathematics, rounding = [*changed.mathematics], [*changed.rounding]
     if changed.policy:
         shape = "; ".join(changed.policy)
-        raise InputError(f"the policy in {saved.directory} has another shape ({shape}), which cannot change on resuming")
+        raise InputError(
+            f"the policy in {saved.directory} has another shape ({shape}), which cannot change on resuming"
+        )
     if saved.fingerprints is None:
         warn(
             f"{saved.directory} is of a version that did not record fingerprints: whether the files of the prompts, the "
@@ -122,11 +137,17 @@ def check_same(
     if mathematics:
         warn(f"the run resumes with other options or files ({'; '.join(mathematics)})")
     if rounding:
-        warn(f"the run resumes, but its numbers will not be bitwise identical ({'; '.join(rounding)})")
+        warn(
+            f"the run resumes, but its numbers will not be bitwise identical ({'; '.join(rounding)})"
+        )
     if options["steps"] < saved.progress.step and saved.progress.phase == "training":
-        raise InputError(f"--steps must be at least {saved.progress.step}, the number of steps done, got {options['steps']}")
+        raise InputError(
+            f"--steps must be at least {saved.progress.step}, the number of steps done, got {options['steps']}"
+        )
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """Return what rounding depends on besides the options: the versions, and the number of processes."""
+    """Return what rounding depends on besides the options: the versions, and the number of
+    processes.
+    """
     return {**versions(), "processes": ranks.size}

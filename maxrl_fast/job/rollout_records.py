@@ -15,8 +15,11 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch
 
 
-def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks) -> list[dict[str, Any]]:
-    """Return `count` >= 1 rollouts of a step as JSON objects, group by group, on the first rank; an empty list on the others.
+def rollout_records(
+    task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """Return `count` >= 1 rollouts of a step as JSON objects, group by group, on the first rank; an
+    empty list on the others.
 
     All ranks must call this. `advantages` [S] are the update's.
     """
@@ -29,25 +32,43 @@ def rollout_records(task: Task, batch: RolloutBatch, advantages: Tensor, count: 
     groups = first_groups(prompts, -(-count // per_prompt))
     sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
     own = {s: parts for s in sequences.tolist() if (parts := batch.components[s])}
-    components = {s: parts for line in ranks.texts(json.dumps([*own.items()])) for s, parts in json.loads(line)}
+    components = {
+        s: parts
+        for line in ranks.texts(json.dumps([*own.items()]))
+        for s, parts in json.loads(line)
+    }
     if not ranks.is_first:
         return []
     positions, kept_cu = gather_sequences(cu_seqlens, sequences)
     (kept,) = to_host(rollouts.tokens[to_device(rollouts.tokens.device, positions)[0]])
-    samples = Samples(prompts.select(groups), Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences]))
+    samples = Samples(
+        prompts.select(groups),
+        Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences]),
+    )
     values = rewards.masked_fill(~valid, torch.nan)[sequences]
-    records = sample_records(task, samples, values, [components.get(s, {}) for s in sequences.tolist()])
+    records = sample_records(
+        task, samples, values, [components.get(s, {}) for s in sequences.tolist()]
+    )
     return [
-        {"step": batch.step, **record, "advantage": None if record["reward"] is None else finite(advantage)}
+        {
+            "step": batch.step,
+            **record,
+            "advantage": None if record["reward"] is None else finite(advantage),
+        }
         for record, advantage in zip(records, advantages[sequences].tolist(), strict=True)
     ][:count]
 
 
 def first_groups(prompts: Prompts, count: int) -> Tensor:
-    """Return the indices of `count` prompts, int64 on the host: the ones with the smallest checksums of their tokens.
+    """Return the indices of `count` prompts, int64 on the host: the ones with the smallest
+    checksums of their tokens.
 
-    The prompts are on the host. The choice depends only on the tokens: about half of the prompts chosen in one epoch of a data
-    set are chosen again in the next, however it is shuffled. By chance it would be one in G.
+    The prompts are on the host. The choice depends only on the tokens: about half of the prompts
+    chosen in one epoch of a data set are chosen again in the next, however it is shuffled. By
+    chance it would be one in G.
     """
-    checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in prompts.tokens.split(prompts.lengths.tolist())]
+    checksums = [
+        zlib.crc32(tokens.numpy().tobytes())
+        for tokens in prompts.tokens.split(prompts.lengths.tolist())
+    ]
     return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])

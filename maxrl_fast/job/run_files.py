@@ -1,5 +1,5 @@
-"""The files of a run: config.json, the JSON Lines logs, TensorBoard events, curves.png and timings.json. wandb or trackio get
-the same numbers."""
+"""The files of a run: config.json, the JSON Lines logs, TensorBoard events, curves.png and
+timings.json. wandb or trackio get the same numbers."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,16 @@ from maxrl_fast.job.trackers import TensorBoard, Tracker
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, refused, write_json
 
-LOGS = ("metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts", "diagnostics")
+LOGS = (
+    "metrics",
+    "eval",
+    "eval_prompts",
+    "pass_rates",
+    "warnings",
+    "samples",
+    "rollouts",
+    "diagnostics",
+)
 DRAWN = ("metrics", "eval")
 
 
@@ -68,15 +77,14 @@ class RunFiles:
     """Writes the files of one run into its folder.
 
     Args:
-        options: by name, for config.json.
-        log_to: "wandb" or "trackio", in addition to TensorBoard.
-        is_writer: whether this rank writes; on the other ranks the methods do nothing.
-        is_resumed: whether the folder may already hold a run.
-        saved: the checkpoint to resume from, whose log lengths the logs are cut to; None: start from the beginning.
+        options: by name, for config.json. log_to: "wandb" or "trackio", in addition to TensorBoard.
+        is_writer: whether this rank writes; on the other ranks the methods do nothing. is_resumed:
+        whether the folder may already hold a run. saved: the checkpoint to resume from, whose log
+        lengths the logs are cut to; None: start from the beginning.
 
     Raises:
-        InputError: if the folder cannot be written to, holds another run, or has something else in place of a link.
-        StorageError: if the disk is full; in the methods, if writing fails.
+        InputError: if the folder cannot be written to, holds another run, or has something else in
+        place of a link. StorageError: if the disk is full; in the methods, if writing fails.
     """
 
     def __init__(
@@ -95,7 +103,8 @@ class RunFiles:
             return
         try:
             if not is_resumed and (self.out / "config.json").exists():
-                if not ended_before_first_step(self.out, options):  # another command, or one started at the same time
+                # another command, or one started at the same time
+                if not ended_before_first_step(self.out, options):
                     wanted = f"--out must be a new or empty folder, got {self.out}, which holds another run"
                     raise InputError(f"{wanted}; --resume {self.out} resumes it")
                 self._remove_beginning()
@@ -107,25 +116,38 @@ class RunFiles:
                     raise InputError(f"{link} must be a link to a checkpoint, got something else")
             if saved is None:
                 self.write_config()
-            for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):  # left by a killed process
-                shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
+            # left by a killed process
+            for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):
+                shutil.rmtree(
+                    partial
+                ) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
             marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
             self._logs = {log: LogFile(self.out / f"{log}.jsonl", marks[log]) for log in LOGS}
-            self.missing = [self.out / f"{log}.jsonl" for log, file in self._logs.items() if file.is_lost]
-            self.history = {log: [json.loads(line) for line in self._logs[log].kept.splitlines()] for log in DRAWN}
+            self.missing = [
+                self.out / f"{log}.jsonl" for log, file in self._logs.items() if file.is_lost
+            ]
+            self.history = {
+                log: [json.loads(line) for line in self._logs[log].kept.splitlines()]
+                for log in DRAWN
+            }
             self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
             done = saved.progress if saved and saved.progress.phase == "training" else Progress()
             is_evaluated = done.step in done.evaluations
             start = done.step + is_evaluated
-            self._board = TensorBoard(self.out / "tensorboard", _hyperparameters(options), str(out), start)
-            if not is_evaluated:  # the evaluation is repeated; purging its events also dropped the step's metrics
+            self._board = TensorBoard(
+                self.out / "tensorboard", _hyperparameters(options), str(out), start
+            )
+            # the evaluation is repeated; purging its events also dropped the step's metrics
+            if not is_evaluated:
                 for record in self.history["metrics"][-1:]:
                     self._board.log(_numbers("metrics", record), record["step"])
         except OSError as error:
             raise refused(self.out, error) from error
 
     def _remove_beginning(self) -> None:
-        """Remove the files of a run that ended before its first step, as far as this run would not overwrite them."""
+        """Remove the files of a run that ended before its first step, as far as this run would not
+        overwrite them.
+        """
         for name in ("checkpoints", "tensorboard"):
             if (self.out / name).exists():
                 shutil.rmtree(self.out / name)
@@ -134,7 +156,10 @@ class RunFiles:
 
     def write_config(self) -> None:
         if self._is_writer:
-            write_json(self.out / "config.json", {**self.options, "versions": versions(), "command": sys.argv})
+            write_json(
+                self.out / "config.json",
+                {**self.options, "versions": versions(), "command": sys.argv},
+            )
 
     def write(self, log: str, record: dict[str, Any]) -> None:
         """Append a record to a log, and to TensorBoard and the tracker."""
@@ -148,7 +173,9 @@ class RunFiles:
                     if tracker is not None:
                         tracker.log(_numbers(log, record), step=record["step"])
         except OSError as error:
-            raise StorageError(f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}") from error
+            raise StorageError(
+                f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}"
+            ) from error
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
         """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
@@ -158,7 +185,9 @@ class RunFiles:
             try:
                 self._board.log_samples(records, step)
             except OSError as error:
-                raise StorageError(f"cannot write TensorBoard's events in {self.out}: {error}") from error
+                raise StorageError(
+                    f"cannot write TensorBoard's events in {self.out}: {error}"
+                ) from error
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush all logs to the disk; return each log's size in bytes and SHA-256."""
@@ -168,7 +197,9 @@ class RunFiles:
     def listing(self) -> dict[str, str]:
         newest, best = self.out / "latest", self.out / "best"
         return {
-            "checkpoint": str(self.out / os.readlink(newest)) if newest.is_symlink() else "none was written",
+            "checkpoint": str(self.out / os.readlink(newest))
+            if newest.is_symlink()
+            else "none was written",
             **({"best": str(self.out / os.readlink(best))} if best.is_symlink() else {}),
             "curves": str(self.out / "curves.png"),
             "metrics": str(self.out / "metrics.jsonl"),
@@ -191,7 +222,9 @@ class RunFiles:
                 with atomic_file(self.out / "curves.png") as path:
                     draw_curves(self.history["metrics"], self.history["eval"], path)
         except OSError as error:
-            raise StorageError(f"cannot write timings.json, curves.png or the logs in {self.out}: {error}") from error
+            raise StorageError(
+                f"cannot write timings.json, curves.png or the logs in {self.out}: {error}"
+            ) from error
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +232,14 @@ def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that apply to the run and have a value, without options of a single start."""
+    """Return the options that apply to the run and have a value, without options of a single
+    start.
+    """
     left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
-    taken = {name: value for name, value in options.items() if value is not None and name not in left_out}
-    return {name: json.dumps(value) if isinstance(value, list) else value for name, value in taken.items()}
+    taken = {
+        name: value for name, value in options.items() if value is not None and name not in left_out
+    }
+    return {
+        name: json.dumps(value) if isinstance(value, list) else value
+        for name, value in taken.items()
+    }

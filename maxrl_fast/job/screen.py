@@ -1,4 +1,6 @@
-"""The output of a run: a live progress line on a terminal, plain lines elsewhere, and tables at the end."""
+"""The output of a run: a live progress line on a terminal, plain lines elsewhere, and tables at the
+end.
+"""
 
 import sys
 import textwrap
@@ -30,8 +32,8 @@ _BAR_WIDTH = 24
 class FittedProgress(Progress):
     """A progress line of one task that fits the terminal's width.
 
-    The step, the total and the time left are always shown; then, as far as they fit, the numbers of the task's note, the
-    elapsed time and the bar.
+    The step, the total and the time left are always shown; then, as far as they fit, the numbers of
+    the task's note, the elapsed time and the bar.
     """
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
@@ -42,9 +44,17 @@ class FittedProgress(Progress):
         return super().make_tasks_table(tasks)
 
     def _fitting(self, task: Task) -> tuple[ProgressColumn, ...]:
-        name, count, elapsed = TextColumn("{task.description:<10}"), MofNCompleteColumn(), TimeElapsedColumn()
+        name, count, elapsed = (
+            TextColumn("{task.description:<10}"),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         left: tuple[ProgressColumn, ...] = (TextColumn("left"), TimeRemainingColumn())
-        room = self.console.width - sum(len(str(column(task))) + 1 for column in (name, count, *left)) + 1
+        room = (
+            self.console.width
+            - sum(len(str(column(task))) + 1 for column in (name, count, *left))
+            + 1
+        )
         numbers = [number for number in task.fields["note"].split("  ") if number]
         note = numbers.copy()
         while note and len("  ".join(note)) + 1 > room:
@@ -53,12 +63,20 @@ class FittedProgress(Progress):
         has_elapsed = note == numbers and room > len(str(elapsed(task)))
         room -= len(str(elapsed(task))) + 1
         has_bar = has_elapsed and room > _BAR_WIDTH
-        columns = (name, *[BarColumn(bar_width=_BAR_WIDTH)] * has_bar, count, *[elapsed] * has_elapsed, *left)
+        columns = (
+            name,
+            *[BarColumn(bar_width=_BAR_WIDTH)] * has_bar,
+            count,
+            *[elapsed] * has_elapsed,
+            *left,
+        )
         return (*columns, *[RenderableColumn(Text("  ".join(note), no_wrap=True))] * bool(note))
 
 
 class Stage:
-    """Shows the progress of one stage and the time left. A resumed run starts at `done` of the `total` items."""
+    """Shows the progress of one stage and the time left. A resumed run starts at `done` of the
+    `total` items.
+    """
 
     def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
         self._name, self._total, self._console = name, total, console
@@ -71,7 +89,11 @@ class Stage:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
-            left = (time.monotonic() - self._start) / max(done - self._before, 1) * (self._total - done)
+            left = (
+                (time.monotonic() - self._start)
+                / max(done - self._before, 1)
+                * (self._total - done)
+            )
             line = f"{self._name} {done}/{self._total}  {left:.0f} s left  {note}"
             self._console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
@@ -85,22 +107,31 @@ class Stage:
 
 
 class Screen:
-    """Prints to standard output and standard error; nothing if `is_quiet`, because another rank prints.
+    """Prints to standard output and standard error; nothing if `is_quiet`, because another rank
+    prints.
 
     `most_lines` limits a stage's progress lines off a terminal.
     """
 
-    def __init__(self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None):
+    def __init__(
+        self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None
+    ):
         self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
         self._most_lines = most_lines
 
     def say(self, text: str) -> None:
-        """Print plain lines. On a terminal long lines are wrapped between words; in a file each stays one line."""
+        """Print plain lines. On a terminal long lines are wrapped between words; in a file each
+        stays one line.
+        """
         shown = wrapped(text, self.console.width) if self.console.is_terminal else text
         self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
-    def stage(self, name: str, total: int, lines: int | None = None, done: int = 0) -> AbstractContextManager[Stage]:
-        """Return a context manager of a Stage; off a terminal it prints about `lines` lines, by default one per step."""
+    def stage(
+        self, name: str, total: int, lines: int | None = None, done: int = 0
+    ) -> AbstractContextManager[Stage]:
+        """Return a context manager of a Stage; off a terminal it prints about `lines` lines, by
+        default one per step.
+        """
         lines = min(lines or max(total, 1), self._most_lines or max(total, 1))
         return Stage(self.console, name, total, lines, done).running()
 
@@ -112,7 +143,11 @@ class Screen:
 
     def _report(self, line: str) -> None:
         if not self._is_quiet:
-            print(wrapped(line, self.console.width) if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+            print(
+                wrapped(line, self.console.width) if sys.stderr.isatty() else line,
+                file=sys.stderr,
+                flush=True,
+            )
 
     def closing_tables(
         self,
@@ -121,7 +156,9 @@ class Screen:
         tokens: dict[str, int],
         files: dict[str, str],
     ) -> None:
-        """Print the first and last evaluation, the seconds and tokens/s of each stage, and the paths of the files."""
+        """Print the first and last evaluation, the seconds and tokens/s of each stage, and the
+        paths of the files.
+        """
         if len(evaluations) > 1:
             self.console.print(_evaluation_table(evaluations[0], evaluations[-1]))
         table = new_table("stage", "seconds", "share", "tokens/s")
@@ -136,13 +173,17 @@ class Screen:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap long lines between words; continuation lines are indented. A longer word, such as a path, stays whole for
-    copying."""
+    """Wrap long lines between words; continuation lines are indented. A longer word, such as a
+    path, stays whole for copying."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
         wrapper = textwrap.TextWrapper(
-            width, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+            width,
+            subsequent_indent=indent + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
         )
         lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
@@ -150,8 +191,16 @@ def wrapped(text: str, width: int) -> str:
 
 def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:
     table = new_table("held-out prompts", "before", "after", "change")
-    rows = {f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f") for k in before.pass_at_k if k in after.pass_at_k}
-    rows["response length, tokens"] = (before.response_length_mean, after.response_length_mean, ".1f")
+    rows = {
+        f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f")
+        for k in before.pass_at_k
+        if k in after.pass_at_k
+    }
+    rows["response length, tokens"] = (
+        before.response_length_mean,
+        after.response_length_mean,
+        ".1f",
+    )
     rows["truncated"] = (before.truncated, after.truncated, ".3f")
     for name, (x, y, form) in rows.items():
         table.add_row(name, f"{x:{form}}", f"{y:{form}}", f"{y - x:+{form}}")

@@ -56,7 +56,9 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, is_done: bool) -> None:
-        """Close the file. If the run `is_done`, TensorBoard shows its last metrics next to its hyperparameters."""
+        """Close the file. If the run `is_done`, TensorBoard shows its last metrics next to its
+        hyperparameters.
+        """
         if is_done:
             *_, session_end = hparams({}, {})
             self._add(session_end, 0)
@@ -77,18 +79,24 @@ class Tracker:
         try:
             self._module.init(project=PROJECT, name=out.name, config=options, resume="allow", **own)
         except Exception as error:  # no API key, no network, bad settings
-            raise InputError(f"--log-to {name} could not be started: {type(error).__name__}: {error}") from error
+            raise InputError(
+                f"--log-to {name} could not be started: {type(error).__name__}: {error}"
+            ) from error
         self.log = self._module.log  # (numbers by name, step=...)
         self.finish = self._module.finish  # waits until all numbers are sent
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """Format samples as Markdown that TensorBoard shows literally, also if a response contains markup."""
+    """Format samples as Markdown that TensorBoard shows literally, also if a response contains
+    markup.
+    """
     blocks = []
     for record in records:
         reward = "not known" if record["reward"] is None else f"{record['reward']:g}"
         ended = ", truncated" if record["truncated"] else ""
-        blocks += [f"##### prompt {record['id']}, reward {reward}, {record['tokens']} tokens{ended}"]
+        blocks += [
+            f"##### prompt {record['id']}, reward {reward}, {record['tokens']} tokens{ended}"
+        ]
         blocks += [_code(record["prompt"]), "response:", _code(record["response"])]
     return "\n\n".join(blocks)
 

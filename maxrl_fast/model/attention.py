@@ -1,17 +1,19 @@
 """Attention of N responses that share one prompt, whose keys and values are computed once.
 
-A response attends to its prompt and, causally, to itself. On a CPU one kernel does this (attention_kernel.py), for float32,
-bfloat16 and float64 and heads of at most 256. Elsewhere, and for others, both parts are ordinary FlashAttention calls that also
-return their log-sum-exp, and they merge exactly:
+A response attends to its prompt and, causally, to itself. On a CPU one kernel does this
+(attention_kernel.py), for float32, bfloat16 and float64 and heads of at most 256. Elsewhere, and
+for others, both parts are ordinary FlashAttention calls that also return their log-sum-exp, and
+they merge exactly:
 
     l = logaddexp(l1, l2)        o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
-In the backward pass, each part's FlashAttention backward is called with the *merged* o and l. It then recomputes the
-probabilities exp(s - l) over prompt and response together, so the gradients are exact and the two parts add up.
+In the backward pass, each part's FlashAttention backward is called with the *merged* o and l. It
+then recomputes the probabilities exp(s - l) over prompt and response together, so the gradients are
+exact and the two parts add up.
 
-With a sliding window, a soft cap or sinks, each response gets a copy of the keys and values of its prompt, or of the part of it
-that its window reaches, in front of its own. Its attention is then one causal FlashAttention call. The copies exist only while
-a layer computes.
+With a sliding window, a soft cap or sinks, each response gets a copy of the keys and values of its
+prompt, or of the part of it that its window reaches, in front of its own. Its attention is then one
+causal FlashAttention call. The copies exist only while a layer computes.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +30,9 @@ from maxrl_fast.records import cumulative, ranges
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention over two sets of keys together, from the attention over each: o [..., D], l [...]."""
+    """Return the attention over two sets of keys together, from the attention over each: o [...,
+    D], l [...].
+    """
     weight = torch.sigmoid(l1 - l2)[..., None].to(o1.dtype)  # exp(l1 - l)
     return torch.lerp(o2, o1, weight), torch.logaddexp(l1, l2)
 
@@ -39,7 +43,8 @@ class AttentionVariant:
 
     window: int = 0  # a token attends to the last `window` tokens, itself included; 0: to all
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
-    sinks: Tensor | None = None  # [Hq]: scores of one more key for each head, whose value is 0 (gpt-oss)
+    # [Hq]: scores of one more key for each head, whose value is 0 (gpt-oss)
+    sinks: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -51,17 +56,20 @@ PLAIN_ATTENTION = AttentionVariant()
 
 @dataclass(frozen=True)
 class SharedPromptLayout:
-    """A packed stream of B causal sequences, followed by S responses to some of them, and the attention between them.
+    """A packed stream of B causal sequences, followed by S responses to some of them, and the
+    attention between them.
 
-    The causal sequences are prompts that several responses share, and whole sequences (a prompt with its response) where
-    sharing would not save time.
+    The causal sequences are prompts that several responses share, and whole sequences (a prompt
+    with its response) where sharing would not save time.
     """
 
     lengths: Tensor  # [B] int64, on the host
     response_lengths: Tensor  # [S] int64, on the host
-    prompt_index: Tensor  # [S] int64, the sequence that each response continues, ascending, on the host
+    # [S] int64, the sequence that each response continues, ascending, on the host
+    prompt_index: Tensor
     device: torch.device
-    copies: dict[tuple[int, float], tuple[Tensor, VarlenSpec]] = field(default_factory=dict)  # by window and soft cap
+    # by window and soft cap
+    copies: dict[tuple[int, float], tuple[Tensor, VarlenSpec]] = field(default_factory=dict)
 
     @cached_property
     def sequences(self) -> VarlenSpec:
@@ -71,7 +79,9 @@ class SharedPromptLayout:
     @cached_property
     def to_prompts(self) -> VarlenSpec | None:
         """All responses to sequence b attend to all of sequence b; None without responses."""
-        by_prompt = torch.zeros_like(self.lengths).index_add(0, self.prompt_index, self.response_lengths)
+        by_prompt = torch.zeros_like(self.lengths).index_add(
+            0, self.prompt_index, self.response_lengths
+        )
         return VarlenSpec(by_prompt, self.lengths, self.device) if bool(by_prompt.any()) else None
 
     @cached_property
@@ -86,17 +96,28 @@ class SharedPromptLayout:
         return [int(self.lengths.sum()), int(self.response_lengths.sum())]
 
     def copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
-        """Return which of the stream's keys each sequence and response attends to, int64 on the device, and the attention, made
-        once for all layers. The window is 0 where it is longer than every sequence with its response."""
+        """Return which of the stream's keys each sequence and response attends to, int64 on the
+        device, and the attention, made once for all layers. The window is 0 where it is longer than
+        every sequence with its response."""
         key = window, softcap
         if key in self.copies:
             return self.copies[key]
         lengths, own, prompts = self.lengths, self.response_lengths, self.lengths[self.prompt_index]
         window = window if window < int(torch.cat([lengths, prompts + own]).max()) else 0
-        num_before = torch.where(own > 0, prompts.clamp_max(window - 1) if window else prompts, 0)  # [S] keys of the prompt
-        starts = torch.stack([cumulative(lengths)[1:][self.prompt_index] - num_before, lengths.sum() + cumulative(own)[:-1]], 1)
+        # [S] keys of the prompt
+        num_before = torch.where(own > 0, prompts.clamp_max(window - 1) if window else prompts, 0)
+        starts = torch.stack(
+            [
+                cumulative(lengths)[1:][self.prompt_index] - num_before,
+                lengths.sum() + cumulative(own)[:-1],
+            ],
+            1,
+        )
         index = torch.cat(
-            [torch.arange(int(lengths.sum())), ranges(starts.flatten(), torch.stack([num_before, own], 1).flatten())]
+            [
+                torch.arange(int(lengths.sum())),
+                ranges(starts.flatten(), torch.stack([num_before, own], 1).flatten()),
+            ]
         )
         spec = VarlenSpec(
             torch.cat([lengths, own]),
@@ -117,7 +138,10 @@ class _SharedPromptAttention(torch.autograd.Function):
         o, lse = flash.forward(q1, k1, v1, layout.sequences)
         if layout.to_prompts is not None:
             assert layout.responses is not None
-            to_prompts, own = flash.forward(q2, k1, v1, layout.to_prompts), flash.forward(q2, k2, v2, layout.responses)
+            to_prompts, own = (
+                flash.forward(q2, k1, v1, layout.to_prompts),
+                flash.forward(q2, k2, v2, layout.responses),
+            )
             merged = merge(*to_prompts, *own)
             o, lse = torch.cat([o, merged[0]]), torch.cat([lse, merged[1]])
         ctx.save_for_backward(q, k, v, o, lse)
@@ -136,13 +160,25 @@ class _SharedPromptAttention(torch.autograd.Function):
         grad_o2, q2, k2, v2, o2, lse2 = second
         grad_q, grad_k, grad_v = flash.backward(grad_o2, q2, k1, v1, o2, lse2, layout.to_prompts)
         grad_q2, grad_k2, grad_v2 = flash.backward(grad_o2, q2, k2, v2, o2, lse2, layout.responses)
-        pairs = (grad_q1, grad_q2.add_(grad_q)), (grad_k1.add_(grad_k), grad_k2), (grad_v1.add_(grad_v), grad_v2)
+        pairs = (
+            (grad_q1, grad_q2.add_(grad_q)),
+            (grad_k1.add_(grad_k), grad_k2),
+            (grad_v1.add_(grad_v), grad_v2),
+        )
         return *(torch.cat(pair) for pair in pairs), None
 
 
 class _VariantAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, spec: VarlenSpec) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        index: Tensor,
+        spec: VarlenSpec,
+    ) -> Tensor:
         o, lse = flash.forward(q, k[index], v[index], spec)
         if sinks is not None:  # merged as a part of the keys with the value 0
             o = o * torch.sigmoid(lse - sinks)[..., None].to(o.dtype)
@@ -157,7 +193,10 @@ class _VariantAttention(torch.autograd.Function):
         q, k, v, o, lse, sinks, index = ctx.saved_tensors
         grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
         # The gradients of copies are added in float32 and, on a GPU too, in one order.
-        total = [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)]
+        total = [
+            torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+            for x in (k, v)
+        ]
         for x, part in zip(total, grads, strict=True):
             x.index_put_((index,), part.to(x.dtype), accumulate=True)
         grad_sinks = None
@@ -168,12 +207,18 @@ class _VariantAttention(torch.autograd.Function):
 
 
 def shared_prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout, variant: AttentionVariant = PLAIN_ATTENTION
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SharedPromptLayout,
+    variant: AttentionVariant = PLAIN_ATTENTION,
 ) -> Tensor:
-    """Return causal attention, of every response over [its prompt, itself] and of every other sequence over itself.
+    """Return causal attention, of every response over [its prompt, itself] and of every other
+    sequence over itself.
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout` describes; Hq is a multiple of
-    Hkv. Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
+    Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout`
+    describes; Hq is a multiple of Hkv. Returns [U, Hq, D]. Differentiable in q, k, v and the
+    variant's sinks.
     """
     if not variant.is_plain:
         index, spec = layout.copied_prompts(variant.window, variant.softcap)
@@ -197,7 +242,11 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return the name of what computes `shared_prompt_attention`, for the start of a run."""
-    return "C++" if _runs_own_kernel(device, dtype, head_dim) else flash.kernel_for(device, dtype, head_dim).name
+    return (
+        "C++"
+        if _runs_own_kernel(device, dtype, head_dim)
+        else flash.kernel_for(device, dtype, head_dim).name
+    )
 
 
 def _runs_own_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

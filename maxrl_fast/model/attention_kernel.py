@@ -1,7 +1,9 @@
-"""`maxrl_fast::shared_prompt_attention` on a CPU: a prompt's keys and a response's own in one online softmax.
+"""`maxrl_fast::shared_prompt_attention` on a CPU: a prompt's keys and a response's own in one
+online softmax.
 
-csrc/cpu/attention.cpp computes what attention.py makes of three calls of FlashAttention and a merge. Scores, probabilities and
-sums are in float32, in float64 for float64 inputs. Results are bitwise the same for any number of threads.
+csrc/cpu/attention.cpp computes what attention.py makes of three calls of FlashAttention and a
+merge. Scores, probabilities and sums are in float32, in float64 for float64 inputs. Results are
+bitwise the same for any number of threads.
 """
 
 from typing import Any
@@ -18,24 +20,37 @@ LARGEST_HEAD = 256
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the operator takes such tensors: on a CPU, one of DTYPES, heads of at most LARGEST_HEAD numbers."""
-    return device.type == "cpu" and not dispatch.is_gpu(device) and dtype in DTYPES and head_dim <= LARGEST_HEAD
+    """Return whether the operator takes such tensors: on a CPU, one of DTYPES, heads of at most
+    LARGEST_HEAD numbers.
+    """
+    return (
+        device.type == "cpu"
+        and not dispatch.is_gpu(device)
+        and dtype in DTYPES
+        and head_dim <= LARGEST_HEAD
+    )
 
 
 @operator()
 def shared_prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, prompt_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention [U, Hq, D] and the logarithm of each sum of exponentials, to base 2, [U, Hq].
+    """Return the attention [U, Hq, D] and the logarithm of each sum of exponentials, to base 2, [U,
+    Hq].
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index [S] int64 are those of a
-    SharedPromptLayout. The gradients are those of the attention alone; the second result has none.
+    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index
+    [S] int64 are those of a SharedPromptLayout. The gradients are those of the attention alone; the
+    second result has none.
 
     Raises:
-        ValueError: if lengths do not add up to U, or responses do not stand in the order of their prompts.
+        ValueError: if lengths do not add up to U, or responses do not stand in the order of their
+        prompts.
     """
     call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    o, lse = (
+        torch.empty_like(q),
+        q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
     call.launch(
         "shared_prompt_attention",
         **_inputs(call, q, k, v, lengths, response_lengths, prompt_index),
@@ -59,7 +74,13 @@ def shared_prompt_attention_backward(
     prompt_index: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the gradient of o [U, Hq, D]."""
-    call, grad, q, k, v = KernelLaunch(q.device), grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+    call, grad, q, k, v = (
+        KernelLaunch(q.device),
+        grad.contiguous(),
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+    )
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     call.launch(
         "shared_prompt_attention_backward",
@@ -67,13 +88,22 @@ def shared_prompt_attention_backward(
         o=call.address("o", o, q.dtype, q.shape),
         lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
         grad=call.address("grad", grad, q.dtype, q.shape),
-        **{name: call.keep(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)},
+        **{
+            name: call.keep(x)
+            for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)
+        },
     )
     return grads
 
 
 def _inputs(
-    call: KernelLaunch, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, prompt_index: Tensor
+    call: KernelLaunch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    response_lengths: Tensor,
+    prompt_index: Tensor,
 ) -> Any:
     """Return the arguments that both kernels take."""
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
@@ -82,7 +112,9 @@ def _inputs(
             f"{k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
-    lengths, response_lengths, prompt_index = (x.contiguous() for x in (lengths, response_lengths, prompt_index))
+    lengths, response_lengths, prompt_index = (
+        x.contiguous() for x in (lengths, response_lengths, prompt_index)
+    )
     shape, num_responses = (num_tokens, key_heads, head_dim), len(response_lengths)
     return {
         "dtype": DTYPES[q.dtype],
@@ -90,7 +122,9 @@ def _inputs(
         "num_sequences": len(lengths),
         "num_responses": num_responses,
         "lengths": call.address("lengths", lengths, torch.int64, lengths.shape[:1]),
-        "response_lengths": call.address("response_lengths", response_lengths, torch.int64, (num_responses,)),
+        "response_lengths": call.address(
+            "response_lengths", response_lengths, torch.int64, (num_responses,)
+        ),
         "answers": call.address("prompt_index", prompt_index, torch.int64, (num_responses,)),
         "heads": heads,
         "key_heads": key_heads,
@@ -115,4 +149,6 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     return grads
 
 
-register_backward(shared_prompt_attention, "shared_prompt_attention", _backward, save=_save, num_inputs=3)
+register_backward(
+    shared_prompt_attention, "shared_prompt_attention", _backward, save=_save, num_inputs=3
+)

@@ -1,4 +1,5 @@
-"""Reading and writing of Hugging Face checkpoint directories: config.json, weights in safetensors, the tokenizer's files.
+"""Reading and writing of Hugging Face checkpoint directories: config.json, weights in safetensors,
+the tokenizer's files.
 
 Nothing is pickled, and no code of a checkpoint is executed.
 """
@@ -22,10 +23,16 @@ from maxrl_fast.model.tokenizer import MAX_LAYERS
 from maxrl_fast.runtime.files import check_regular, read_json, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 2 * 10**9  # limit of one file: while one is written, the process sends no sign of life to the other ranks
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+# limit of one file: while one is written, the process sends no sign of life to the other ranks
+SHARD_BYTES = 2 * 10**9
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Keys that make transformers run code: Python files of a repository, and attention kernels of the Hugging Face hub.
+# Keys that make transformers run code: Python files of a repository, and attention kernels of the
+# Hugging Face hub.
 CODE_KEYS = (
     *("auto_map", "custom_pipelines", "custom_generate", "trust_remote_code"),
     *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
@@ -40,15 +47,20 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write all files of a checkpoint, in a form that `transformers` loads, into an existing folder.
+    """Write all files of a checkpoint, in a form that `transformers` loads, into an existing
+    folder.
 
     Args:
-        weights: from PolicyModel.weights; stored in `dtype`.
-        files: by name, JSON contents or bytes: those of `new_files` or `kept_files`, and the tokenizer's.
-        shard_bytes: size limit of one file of weights; larger models are sharded.
+        weights: from PolicyModel.weights; stored in `dtype`. files: by name, JSON contents or
+        bytes: those of `new_files` or `kept_files`, and the tokenizer's. shard_bytes: size limit of
+        one file of weights; larger models are sharded.
     """
     for name, content in files.items():
-        text = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
+        text = (
+            content
+            if isinstance(content, bytes)
+            else (json.dumps(content, indent=2) + "\n").encode()
+        )
         (directory / name).write_bytes(text)
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
@@ -63,8 +75,12 @@ def write_policy(
     if len(shards) == 1:
         names = [WEIGHTS]
     else:
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+        weight_map = {
+            name: file for file, shard in zip(names, shards, strict=True) for name in shard
+        }
+        (directory / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        )
     for file, shard in zip(names, shards, strict=True):
         save_file(shard, directory / file, metadata={"format": "pt"})
 
@@ -75,7 +91,11 @@ def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
         return dict(config.fields)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        rope = {"rope_type": "llama3", "rope_theta": config.rope_theta, **dataclasses.asdict(config.rope_scaling)}
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": config.rope_theta,
+            **dataclasses.asdict(config.rope_scaling),
+        }
     fields = dataclasses.asdict(config)
     del fields["rope_scaling"], fields["dtype"]
     return {
@@ -87,13 +107,17 @@ def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
         "use_sliding_window": False,
         **fields,
         "rope_parameters": rope,  # for transformers 5; the next line is for transformers 4
-        "rope_scaling": None if config.rope_scaling is None else {k: v for k, v in rope.items() if k != "rope_theta"},
+        "rope_scaling": None
+        if config.rope_scaling is None
+        else {k: v for k, v in rope.items() if k != "rope_theta"},
         "torch_dtype": config.dtype,
         "dtype": config.dtype,
     }
 
 
-def new_files(config: DecoderConfig | HuggingFaceSizes, stop_ids: Collection[int]) -> dict[str, Any]:
+def new_files(
+    config: DecoderConfig | HuggingFaceSizes, stop_ids: Collection[int]
+) -> dict[str, Any]:
     """Return the JSON contents of config.json and generation_config.json of a new policy."""
     return {
         "config.json": hf_config(config),
@@ -102,24 +126,32 @@ def new_files(config: DecoderConfig | HuggingFaceSizes, stop_ids: Collection[int
 
 
 def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
-    """Return config.json and generation_config.json for checkpoints of a policy that started from this directory.
+    """Return config.json and generation_config.json for checkpoints of a policy that started from
+    this directory.
 
-    They keep every key that was loaded, such as bos_token_id or temperature, but for two changes. Keys that make transformers
-    run code are left out. In generation_config.json, eos_token_id becomes `stop_ids` where it names other tokens; a directory
-    without this file gets a new one, with the special tokens of its config.json.
+    They keep every key that was loaded, such as bos_token_id or temperature, but for two changes.
+    Keys that make transformers run code are left out. In generation_config.json, eos_token_id
+    becomes `stop_ids` where it names other tokens; a directory without this file gets a new one,
+    with the special tokens of its config.json.
 
     Raises:
-        InputError: if a file cannot be read, or is nested too deeply to be written; it names the file.
+        InputError: if a file cannot be read, or is nested too deeply to be written; it names the
+        file.
     """
     config = read_json(directory / "config.json")
-    generation = {key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")}
+    generation = {
+        key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")
+    }
     generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
     if (directory / "generation_config.json").exists():
         generation = read_json(directory / "generation_config.json")
         listed = generation.get("eos_token_id")
-        if sorted(listed if isinstance(listed, list) else [listed], key=repr) != sorted(stop_ids, key=repr):
+        if sorted(listed if isinstance(listed, list) else [listed], key=repr) != sorted(
+            stop_ids, key=repr
+        ):
             generation["eos_token_id"] = list(stop_ids)
-            generation.pop("_from_model_config", None)  # with it transformers prefers the eos_token_id of config.json
+            # with it transformers prefers the eos_token_id of config.json
+            generation.pop("_from_model_config", None)
     contents = {"config.json": config, "generation_config.json": generation}
     return {name: _as_text(directory / name, fields) for name, fields in contents.items()}
 
@@ -128,15 +160,22 @@ def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
     """Return the JSON of `fields` without keys that make transformers run code, at any depth."""
     try:
         safe = without_code(fields)
-        # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand times its size.
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items())
+        # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand
+        # times its size.
+        lines = ",\n".join(
+            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items()
+        )
     except RecursionError as error:
-        raise InputError(f"cannot read the checkpoint's {shown(path)}: it is nested too deeply") from error
+        raise InputError(
+            f"cannot read the checkpoint's {shown(path)}: it is nested too deeply"
+        ) from error
     return f"{{\n{lines}\n}}\n".encode()
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration without keys that make transformers run code, at any depth."""
+    """Return a copy of a configuration without keys that make transformers run code, at any
+    depth.
+    """
     safe: dict[str, Any] = json.loads(
         json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
     )
@@ -160,10 +199,12 @@ def num_tensors(directory: Path) -> int:
 def load_checkpoint(directory: Path) -> Decoder:
     """Return the decoder of a checkpoint directory, on the CPU in float32.
 
-    The files are checked against config.json before any weight is read and before memory is allocated.
+    The files are checked against config.json before any weight is read and before memory is
+    allocated.
 
     Raises:
-        InputError: naming the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
+        InputError: naming the file and the tensor or key that is missing, unknown, of the wrong
+        shape or corrupt.
     """
     config = read_config(directory / "config.json")
     files = _find_tensors(directory)
@@ -182,12 +223,15 @@ def load_checkpoint(directory: Path) -> Decoder:
 
 
 def read_checked_config(directory: Path) -> DecoderConfig:
-    """Return the configuration of a checkpoint directory, checked against the tensors there, without their contents.
+    """Return the configuration of a checkpoint directory, checked against the tensors there,
+    without their contents.
 
-    Readers that trust config.json, such as transformers, would build lists for as many layers as it declares.
+    Readers that trust config.json, such as transformers, would build lists for as many layers as it
+    declares.
 
     Raises:
-        InputError: as `load_checkpoint`. A directory without weights is not refused: a run that resumes has its own.
+        InputError: as `load_checkpoint`. A directory without weights is not refused: a run that
+        resumes has its own.
     """
     config = read_config(directory / "config.json")
     if os.path.lexists(_tensor_list(directory)):
@@ -196,26 +240,39 @@ def read_checked_config(directory: Path) -> DecoderConfig:
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
-    """Raise InputError unless the files have the configuration's tensors, in its shapes, and no others."""
-    if config.num_hidden_layers > min(len(files), MAX_LAYERS):  # checked first: a huge number must not build a huge model
-        raise InputError(f"{_tensor_list(directory)} has {len(files)} tensors, too few for {config.num_hidden_layers} layers")
+    """Raise InputError unless the files have the configuration's tensors, in its shapes, and no
+    others.
+    """
+    # checked first: a huge number must not build a huge model
+    if config.num_hidden_layers > min(len(files), MAX_LAYERS):
+        raise InputError(
+            f"{_tensor_list(directory)} has {len(files)} tensors, too few for {config.num_hidden_layers} layers"
+        )
     wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
     for name in wanted:
         if name not in files:
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
     for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        raise InputError(f"{files[name].path} has the tensor {shown(name)}, which {layers} does not")
+        raise InputError(
+            f"{files[name].path} has the tensor {shown(name)}, which {layers} does not"
+        )
     for name, shape in wanted.items():
         tensor = files[name].tensors.get_slice(name)
         if tuple(tensor.get_shape()) != shape:
-            raise InputError(f"{files[name].path}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}")
+            raise InputError(
+                f"{files[name].path}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}"
+            )
         if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-            raise InputError(f"{files[name].path}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}")
+            raise InputError(
+                f"{files[name].path}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}"
+            )
 
 
 def _tensor_list(directory: Path) -> Path:
-    """Return the file that lists the tensors of a checkpoint: the index of a sharded one, else the weights."""
+    """Return the file that lists the tensors of a checkpoint: the index of a sharded one, else the
+    weights.
+    """
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
@@ -226,24 +283,37 @@ def _open(path: Path) -> TensorFile:
         return TensorFile(path, safe_open(path, framework="pt"))
     except InputError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
+    # RuntimeError: from PyTorch's mmap
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(f"cannot read the weights {shown(path)}: {shown(error)}") from error
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorFile]:
-    """Return the file of every weight, from the headers of the files and not only from the index."""
+    """Return the file of every weight, from the headers of the files and not only from the
+    index.
+    """
     path = _tensor_list(directory)
     listed: Any = {}
     if path.name == INDEX:
         listed = read_json(path).get("weight_map")
-        is_map = isinstance(listed, dict) and all(isinstance(x, str) and Path(x).name == x for x in listed.values())
+        is_map = isinstance(listed, dict) and all(
+            isinstance(x, str) and Path(x).name == x for x in listed.values()
+        )
         if not is_map or {"", ".."} & set(listed.values()):
-            raise InputError(f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}")
-    opened = [_open(directory / file) for file in sorted(set(listed.values()))] if path.name == INDEX else [_open(path)]
+            raise InputError(
+                f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}"
+            )
+    opened = (
+        [_open(directory / file) for file in sorted(set(listed.values()))]
+        if path.name == INDEX
+        else [_open(path)]
+    )
     files = {name: file for file in opened for name in file.tensors.keys()}  # noqa: SIM118
     for name, file in listed.items():
         if name not in files or files[name].path != directory / file:
-            raise InputError(f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has")
+            raise InputError(
+                f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has"
+            )
     # Old checkpoints store inv_freq, a constant.
     return {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}
 
@@ -252,20 +322,35 @@ def read_config(path: Path) -> DecoderConfig:
     """Return the configuration of a checkpoint from its config.json.
 
     Raises:
-        InputError: if the file cannot be read.
-        UnsupportedModelError: if the native decoder does not have the architecture or one of its variants.
+        InputError: if the file cannot be read. UnsupportedModelError: if the native decoder does
+        not have the architecture or one of its variants.
     """
     fields = read_json(path)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise UnsupportedModelError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}")
-    wanted = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False}
+        raise UnsupportedModelError(
+            f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
+        )
+    wanted = {
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
     for key, value in wanted.items():
-        if key in fields and fields[key] != value and not (model_type == "qwen2" and key == "attention_bias"):
-            raise UnsupportedModelError(f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}")
+        if (
+            key in fields
+            and fields[key] != value
+            and not (model_type == "qwen2" and key == "attention_bias")
+        ):
+            raise UnsupportedModelError(
+                f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}"
+            )
     layer_types = fields.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModelError(f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}")
+        raise UnsupportedModelError(
+            f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}"
+        )
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):  # written by transformers 4 and 5
         if not isinstance(fields.get(key) or {}, dict):
@@ -282,7 +367,10 @@ def read_config(path: Path) -> DecoderConfig:
         raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
     try:
         return DecoderConfig(
-            **{name: fields[name] for name in ("vocab_size", "intermediate_size", "num_hidden_layers")},
+            **{
+                name: fields[name]
+                for name in ("vocab_size", "intermediate_size", "num_hidden_layers")
+            },
             **_attention_sizes(fields),
             max_position_embeddings=fields["max_position_embeddings"],
             rope_theta=_number({"rope_theta": 10000.0} | fields | rope, "rope_theta"),
@@ -300,24 +388,35 @@ def read_config(path: Path) -> DecoderConfig:
 
 def stored_dtype(fields: dict[str, Any]) -> str:
     """Return the dtype of a checkpoint's weights, one of DTYPES."""
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix(
+        "torch."
+    )
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     return dtype
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
-    """Return hidden_size and the sizes of attention; head_dim and num_key_value_heads have defaults."""
+    """Return hidden_size and the sizes of attention; head_dim and num_key_value_heads have
+    defaults.
+    """
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     check_sizes(hidden_size=hidden, num_attention_heads=heads)
     size = fields.get("head_dim")
     if size is None:
         if hidden % heads:
-            raise ValueError(f"hidden_size must be a multiple of num_attention_heads, got {hidden} and {heads}")
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads, got {hidden} and {heads}"
+            )
         size = hidden // heads
     kv_heads = fields.get("num_key_value_heads")
     kv_heads = heads if kv_heads is None else kv_heads
-    return {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": size}
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+    }
 
 
 def _number(fields: dict[str, Any], name: str) -> float:

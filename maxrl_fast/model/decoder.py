@@ -1,8 +1,9 @@
 """The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2.
 
-Modules have the names of Hugging Face checkpoints, so state dicts are interchangeable. Parameters are the float32 master
-weights. A forward pass computes in the dtype that is asked for: each layer casts its weights, and gradients are accumulated in
-float32. With sharded weights (FSDP2), the gradients of one backward pass are in that dtype.
+Modules have the names of Hugging Face checkpoints, so state dicts are interchangeable. Parameters
+are the float32 master weights. A forward pass computes in the dtype that is asked for: each layer
+casts its weights, and gradients are accumulated in float32. With sharded weights (FSDP2), the
+gradients of one backward pass are in that dtype.
 """
 
 import dataclasses
@@ -34,12 +35,16 @@ def check_sizes(**sizes: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r:.80}")
         if value > _LARGEST_SIZE:
-            raise ValueError(f"{name} must be an integer of at most {_LARGEST_SIZE}, got {value!r:.80}")
+            raise ValueError(
+                f"{name} must be an integer of at most {_LARGEST_SIZE}, got {value!r:.80}"
+            )
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of the rotary embedding to contexts longer than the original training context."""
+    """Llama 3's scaling of the rotary embedding to contexts longer than the original training
+    context.
+    """
 
     factor: float
     low_freq_factor: float
@@ -57,8 +62,12 @@ class DecoderConfig(PolicySizes):
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
-            raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {self.model_type!r}")
-        check_sizes(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:8]})
+            raise ValueError(
+                f"model_type must be one of {', '.join(FAMILIES)}, got {self.model_type!r}"
+            )
+        check_sizes(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:8]}
+        )
         check_sizes(**{"num_attention_heads * head_dim": self.num_attention_heads * self.head_dim})
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -89,11 +98,18 @@ class RMSNorm(nn.Module):
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
-    exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+        / config.head_dim
+    )
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
-    if (scaling := config.rope_scaling) is not None:  # divide low frequencies, keep high ones, and interpolate between
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    # divide low frequencies, keep high ones, and interpolate between
+    if (scaling := config.rope_scaling) is not None:
+        # over the original context
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
@@ -109,8 +125,12 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        self.q_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
+        )
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
         """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
@@ -119,7 +139,9 @@ class SelfAttention(nn.Module):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if ops.rotate_packed is not None and can_join(projections):
             heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
-            return ops.rotate_packed(joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary)
+            return ops.rotate_packed(
+                joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary
+            )
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         return ops.rotate_heads((q, k, v), norms, rotary)
 
@@ -149,10 +171,20 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         # Attributes, so that compile_layers can replace them.
-        self.before: Callable[[Layer, Tensor, Rotary, LayerOps], tuple[Tensor, Heads]] = before_attention
+        self.before: Callable[[Layer, Tensor, Rotary, LayerOps], tuple[Tensor, Heads]] = (
+            before_attention
+        )
         self.after: Callable[[Layer, Tensor, Tensor, LayerOps], Tensor] = after_attention
 
-    def forward(self, x: Tensor, rotary: Rotary, i: int, attention: Attention, rows: Tensor | None, ops: LayerOps) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        i: int,
+        attention: Attention,
+        rows: Tensor | None,
+        ops: LayerOps,
+    ) -> Tensor:
         """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
         x, heads = self.before(self, x, rotary, ops)
         attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
@@ -161,7 +193,9 @@ class Layer(nn.Module):
         return self.after(self, x, attended, ops)
 
 
-def before_attention(layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps) -> tuple[Tensor, Heads]:
+def before_attention(
+    layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps
+) -> tuple[Tensor, Heads]:
     """Return x [U, H], and q, k and v of it."""
     norm = layer.input_layernorm
     x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
@@ -169,7 +203,9 @@ def before_attention(layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps) -> 
 
 
 def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
-    """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq * D]."""
+    """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq *
+    D].
+    """
     norm = layer.post_attention_layernorm
     x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
     output: Tensor = layer.mlp(normed, x, ops)
@@ -179,7 +215,8 @@ def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) ->
 class Body(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        # Pass a weight to skip nn.Embedding's initialisation: on the meta device it imports torch._dynamo, which takes 3 s.
+        # Pass a weight to skip nn.Embedding's initialisation: on the meta device it imports
+        # torch._dynamo, which takes 3 s.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -189,7 +226,8 @@ class Body(nn.Module):
 class Decoder(PolicyModel):
     """Decoder over a packed stream of tokens. The caller supplies the attention function.
 
-    If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which recomputes the layer.
+    If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which
+    recomputes the layer.
     """
 
     config: DecoderConfig
@@ -204,7 +242,12 @@ class Decoder(PolicyModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @classmethod
-    def empty(cls, config: DecoderConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> "Decoder":
+    def empty(
+        cls,
+        config: DecoderConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "Decoder":
         """Return a decoder with uninitialised weights."""
         with torch.device("meta"):
             model = cls(config)
@@ -219,10 +262,15 @@ class Decoder(PolicyModel):
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
         of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
-        return sum(weight.numel() for weight in one.parameters()) + (config.num_hidden_layers - 1) * of_layer
+        return (
+            sum(weight.numel() for weight in one.parameters())
+            + (config.num_hidden_layers - 1) * of_layer
+        )
 
     def initialise(self, seed: int) -> None:
-        """Draw weights from N(0, 0.02) as Qwen2 does, biases 0, norms 1; the seed gives the same weights on every machine."""
+        """Draw weights from N(0, 0.02) as Qwen2 does, biases 0, norms 1; the seed gives the same
+        weights on every machine.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -240,9 +288,11 @@ class Decoder(PolicyModel):
         self.lm_head = layer
 
     def compile_layers(self) -> None:
-        """Run torch.compile on the parts of a layer before and after attention; all layers share one compilation.
+        """Run torch.compile on the parts of a layer before and after attention; all layers share
+        one compilation.
 
-        torch.compile fuses the operations of PyTorch itself, so the kernels of layer_kernels.py do not run.
+        torch.compile fuses the operations of PyTorch itself, so the kernels of layer_kernels.py do
+        not run.
         """
         self.is_compiled = True
         before = torch.compile(before_attention, dynamic=True)
@@ -259,7 +309,9 @@ class Decoder(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see
+        PolicyModel.forward.
+        """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config
         kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)

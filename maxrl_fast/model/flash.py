@@ -1,7 +1,8 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
-`kernel_for` picks the available backend: on a GPU in half precision what flash_choice.py has put in place of torch's own
-FlashAttention-2, else the flash-attn package, else torch's own; torch's CPU kernel on a CPU, and plain PyTorch elsewhere.
+`kernel_for` picks the available backend: on a GPU in half precision what flash_choice.py has put in
+place of torch's own FlashAttention-2, else the flash-attn package, else torch's own; torch's CPU
+kernel on a CPU, and plain PyTorch elsewhere.
 """
 
 import importlib.util
@@ -24,17 +25,19 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class VarlenSpec:
-    """Sequence lengths of a varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
+    """Sequence lengths of a varlen attention: sequence b of the packed queries attends to sequence
+    b of the packed keys.
 
-    In a causal sequence the last query attends to all keys, and each query before it to one key fewer. A sequence without
-    queries may have keys; one with queries must have keys.
+    In a causal sequence the last query attends to all keys, and each query before it to one key
+    fewer. A sequence without queries may have keys; one with queries must have keys.
     """
 
     q_lengths: Tensor  # [B] int64, on the host
     k_lengths: Tensor  # [B] int64, on the host
     device: torch.device
     causal: bool = False
-    window: int = 0  # a causal query attends only to the last `window` keys up to its own; 0: to all
+    # a causal query attends only to the last `window` keys up to its own; 0: to all
+    window: int = 0
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
 
     def __post_init__(self) -> None:
@@ -44,23 +47,33 @@ class VarlenSpec:
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
-        cumulated = [F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32) for lengths in (self.q_lengths, self.k_lengths)]
+        cumulated = [
+            F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            for lengths in (self.q_lengths, self.k_lengths)
+        ]
         cu_q, cu_k = to_device(self.device, *cumulated)
-        # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in every sequence.
+        # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in
+        # every sequence.
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 
     @cached_property
     def tiles(self) -> list[tuple[Tiling, Tiling, Tensor | None]]:
-        """Padded tiles of queries and keys, of sequences with similar length, and the mask of the keys' padding."""
+        """Padded tiles of queries and keys, of sequences with similar length, and the mask of the
+        keys' padding.
+        """
         tiles = []
         for chosen in length_buckets(self.q_lengths):
             mask = self._mask(self.q_lengths[chosen], self.k_lengths[chosen])
-            q, k = (tile(lengths, chosen, self.device) for lengths in (self.q_lengths, self.k_lengths))
+            q, k = (
+                tile(lengths, chosen, self.device) for lengths in (self.q_lengths, self.k_lengths)
+            )
             tiles.append((q, k, None if mask is None else mask.to(self.device)))
         return tiles
 
     def _mask(self, q_lengths: Tensor, k_lengths: Tensor) -> Tensor | None:
-        """Return the mask of a tile; None where the kernel's own causal mask, or none at all, does."""
+        """Return the mask of a tile; None where the kernel's own causal mask, or none at all,
+        does.
+        """
         if not self.causal:
             return padding_mask(k_lengths)
         if not self.window and torch.equal(q_lengths, k_lengths):
@@ -71,8 +84,8 @@ class VarlenSpec:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     """Return softmax attention with scores scaled by D**-0.5, and its log-sum-exp.
 
-    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spec` describes; Hq is a multiple of Hkv. Returns o [Tq, Hq, D] and
-    l [Tq, Hq] (float32; float64 for float64 inputs).
+    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spec` describes; Hq is a multiple of
+    Hkv. Returns o [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
     """
     return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
 
@@ -80,8 +93,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from the gradient of o; o and lse are of this attention, or merged with another."""
-    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).backward(grad, q, k, v, o, lse, spec)
+    """Return the gradients of q, k and v from the gradient of o; o and lse are of this attention,
+    or merged with another.
+    """
+    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).backward(
+        grad, q, k, v, o, lse, spec
+    )
 
 
 @dataclass(frozen=True)
@@ -90,14 +107,26 @@ class Kernel:
 
     name: str  # printed at the start of a run
     forward: Callable[[Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor, Tensor]
+    ]
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0) -> Kernel:
-    """Return the kernel for inputs on this device, of this dtype and head size. torch's own varlen kernel has no soft cap."""
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
+) -> Kernel:
+    """Return the kernel for inputs on this device, of this dtype and head size. torch's own varlen
+    kernel has no soft cap.
+    """
     if device.type == "cpu":
         return PADDED_CPU
-    if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256 or not _is_recent(device):
+    if (
+        device.type != "cuda"
+        or dtype not in _HALF
+        or head_dim % 8
+        or head_dim > 256
+        or not _is_recent(device)
+    ):
         return PADDED_REFERENCE
     if _flash_attn() and (softcap or current_flash_attention_impl() is None):
         return FLASH_ATTN
@@ -117,25 +146,42 @@ def _window(spec: VarlenSpec) -> dict[str, int]:
     return {"window_size_left": spec.window - 1, "window_size_right": 0} if spec.window else {}
 
 
-def _torch_varlen_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *spec.varlen, 0.0, spec.causal, False, **_window(spec))
+def _torch_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec
+) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *spec.varlen, 0.0, spec.causal, False, **_window(spec)
+    )
     return o, lse.t()
 
 
 def _torch_varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of the dropout, which is off
+    # random state of the dropout, which is off
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen, 0.0, spec.causal, no_dropout, unused, **_window(spec)
+        grad.contiguous(),
+        q,
+        k,
+        v,
+        o,
+        lse.t().contiguous(),
+        *spec.varlen,
+        0.0,
+        spec.causal,
+        no_dropout,
+        unused,
+        **_window(spec),
     )
     return grads
 
 
 @cache
 def _flash_attn() -> Any:
-    """Return flash-attn's module with the varlen functions; None if the package is absent or older than 2.7.
+    """Return flash-attn's module with the varlen functions; None if the package is absent or older
+    than 2.7.
 
     Raises:
         InputError: if the package is installed but cannot be imported.
@@ -149,7 +195,8 @@ def _flash_attn() -> Any:
         return interface if (int(major), int(minor)) >= (2, 7) else None
     except ImportError as error:
         if getattr(error, "name", None) == "flash_attn.flash_attn_interface":
-            return None  # a package of the same name without FlashAttention-2, such as FlashAttention-4
+            # a package of the same name without FlashAttention-2, such as FlashAttention-4
+            return None
         raise InputError(
             f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch {torch.__version__}, or "
             f"uninstall it: torch's own FlashAttention then runs"
@@ -183,16 +230,26 @@ def _flash_attn_backward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `forward` for sequences of equal length: q [B, Lq, heads, D], k and v [B, Lk, heads, D].
+    """Compute `forward` for sequences of equal length: q [B, Lq, heads, D], k and v [B, Lk, heads,
+    D].
 
-    mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D] and l [B, Lq, heads].
-    Lq and Lk must not be 0: the CPU kernel divides by them, which kills the process.
+    mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D]
+    and l [B, Lq, heads]. Lq and Lk must not be 0: the CPU kernel divides by them, which kills the
+    process.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu" and not softcap:
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_for_cpu(mask, q))
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_for_cpu(mask, q)
+        )
     else:
         o, lse = attend_reference(q, k, v, causal, mask, softcap)
     return o.transpose(1, 2), lse.transpose(1, 2)
@@ -221,12 +278,16 @@ def attend_backward(
 
 
 def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the mask in the dtype that the CPU kernel reads; it would misread a float32 mask of float64 queries."""
+    """Return the mask in the dtype that the CPU kernel reads; it would misread a float32 mask of
+    float64 queries.
+    """
     return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Cast to float32 at least: scores rounded to bfloat16 before the softmax would triple its error."""
+    """Cast to float32 at least: scores rounded to bfloat16 before the softmax would triple its
+    error.
+    """
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
@@ -237,7 +298,9 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, softcap: fl
     if mask is not None:
         scores = scores + mask
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")
+        )
     return scores
 
 
@@ -281,7 +344,9 @@ def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
 
 
 def _how(spec: VarlenSpec, mask: Tensor | None) -> dict[str, Any]:
-    """Return the options of `attend` for a tile; a causal tile with a mask has all that is causal in the mask."""
+    """Return the options of `attend` for a tile; a causal tile with a mask has all that is causal
+    in the mask.
+    """
     return {"causal": spec.causal and mask is None, "mask": mask, "softcap": spec.softcap}
 
 
@@ -300,15 +365,25 @@ def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[
 def _padded_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # keys without queries get gradient 0
+    # keys without queries get gradient 0
+    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     repeats = q.shape[1] // k.shape[1]
     for q_tile, k_tile, mask in spec.tiles:
         padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        padded = (q_tile.pad(grad), q_tile.pad(q), padded_k, padded_v, q_tile.pad(o), q_tile.pad(lse))
+        padded = (
+            q_tile.pad(grad),
+            q_tile.pad(q),
+            padded_k,
+            padded_v,
+            q_tile.pad(o),
+            q_tile.pad(lse),
+        )
         grad_q, *grad_kv = attend_backward(*padded, **_how(spec, mask))
         q_tile.unpad_into(grads[0], grad_q)
         for packed, part in zip(grads[1:], grad_kv, strict=True):
-            k_tile.unpad_into(packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3))
+            k_tile.unpad_into(
+                packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3)
+            )
     return grads
 
 

@@ -1,8 +1,10 @@
-"""The choice of a FlashAttention in place of PyTorch's own FlashAttention-2, at the start of a run on a GPU.
+"""The choice of a FlashAttention in place of PyTorch's own FlashAttention-2, at the start of a run
+on a GPU.
 
-torch.nn.attention can replace the aten operators that flash.py and rollout/decode_attention.py call by those of an installed
-package. Its implementations are prototypes, and some refuse a head size or a layout only when they are called. So each is first
-called as this package calls it, on small inputs, and compared with plain PyTorch; what fails is taken out again.
+torch.nn.attention can replace the aten operators that flash.py and rollout/decode_attention.py call
+by those of an installed package. Its implementations are prototypes, and some refuse a head size or
+a layout only when they are called. So each is first called as this package calls it, on small
+inputs, and compared with plain PyTorch; what fails is taken out again.
 """
 
 import importlib.util
@@ -17,12 +19,13 @@ from maxrl_fast.model import flash
 from maxrl_fast.model.flash import VarlenSpec
 
 MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-# By the major compute capability, in the order in which they are tried. No stopwatch decides, so a machine always computes the
-# same numbers. Hopper (9): FA3 was written for its asynchronous matrix multiplications; FA4 was written for Blackwell, and runs
-# there too. Blackwell (10): FA3 does not run. Others, such as Ampere and consumer GPUs: neither does.
+# By the major compute capability, in the order in which they are tried. No stopwatch decides, so a
+# machine always computes the same numbers. Hopper (9): FA3 was written for its asynchronous matrix
+# multiplications; FA4 was written for Blackwell, and runs there too. Blackwell (10): FA3 does not
+# run. Others, such as Ampere and consumer GPUs: neither does.
 CANDIDATES = {9: ("FA3", "FA4"), 10: ("FA4",)}
-# The lengths of queries and of keys in the two patterns of shared_prompt_attention, with odd lengths, and a prompt that no
-# response continues.
+# The lengths of queries and of keys in the two patterns of shared_prompt_attention, with odd
+# lengths, and a prompt that no response continues.
 LENGTHS = {"causal": ([129, 3, 64], [129, 3, 64]), "to prompts": ([70, 0, 200], [65, 40, 129])}
 
 
@@ -33,15 +36,19 @@ def choose(
     is_anywhere: Callable[[bool], bool] = lambda failed: failed,
     registry: Any = torch.nn.attention,
 ) -> list[str]:
-    """Activate the first implementation that is installed, made for this GPU, and right; otherwise none. Return sentences on
-    what was tried, for the start of a run.
+    """Activate the first implementation that is installed, made for this GPU, and right; otherwise
+    none. Return sentences on what was tried, for the start of a run.
 
     Args:
         heads: `head_sizes` of the policy: query heads, key heads, head size.
         is_anywhere: whether a flag is set on any rank; all ranks take the same implementation.
     """
-    is_replaceable = hasattr(registry, "restore_flash_attention_impl")  # not in every version of PyTorch
-    if not is_replaceable or flash.kernel_for(device, dtype, heads[2]) not in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
+    # not in every version of PyTorch
+    is_replaceable = hasattr(registry, "restore_flash_attention_impl")
+    if not is_replaceable or flash.kernel_for(device, dtype, heads[2]) not in (
+        flash.TORCH_VARLEN,
+        flash.FLASH_ATTN,
+    ):
         return []
     candidates = CANDIDATES.get(torch.cuda.get_device_capability(device)[0], ())
     installed = [name for name in candidates if not is_anywhere(not _is_installed(MODULES[name]))]
@@ -56,24 +63,34 @@ def first_right(
     is_anywhere: Callable[[bool], bool],
     registry: Any,
 ) -> list[str]:
-    """Activate the first of these implementations that passes the probe; return sentences on what was tried."""
+    """Activate the first of these implementations that passes the probe; return sentences on what
+    was tried.
+    """
     sentences = list[str]()
     for name in names:
         reason = _activate(name, device, dtype, heads, registry)
         if not is_anywhere(bool(reason)):
-            return [*sentences, f"attention: {name} of {MODULES[name]} runs in place of PyTorch's FlashAttention-2"]
+            return [
+                *sentences,
+                f"attention: {name} of {MODULES[name]} runs in place of PyTorch's FlashAttention-2",
+            ]
         if not reason:
             registry.restore_flash_attention_impl()
-        sentences.append(f"attention: {name} of {MODULES[name]} was tried and refused: {reason or 'it failed on another rank'}")
+        sentences.append(
+            f"attention: {name} of {MODULES[name]} was tried and refused: {reason or 'it failed on another rank'}"
+        )
     return sentences
 
 
-def _activate(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], registry: Any) -> str:
+def _activate(
+    name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], registry: Any
+) -> str:
     """Activate an implementation; return why it was taken out again, "" if it was not."""
     try:
         registry.activate_flash_attention_impl(name)
         reason = _worst(_probe(device, dtype, heads), 2 * torch.finfo(dtype).eps)
-    except Exception as error:  # of any kind, from the package's import to its kernels; a sentence at the start says which
+    # of any kind, from the package's import to its kernels; a sentence at the start says which
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     if reason and registry.current_flash_attention_impl() is not None:
         registry.restore_flash_attention_impl()
@@ -90,11 +107,18 @@ def _is_installed(module: str) -> bool:
 def _worst(errors: dict[str, float], limit: float) -> str:
     """Return a sentence on the largest error, "" if all are within the limit. NaN is not."""
     wrong = {what: error for what, error in errors.items() if not error <= limit}
-    return "; ".join(f"its {what} is off by {error:.2g}, relative, at most {limit:.2g}" for what, error in wrong.items())
+    return "; ".join(
+        f"its {what} is off by {error:.2g}, relative, at most {limit:.2g}"
+        for what, error in wrong.items()
+    )
 
 
-def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> dict[str, float]:
-    """Return the relative errors of outputs, log-sum-exps and gradients against plain PyTorch in float32."""
+def _probe(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
+) -> dict[str, float]:
+    """Return the relative errors of outputs, log-sum-exps and gradients against plain PyTorch in
+    float32.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, num_heads: int) -> Tensor:
@@ -102,31 +126,46 @@ def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
 
     errors = {}
     for pattern, lengths in LENGTHS.items():
-        spec = VarlenSpec(torch.tensor(lengths[0]), torch.tensor(lengths[1]), device, causal=pattern == "causal")
-        (q, grad), (k, v) = ([normal(sum(n), h) for _ in range(2)] for n, h in zip(lengths, heads, strict=False))
+        spec = VarlenSpec(
+            torch.tensor(lengths[0]), torch.tensor(lengths[1]), device, causal=pattern == "causal"
+        )
+        (q, grad), (k, v) = (
+            [normal(sum(n), h) for _ in range(2)] for n, h in zip(lengths, heads, strict=False)
+        )
         results = flash.TORCH_VARLEN.forward(q, k, v, spec)
         wanted = flash.PADDED_REFERENCE.forward(q.float(), k.float(), v.float(), spec)
-        # Output and log-sum-exp as after a merge with another part, whose keys have a third of the probability.
+        # Output and log-sum-exp as after a merge with another part, whose keys have a third of the
+        # probability.
         o, lse = (wanted[0] * 0.75).to(dtype), wanted[1] + torch.tensor(1.5, device=device).log()
         grads = flash.TORCH_VARLEN.backward(grad, q, k, v, o, lse, spec)
-        wanted_grads = flash.PADDED_REFERENCE.backward(grad.float(), q.float(), k.float(), v.float(), o.float(), lse, spec)
+        wanted_grads = flash.PADDED_REFERENCE.backward(
+            grad.float(), q.float(), k.float(), v.float(), o.float(), lse, spec
+        )
         names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-        for name, got, want in zip(names, (*results, *grads), (*wanted, *wanted_grads), strict=True):
+        for name, got, want in zip(
+            names, (*results, *grads), (*wanted, *wanted_grads), strict=True
+        ):
             errors[f"{name} ({pattern})"] = _relative(got, want)
     k, v, q = normal(3 * 96, heads[1]), normal(3 * 96, heads[1]), normal(3 * 4, heads[0])
     counts = torch.tensor([96, 1, 40])
     valid = (torch.arange(96) < counts[:, None]).flatten().to(device)
     spec = VarlenSpec(torch.full((3,), 4), counts, device)
     want, _ = flash.PADDED_REFERENCE.forward(q.float(), k[valid].float(), v[valid].float(), spec)
-    errors["output (decoding)"] = _relative(_decoding(q, k, v, counts.to(device, torch.int32), 4, 96), want)
+    errors["output (decoding)"] = _relative(
+        _decoding(q, k, v, counts.to(device, torch.int32), 4, 96), want
+    )
     return errors
 
 
 def _decoding(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, samples: int, width: int) -> Tensor:
-    """The call of rollout/decode_attention.py: `samples` queries each to the first counts [G] of `width` keys."""
+    """The call of rollout/decode_attention.py: `samples` queries each to the first counts [G] of
+    `width` keys.
+    """
     groups = torch.arange(len(counts) + 1, dtype=torch.int32, device=q.device)
     sizes = (groups * samples, groups * width, samples, width)
-    output: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, False, False, seqused_k=counts)[0]
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, *sizes, 0.0, False, False, seqused_k=counts
+    )[0]
     return output
 
 

@@ -1,6 +1,8 @@
-"""Where --model is: a directory, or a model of the Hugging Face hub, which huggingface_hub downloads into its cache.
+"""Where --model is: a directory, or a model of the Hugging Face hub, which huggingface_hub
+downloads into its cache.
 
-Only configurations, safetensors and the files of tokenizers are downloaded: nothing that is pickled, and no code.
+Only configurations, safetensors and the files of tokenizers are downloaded: nothing that is
+pickled, and no code.
 """
 
 import contextlib
@@ -36,7 +38,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_model(model: str, wanted: str = FOLDER) -> str | None:
-    """Return hf://ORG/NAME of a model of the hub, or hf://ORG/NAME@REVISION; None for a directory. Uses no network.
+    """Return hf://ORG/NAME of a model of the hub, or hf://ORG/NAME@REVISION; None for a directory.
+    Uses no network.
 
     ORG/NAME alone is also of the hub, unless ORG is there: then it is a directory that is missing.
 
@@ -61,13 +64,16 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
-    """Return what a run records of its model: the directory's absolute path, or hf://ORG/NAME@COMMIT.
+    """Return what a run records of its model: the directory's absolute path, or
+    hf://ORG/NAME@COMMIT.
 
     Args:
-        warn: is called with a sentence if the hub cannot be reached and the cache has a copy, which is then the model.
+        warn: is called with a sentence if the hub cannot be reached and the cache has a copy, which
+        is then the model.
 
     Raises:
-        InputError: as `check_model`; if the hub has no such model or revision, refuses it, or cannot be reached.
+        InputError: as `check_model`; if the hub has no such model or revision, refuses it, or
+        cannot be reached.
     """
     name = check_model(model, wanted)
     if name is None:
@@ -80,15 +86,20 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
     try:
         commit = _snapshot(repository, revision, SMALL_FILES, offline).name
     except InputError as error:
-        raise InputError(str(error) if model.startswith(HUB) else f"there is no folder {model}, and {error}") from error
+        raise InputError(
+            str(error) if model.startswith(HUB) else f"there is no folder {model}, and {error}"
+        ) from error
     if offline:
-        warn(f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, of commit {commit}")
+        warn(
+            f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, of commit {commit}"
+        )
     return f"{HUB}{repository}@{commit}"
 
 
 @lru_cache(8)
 def directory_of(model: str, with_weights: bool = False) -> Path:
-    """Return the directory of a model; of one of the hub the files that are not in the cache yet are downloaded.
+    """Return the directory of a model; of one of the hub the files that are not in the cache yet
+    are downloaded.
 
     Several processes may do so at a time: the library locks each file.
 
@@ -96,22 +107,30 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
         with_weights: download the weights too, beside the configuration and the tokenizer.
 
     Raises:
-        InputError: if a file cannot be downloaded, or the hub's model has no config.json or no safetensors.
+        InputError: if a file cannot be downloaded, or the hub's model has no config.json or no
+        safetensors.
     """
     if not model.startswith(HUB):
         return Path(model)
     repository, revision = _parts(model)
     _import()
-    directory = _snapshot(repository, revision, SMALL_FILES + WEIGHT_FILES * with_weights, why_unreachable())
+    directory = _snapshot(
+        repository, revision, SMALL_FILES + WEIGHT_FILES * with_weights, why_unreachable()
+    )
     if not (directory / "config.json").exists():
-        raise InputError(f"{model} has no config.json: it must be a model in the format of transformers")
+        raise InputError(
+            f"{model} has no config.json: it must be a model in the format of transformers"
+        )
     if with_weights and not any(directory.glob("model*.safetensors")):
-        raise InputError(f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others are read")
+        raise InputError(
+            f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others are read"
+        )
     return directory
 
 
 def why_unreachable() -> str:
-    """Return why the hub cannot be reached, within REACH_SECONDS; "" if it answers. Its libraries retry for half a minute.
+    """Return why the hub cannot be reached, within REACH_SECONDS; "" if it answers. Its libraries
+    retry for half a minute.
 
     HF_ENDPOINT, HF_HUB_OFFLINE and proxies count.
 
@@ -126,13 +145,18 @@ def why_unreachable() -> str:
     def ask() -> None:
         try:
             status = get_session().head(constants.ENDPOINT, timeout=REACH_SECONDS).status_code
-            causes.append(f"{constants.ENDPOINT} answers with status {status}" if status >= 500 else "")
+            causes.append(
+                f"{constants.ENDPOINT} answers with status {status}" if status >= 500 else ""
+            )
         except Exception as error:  # of the network, of TLS, of a proxy, or HF_HUB_OFFLINE
-            causes.append(f"{constants.ENDPOINT}: {type(error).__name__}: {error}".partition("\n")[0])
+            causes.append(
+                f"{constants.ENDPOINT}: {type(error).__name__}: {error}".partition("\n")[0]
+            )
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    thread = threading.Thread(target=ask, name="hub", daemon=True)  # a name look-up has no time limit of its own
+    # a name look-up has no time limit of its own
+    thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(REACH_SECONDS)
     return causes[-1]
@@ -148,29 +172,43 @@ def _import() -> None:
     try:
         import huggingface_hub  # noqa: F401
     except ImportError as error:
-        raise InputError(f"a model of the hub needs huggingface_hub: pip install 'maxrl_fast[hf]' ({error})") from error
+        raise InputError(
+            f"a model of the hub needs huggingface_hub: pip install 'maxrl_fast[hf]' ({error})"
+        ) from error
 
 
 def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
-    """Return the directory of a revision in the cache, with these files downloaded unless the hub is offline."""
+    """Return the directory of a revision in the cache, with these files downloaded unless the hub
+    is offline.
+    """
     from huggingface_hub import constants
 
     place = {"endpoint": constants.ENDPOINT, "cache_dir": str(constants.HF_HUB_CACHE)}
     request = {"repo_id": repository, "revision": revision, "allow_patterns": files, **place}
     if not offline:
-        return _download(request, Path(place["cache_dir"], f"models--{repository.replace('/', '--')}"))
+        return _download(
+            request, Path(place["cache_dir"], f"models--{repository.replace('/', '--')}")
+        )
     if isinstance(answer := _answer(request | {"local_files_only": True}, offline), InputError):
         raise answer
     return answer
 
 
 def _download(request: dict[str, Any], folder: Path) -> Path:
-    """Return the answer to a request, by another process, which is ended once the folder has not grown for STALL_SECONDS.
+    """Return the answer to a request, by another process, which is ended once the folder has not
+    grown for STALL_SECONDS.
 
-    The library asks for some things without a time limit, and its threads keep the process that they are in.
+    The library asks for some things without a time limit, and its threads keep the process that
+    they are in.
     """
-    command, grown, size = [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])], time.monotonic(), -1
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as child:
+    command, grown, size = (
+        [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])],
+        time.monotonic(),
+        -1,
+    )
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         try:
             while child.poll() is None:
@@ -178,11 +216,17 @@ def _download(request: dict[str, Any], folder: Path) -> Path:
                 if (now := _size(folder)) != size:
                     grown, size = time.monotonic(), now
                 if time.monotonic() - grown > STALL_SECONDS:
-                    raise InputError(f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s from the hub")
+                    raise InputError(
+                        f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s from the hub"
+                    )
             said = child.stdout.read().splitlines()
         finally:
             child.kill()
-    answer = json.loads(said[-1]) if said else {"error": f"the process that downloads exited with code {child.returncode}"}
+    answer = (
+        json.loads(said[-1])
+        if said
+        else {"error": f"the process that downloads exited with code {child.returncode}"}
+    )
     if "error" in answer:
         raise InputError(answer["error"])
     return Path(answer["directory"])
@@ -201,30 +245,47 @@ def _size(folder: Path) -> int:
 def download_process() -> None:
     """Answer the request of `_download`, in its process."""
     answer = _answer(json.loads(sys.argv[1])[1], "")
-    print(json.dumps({"error": str(answer)} if isinstance(answer, InputError) else {"directory": str(answer)}))
+    print(
+        json.dumps(
+            {"error": str(answer)} if isinstance(answer, InputError) else {"directory": str(answer)}
+        )
+    )
 
 
 def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
     """Return the directory of a snapshot, or the error in a sentence."""
     from huggingface_hub import errors, get_token, snapshot_download
 
-    repository, revision, name = request["repo_id"], request["revision"], f"{HUB}{request['repo_id']}"
+    repository, revision, name = (
+        request["repo_id"],
+        request["revision"],
+        f"{HUB}{request['repo_id']}",
+    )
     state = "is not set" if get_token() is None else "has none"
     token = f"an access token of an account that may read it must be in the environment variable HF_TOKEN, which {state}"
     try:
         return Path(snapshot_download(**request))
     except errors.LocalEntryNotFoundError as error:
         cause = offline or _first_line(error.__cause__ or error)
-        return InputError(f"the hub cannot be reached ({cause}), and its cache does not have {name}")
+        return InputError(
+            f"the hub cannot be reached ({cause}), and its cache does not have {name}"
+        )
     except errors.GatedRepoError:
-        return InputError(f"{name} is gated: accept its terms at {request['endpoint']}/{repository}; {token}")
+        return InputError(
+            f"{name} is gated: accept its terms at {request['endpoint']}/{repository}; {token}"
+        )
     except errors.RevisionNotFoundError:
         return InputError(f"{name} has no revision {revision}")
     except errors.RepositoryNotFoundError:
         return InputError(f"the hub has no model {repository}, or it is private; then {token}")
     except Exception as error:  # of the network, of HTTP, of the disk
-        is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403)
-        return InputError(f"cannot download {name}: {_first_line(error)}{f'; {token}' if is_refused else ''}")
+        is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (
+            401,
+            403,
+        )
+        return InputError(
+            f"cannot download {name}: {_first_line(error)}{f'; {token}' if is_refused else ''}"
+        )
 
 
 def _first_line(error: BaseException) -> str:

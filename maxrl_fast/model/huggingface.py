@@ -1,7 +1,9 @@
-"""A policy whose layers are transformers' own: any decoder that calls the registered attention function once a layer.
+"""A policy whose layers are transformers' own: any decoder that calls the registered attention
+function once a layer.
 
-Parameters are the float32 master weights. A forward pass computes in the dtype that is asked for: each layer casts its weights,
-as those of the native decoder do; routers of mixtures of experts compute in float32. Dropout is off.
+Parameters are the float32 master weights. A forward pass computes in the dtype that is asked for:
+each layer casts its weights, as those of the native decoder do; routers of mixtures of experts
+compute in float32. Dropout is off.
 """
 
 import copy
@@ -29,7 +31,8 @@ from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 class HuggingFaceSizes(PolicySizes):
     """Sizes of a model of transformers."""
 
-    fields: dict[str, Any] = field(default_factory=dict)  # of config.json, without keys that make transformers run code
+    # of config.json, without keys that make transformers run code
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 class HuggingFacePolicy(PolicyModel):
@@ -50,7 +53,10 @@ class HuggingFacePolicy(PolicyModel):
         self.backend = f"transformers {transformers.__version__}"
         self.config, self.hf = sizes, model.eval()
         self._block_names = _block_names(model)
-        routers, blocks = _router_classes(model), [model.get_submodule(name) for name in self._block_names]
+        routers, blocks = (
+            _router_classes(model),
+            [model.get_submodule(name) for name in self._block_names],
+        )
         in_blocks = {id(module) for block in blocks for module in block.modules()}
         for module in list[nn.Module](self.body.modules()):
             if isinstance(module, routers):
@@ -64,7 +70,10 @@ class HuggingFacePolicy(PolicyModel):
             block.block_index = i
         huggingface_attention.register()
         self.set_eager(False)
-        self.logit_scale, self.softcap = 1.0, float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
+        self.logit_scale, self.softcap = (
+            1.0,
+            float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
+        )
 
     @property
     def lm_head(self) -> Any:
@@ -79,7 +88,9 @@ class HuggingFacePolicy(PolicyModel):
 
     @property
     def body(self) -> nn.Module:
-        """The part of the model before its output layer: what holds the list of the decoder layers."""
+        """The part of the model before its output layer: what holds the list of the decoder
+        layers.
+        """
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
@@ -91,7 +102,9 @@ class HuggingFacePolicy(PolicyModel):
         try:
             self.hf.set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
-            raise InputError(f"{self.config.model_type} does not support our attention function: {error}") from error
+            raise InputError(
+                f"{self.config.model_type} does not support our attention function: {error}"
+            ) from error
 
     def forward(
         self,
@@ -101,7 +114,9 @@ class HuggingFacePolicy(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see PolicyModel.forward."""
+        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see
+        PolicyModel.forward.
+        """
         for module in self.body.modules():
             if isinstance(module, _Embedding):
                 module.compute_dtype = dtype
@@ -109,24 +124,37 @@ class HuggingFacePolicy(PolicyModel):
             if self.checkpoint_activations:
                 _set_checkpointing(block)
         with within(Pass(attention, -1)):
-            output = self.body(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+            output = self.body(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False
+            )
         hidden = choose_rows(output[0][0], rows)
-        return hidden if getattr(self.lm_head, "bias", None) is None else F.pad(hidden, (0, 1), value=1.0)
+        return (
+            hidden
+            if getattr(self.lm_head, "bias", None) is None
+            else F.pad(hidden, (0, 1), value=1.0)
+        )
 
     @property
     def output_matrix(self) -> Tensor:
-        """The output matrix [V, H], or [V, H + 1] where the output layer has a bias: it is the last column."""
+        """The output matrix [V, H], or [V, H + 1] where the output layer has a bias: it is the last
+        column.
+        """
         weight, bias = self.lm_head.weight, getattr(self.lm_head, "bias", None)
         return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output layer has a bias."""
+        """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output
+        layer has a bias.
+        """
         logits = self.logit_scale * F.linear(hidden, self.output_matrix.to(hidden.dtype)).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @torch.no_grad()
-    def own_logits(self, tokens: Tensor, change: Callable[[Tensor], Tensor] = lambda hidden: hidden) -> tuple[Tensor, Tensor]:
-        """Return the logits [L, V] float32 of one sequence [L] by the model's own eager forward pass, and its hidden states.
+    def own_logits(
+        self, tokens: Tensor, change: Callable[[Tensor], Tensor] = lambda hidden: hidden
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits [L, V] float32 of one sequence [L] by the model's own eager forward
+        pass, and its hidden states.
 
         Args:
             change: of the hidden states [L, H] before the output layer.
@@ -149,24 +177,32 @@ class HuggingFacePolicy(PolicyModel):
         return logits, found[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is converted at a time."""
+        """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is
+        converted at a time.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         def place(item: tuple[str, Tensor]) -> str | None:
-            return next((block for block in self._block_names if item[0].startswith(f"{block}.")), None)
+            return next(
+                (block for block in self._block_names if item[0].startswith(f"{block}.")), None
+            )
 
         for _, group in itertools.groupby(merged_weights(self.hf), key=place):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
 
     @torch.no_grad()
     def copy_weights(self, policy: "HuggingFacePolicy") -> None:
-        """Copy the weights of another policy of the same model, its adapters merged, in this one's dtype."""
+        """Copy the weights of another policy of the same model, its adapters merged, in this one's
+        dtype.
+        """
         own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
         for name, weight in merged_weights(policy.hf):
             own[name].copy_(weight)
 
     def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """Return a frozen copy with weights in `dtype`, for `copy_weights`. Adapters add nothing; buffers keep their dtype."""
+        """Return a frozen copy with weights in `dtype`, for `copy_weights`. Adapters add nothing;
+        buffers keep their dtype.
+        """
         other = copy.deepcopy(self).requires_grad_(False)
         other.checkpoint_activations = False
         for parameter in other.parameters():
@@ -178,7 +214,9 @@ class HuggingFacePolicy(PolicyModel):
 
 
 def _block_names(model: Any) -> list[str]:
-    """Return the names of the decoder layers: the modules of the class that _no_split_modules names, in lists."""
+    """Return the names of the decoder layers: the modules of the class that _no_split_modules
+    names, in lists.
+    """
     classes = set(model._no_split_modules or ())
     names = [
         f"{name}.{i}"
@@ -193,10 +231,14 @@ def _block_names(model: Any) -> list[str]:
 
 
 def _router_classes(model: Any) -> tuple[type, ...]:
-    """Return the classes of modules that choose experts, which transformers names to record their logits."""
+    """Return the classes of modules that choose experts, which transformers names to record their
+    logits.
+    """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorded = recorded if isinstance(recorded, (list, tuple)) else [recorded]
-    return tuple(cls for cls in (getattr(x, "target_class", x) for x in recorded) if isinstance(cls, type))
+    return tuple(
+        cls for cls in (getattr(x, "target_class", x) for x in recorded) if isinstance(cls, type)
+    )
 
 
 @cache
@@ -205,7 +247,9 @@ def _mixed(mixin: type, cls: Any) -> type:
 
 
 def _mix(module: nn.Module, mixin: type) -> None:
-    """Put the methods of `mixin` in front of those of a module. As a class they survive copy.deepcopy, unlike a closure."""
+    """Put the methods of `mixin` in front of those of a module. As a class they survive
+    copy.deepcopy, unlike a closure.
+    """
     if not isinstance(module, mixin):
         own: Any = type(module)
         module.__class__ = _mixed(mixin, own)
@@ -220,16 +264,26 @@ class _Bound(nn.Module):
         return self.own_forward(*args, **kwargs)
 
 
-def _in_dtype(module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a module's forward with its parameters in `dtype`; gradients reach the parameters themselves."""
+def _in_dtype(
+    module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a module's forward with its parameters in `dtype`; gradients reach the parameters
+    themselves.
+    """
     if all(p.dtype == dtype or not p.is_floating_point() for p in module.parameters()):
         return forward(*args, **kwargs)
-    cast = {f"module.{name}": p.to(dtype) for name, p in module.named_parameters() if p.is_floating_point()}
+    cast = {
+        f"module.{name}": p.to(dtype)
+        for name, p in module.named_parameters()
+        if p.is_floating_point()
+    }
     return functional_call(_Bound(module, forward), cast, args, kwargs)
 
 
 class _Embedding(nn.Module):
-    """An embedding whose output has the dtype of the computation; only the rows that are read are cast."""
+    """An embedding whose output has the dtype of the computation; only the rows that are read are
+    cast.
+    """
 
     compute_dtype = torch.float32
 
@@ -242,20 +296,30 @@ class _Cast(nn.Module):
     """A module that computes in the dtype of its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = next(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        dtype = next(
+            x.dtype
+            for x in (*args, *kwargs.values())
+            if isinstance(x, Tensor) and x.is_floating_point()
+        )
         return _in_dtype(self, dtype, super().forward, args, kwargs)
 
 
 class _Router(nn.Module):
-    """A router of experts that computes in float32: which experts a token goes to is decided by small differences."""
+    """A router of experts that computes in float32: which experts a token goes to is decided by
+    small differences.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+        args = tuple(
+            x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
+        )
         return _in_dtype(self, torch.float32, super().forward, args, kwargs)
 
 
 class _Block(_Cast):
-    """A decoder layer. It keeps which attention it was called with, for when the backward pass recomputes it."""
+    """A decoder layer. It keeps which attention it was called with, for when the backward pass
+    recomputes it.
+    """
 
     block_index = 0
 
@@ -264,13 +328,16 @@ class _Block(_Cast):
         own = None if outer is None else outer.attention
         return super().__call__(*args, layer_attention=own, **kwargs)
 
-    def forward(self, *args: Any, layer_attention: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, layer_attention: Callable[..., Tensor] | None = None, **kwargs: Any
+    ) -> Any:
         with within(None if layer_attention is None else Pass(layer_attention, self.block_index)):
             return super().forward(*args, **kwargs)
 
 
 def _set_checkpointing(block: Any) -> None:
-    """Switch on transformers' own activation checkpointing of a layer. Only it is in training mode, and not its modules.
+    """Switch on transformers' own activation checkpointing of a layer. Only it is in training mode,
+    and not its modules.
 
     Raises:
         InputError: if it has none.
@@ -278,4 +345,6 @@ def _set_checkpointing(block: Any) -> None:
     if not hasattr(block, "gradient_checkpointing"):
         raise InputError(f"{type(block).__name__} of transformers has no activation checkpointing")
     block.gradient_checkpointing = block.training = True
-    block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    block._gradient_checkpointing_func = partial(
+        checkpoint, use_reentrant=False, preserve_rng_state=False
+    )

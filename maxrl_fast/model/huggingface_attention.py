@@ -1,7 +1,8 @@
-"""The attention function that transformers calls in every layer, and which hands the layer to the caller's own attention.
+"""The attention function that transformers calls in every layer, and which hands the layer to the
+caller's own attention.
 
-What a model tells the function beside queries, keys and values is done (scale, sliding window, soft cap, sinks) or refused by
-its name: nothing that eager attention would honour is left out.
+What a model tells the function beside queries, keys and values is done (scale, sliding window, soft
+cap, sinks) or refused by its name: nothing that eager attention would honour is left out.
 """
 
 import contextlib
@@ -19,8 +20,22 @@ from maxrl_fast.model.attention import AttentionVariant
 NAME = "maxrl_fast"  # under which the functions are registered
 # Arguments that say nothing about the attention between tokens.
 _OTHER = (
-    *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache", "output_attentions"),
-    *("output_hidden_states", "output_router_logits", "return_dict", "hidden_states", "layer_idx", "logits_to_keep"),
+    *(
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "past_key_values",
+        "use_cache",
+        "output_attentions",
+    ),
+    *(
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "hidden_states",
+        "layer_idx",
+        "logits_to_keep",
+    ),
 )
 
 
@@ -58,13 +73,16 @@ def register() -> None:
 def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
     """Return the window of the layers that get this mask; None: they attend to all earlier tokens.
 
-    It stands where transformers has a tensor, and so reaches `attend` whether or not the layer passes its window on.
+    It stands where transformers has a tensor, and so reaches `attend` whether or not the layer
+    passes its window on.
 
     Raises:
         InputError: if the mask is changed by a function of the model, as for images.
     """
     if use_vmap:
-        raise InputError("the model changes the causal mask by a function of its own, which is not supported")
+        raise InputError(
+            "the model changes the causal mask by a function of its own, which is not supported"
+        )
     return local_size
 
 
@@ -82,7 +100,8 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D] and key and value [1, Hkv, U, D], as transformers calls it.
+    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D] and key and value [1, Hkv, U, D],
+    as transformers calls it.
 
     Raises:
         InputError: naming what it is told and cannot do.
@@ -92,7 +111,11 @@ def attend(
         raise InputError("the model calls attention outside its layers")
     layer_pass.num_calls += 1
     window = attention_mask if isinstance(attention_mask, int) else 0
-    told = {name: x for name, x in others.items() if name not in _OTHER and x is not None and x is not False}
+    told = {
+        name: x
+        for name, x in others.items()
+        if name not in _OTHER and x is not None and x is not False
+    }
     if attention_mask is not None and not isinstance(attention_mask, int):
         told["a mask of its own"] = True
     elif sliding_window is not None and sliding_window != window:
@@ -104,8 +127,11 @@ def attend(
     if layer_pass.num_calls > 1:
         told["a second attention in one layer"] = True
     if told:
-        raise InputError(f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention does not do")
-    size, largest = value.shape[-1], max(query.shape[-1], value.shape[-1])  # they differ in multi-head latent attention
+        raise InputError(
+            f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention does not do"
+        )
+    # they differ in multi-head latent attention
+    size, largest = value.shape[-1], max(query.shape[-1], value.shape[-1])
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, D]
     if size != query.shape[-1]:

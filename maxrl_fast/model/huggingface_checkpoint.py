@@ -1,6 +1,7 @@
 """Loading of a policy that transformers runs, from a Hugging Face checkpoint directory.
 
-transformers gets a configuration without the keys that make it run code, reads safetensors only, and downloads nothing.
+transformers gets a configuration without the keys that make it run code, reads safetensors only,
+and downloads nothing.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,22 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 from maxrl_fast.model.tokenizer import MAX_LAYERS, check_counts
 from maxrl_fast.runtime.files import read_json, shown
 
-# Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention function.
-_NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "sparse", "compressed", "indexed")
+# Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention
+# function.
+_NOT_ATTENTION = (
+    "linear_attention",
+    "conv",
+    "mamba",
+    "recurrent",
+    "hybrid",
+    "sparse",
+    "compressed",
+    "indexed",
+)
 # Parts of a model that reads more than text.
 _TEXT = {"text_config", "text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
-# Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed stream has only one.
+# Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed
+# stream has only one.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -32,7 +44,8 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
         is_empty: only its sizes are wanted: it is on the meta device.
 
     Raises:
-        InputError: if transformers is not installed, cannot read the directory, or the model is one that cannot be exact.
+        InputError: if transformers is not installed, cannot read the directory, or the model is one
+        that cannot be exact.
     """
     config, sizes = read_huggingface(directory)
     check_supported(config, longest)
@@ -43,19 +56,29 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
         with Quiet():
             if is_empty:
                 with torch.device("meta"):
-                    return HuggingFacePolicy(AutoModelForCausalLM.from_config(config, **options), sizes)
-            options |= {"trust_remote_code": False, "use_safetensors": True, "local_files_only": True}
+                    return HuggingFacePolicy(
+                        AutoModelForCausalLM.from_config(config, **options), sizes
+                    )
+            options |= {
+                "trust_remote_code": False,
+                "use_safetensors": True,
+                "local_files_only": True,
+            }
             options |= {"config": config, "output_loading_info": True}
             loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
     except InputError:
         raise
     except Exception as error:  # transformers raises anything
-        raise InputError(f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}") from error
+        raise InputError(
+            f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}"
+        ) from error
     model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])
-            raise InputError(f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}")
+            raise InputError(
+                f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}"
+            )
     return policy_of(model, sizes)
 
 
@@ -74,7 +97,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     """Return the configuration of a directory as transformers has it, and the policy's sizes.
 
     Raises:
-        InputError: if transformers is not installed, or config.json is not one of a decoder that it has.
+        InputError: if transformers is not installed, or config.json is not one of a decoder that it
+        has.
     """
     path = directory / "config.json"
     fields = without_code(read_json(path))
@@ -89,14 +113,23 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             f"{path}: model_type {model_type!r:.80} needs transformers: pip install 'maxrl_fast[hf]' ({error})"
         ) from error
     if int(transformers.__version__.split(".")[0]) < 5:
-        raise InputError(f"--model-backend transformers needs transformers 5 or later, got {transformers.__version__}")
+        raise InputError(
+            f"--model-backend transformers needs transformers 5 or later, got {transformers.__version__}"
+        )
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(model_type, str) or model_type not in names or model_type not in CONFIG_MAPPING:
-        raise InputError(f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}")
+    if (
+        not isinstance(model_type, str)
+        or model_type not in names
+        or model_type not in CONFIG_MAPPING
+    ):
+        raise InputError(
+            f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}"
+        )
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
     has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
-    check_counts(path, fields, num_tensors(directory) if has_weights else MAX_LAYERS)  # before transformers builds lists
+    # before transformers builds lists
+    check_counts(path, fields, num_tensors(directory) if has_weights else MAX_LAYERS)
     try:
         config = AutoConfig.for_model(**fields)
         sizes = sizes_of(config, fields)
@@ -114,7 +147,9 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         ValueError: if a size is not one.
     """
     heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
+    head_dim = (
+        getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
+    )
     intermediate = _largest(config, "intermediate_size") or 4 * hidden
     if of_expert := getattr(config, "moe_intermediate_size", None):
         intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
@@ -130,14 +165,24 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
     }
     check_sizes(**sizes)
     tied, dtype = bool(getattr(config, "tie_word_embeddings", False)), stored_dtype(fields)
-    return HuggingFaceSizes(**sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields)
+    return HuggingFaceSizes(
+        **sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields
+    )
 
 
 def _largest(config: Any, name: str) -> Any:
     """Return a size that may differ between layers, the largest of them; None if there is none."""
     fields = config.to_dict()
-    found = [fields.get(name), *(layer.get(name) for layer in (fields.get("per_layer_config") or {}).values())]
-    sizes = [x for one in found for x in (one if isinstance(one, (list, tuple)) else [one]) if x is not None]
+    found = [
+        fields.get(name),
+        *(layer.get(name) for layer in (fields.get("per_layer_config") or {}).values()),
+    ]
+    sizes = [
+        x
+        for one in found
+        for x in (one if isinstance(one, (list, tuple)) else [one])
+        if x is not None
+    ]
     return max(sizes, default=None)
 
 
@@ -152,7 +197,11 @@ def check_supported(config: Any, longest: int) -> None:
 
 
 def _reasons(config: Any, longest: int) -> Iterator[str]:
-    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    parts = [
+        name
+        for name in ("vision_config", "audio_config")
+        if getattr(config, name, None) is not None
+    ]
     if parts or config.sub_configs.keys() & _TEXT:
         yield "it is not a decoder of text alone"
     if getattr(config, "is_encoder_decoder", False):
@@ -167,7 +216,11 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
         yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
-        original = one.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0) or 0
+        original = (
+            one.get("original_max_position_embeddings")
+            or getattr(config, "max_position_embeddings", 0)
+            or 0
+        )
         if one.get("rope_type") in _BY_LENGTH and longest > original:
             yield (
                 f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest} "
@@ -177,9 +230,11 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
 
 @torch.no_grad()
 def _logit_scale(policy: HuggingFacePolicy) -> float:
-    """Return what the model multiplies hidden @ weight.T by: one of the factors in its configuration (Granite, Cohere), or 1.
+    """Return what the model multiplies hidden @ weight.T by: one of the factors in its
+    configuration (Granite, Cohere), or 1.
 
-    Families give the same name to a factor and to a divisor, so it is measured, where soft caps do not matter.
+    Families give the same name to a factor and to a divisor, so it is measured, where soft caps do
+    not matter.
     """
     config, candidates = policy.hf.config, [1.0]
     for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
@@ -188,7 +243,9 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
             candidates += [float(value), 1 / value]
     if len(candidates) == 1:
         return 1.0
-    logits, hidden = policy.own_logits(torch.arange(2, device=policy.lm_head.weight.device), lambda x: 1e-3 * x)
+    logits, hidden = policy.own_logits(
+        torch.arange(2, device=policy.lm_head.weight.device), lambda x: 1e-3 * x
+    )
     plain = policy.logits(hidden)
     ratio = float((logits * plain).sum() / plain.square().sum())
     return min(candidates, key=lambda x: abs(ratio / x - 1))

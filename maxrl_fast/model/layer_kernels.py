@@ -1,9 +1,9 @@
 """The elementwise parts of a decoder layer (layer_ops.py) as operators.
 
-KERNELS has one launch of csrc/cuda/layer.cu for each on a GPU and one pass of csrc/cpu/layer.cpp on a CPU. They compute in
-float32 (float64 for float64) and round once. Kernels sum gradients of weights over the rows in two stages, in an order that
-depends on the shapes alone. On a CPU, packed_kernels.py adds the parts of a layer that take q, k and v, or gate and up, as one
-matrix.
+KERNELS has one launch of csrc/cuda/layer.cu for each on a GPU and one pass of csrc/cpu/layer.cpp on
+a CPU. They compute in float32 (float64 for float64) and round once. Kernels sum gradients of
+weights over the rows in two stages, in an order that depends on the shapes alone. On a CPU,
+packed_kernels.py adds the parts of a layer that take q, k and v, or gate and up, as one matrix.
 """
 
 from typing import Any
@@ -22,27 +22,46 @@ DTYPE_NAMES = {**DEVICE_DTYPES, torch.float64: "float64"}
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
 
 
-def has_kernels(hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+def has_kernels(
+    hidden_size: int,
+    intermediate_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
     """Return whether KERNELS serves a decoder of these sizes.
 
-    On a CPU it takes all sizes of CPU_DTYPES. Otherwise it needs a GPU that runs the extension's kernels; float32, bfloat16 or
-    float16; rows of hidden states and of the MLP that are multiples of 16 bytes, the former of at most 16 KiB; and heads that
-    are multiples of 32 bytes, of at most 1 KiB.
+    On a CPU it takes all sizes of CPU_DTYPES. Otherwise it needs a GPU that runs the extension's
+    kernels; float32, bfloat16 or float16; rows of hidden states and of the MLP that are multiples
+    of 16 bytes, the former of at most 16 KiB; and heads that are multiples of 32 bytes, of at most
+    1 KiB.
     """
     if not dispatch.is_gpu(device):
         return device.type == "cpu" and dtype in CPU_DTYPES
     if dtype not in DEVICE_DTYPES or not dispatch.has_kernels(device):
         return False
-    hidden, intermediate, head = (size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim))
-    return hidden % 16 == intermediate % 16 == head % 32 == 0 and hidden <= 16 << 10 and head <= 1 << 10
+    hidden, intermediate, head = (
+        size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim)
+    )
+    return (
+        hidden % 16 == intermediate % 16 == head % 32 == 0
+        and hidden <= 16 << 10
+        and head <= 1 << 10
+    )
 
 
 # Residual addition and RMS norm.
 
 
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
-    """Return into how many partial sums of `width` numbers a kernel adds the rows; on a CPU it adds those up itself."""
-    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width)) if dispatch.is_gpu(like.device) else 1
+    """Return into how many partial sums of `width` numbers a kernel adds the rows; on a CPU it adds
+    those up itself.
+    """
+    return (
+        min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
+        if dispatch.is_gpu(like.device)
+        else 1
+    )
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -51,7 +70,9 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 @operator()
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return x + delta, empty without delta, and its norm, for rows x and delta [U, H]."""
     call, (num_rows, size) = KernelLaunch(x.device), x.shape
     total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
@@ -74,9 +95,14 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the weight's, unrounded."""
+    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the
+    weight's, unrounded.
+    """
     call, (num_rows, size) = KernelLaunch(x.device), x.shape
-    grad_x, partials = torch.empty_like(x), x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x))
+    grad_x, partials = (
+        torch.empty_like(x),
+        x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x)),
+    )
     call.launch(
         "add_rms_norm_backward",
         dtype=DTYPE_NAMES[x.dtype],
@@ -95,10 +121,14 @@ def add_rms_norm_backward(
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Without delta, the first result is x itself, so that both gradients in x are added in the kernel."""
+    """Without delta, the first result is x itself, so that both gradients in x are added in the
+    kernel.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         rounded = weight.to(x.dtype)
         total, normed = add_rms_norm(x, delta, rounded, eps)
         total = x if delta is None else total
@@ -109,11 +139,15 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @first_order("add_rms_norm")
-    def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_total: Tensor | None, grad_normed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad_normed is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
         grad = None if grad_total is None else grad_total.contiguous()
-        grad_x, grad_weight = add_rms_norm_backward(grad_normed.contiguous(), grad, *ctx.saved_tensors, ctx.eps)
+        grad_x, grad_weight = add_rms_norm_backward(
+            grad_normed.contiguous(), grad, *ctx.saved_tensors, ctx.eps
+        )
         return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
 
 
@@ -132,7 +166,9 @@ def heads_arguments(
     tables: tuple[Tensor, Tensor, Tensor | None],
     to: list[Tensor],
 ) -> dict[str, Any]:
-    """Return the arguments that both kernels take: q, k, perhaps v, the norms' weights, cos, sin and positions, and results."""
+    """Return the arguments that both kernels take: q, k, perhaps v, the norms' weights, cos, sin
+    and positions, and results.
+    """
     q, (cos, sin, positions) = heads[0], tables
     num_rows, _, dim = q.shape
 
@@ -149,7 +185,10 @@ def heads_arguments(
         "num_rows": num_rows,
         "head_dim": dim,
         "from": [argument(name, x) for name, x in zip("qkv", heads, strict=True)],
-        "norm": [call.address(name, x, q.dtype, (dim,)) for name, x in zip(("q_norm", "k_norm"), norms, strict=True)],
+        "norm": [
+            call.address(name, x, q.dtype, (dim,))
+            for name, x in zip(("q_norm", "k_norm"), norms, strict=True)
+        ],
         "cos": call.address("cos", cos, torch.float32, shape),
         "sin": call.address("sin", sin, torch.float32, shape),
         "positions": call.address("positions", positions, torch.int64, (num_rows,)),
@@ -172,8 +211,13 @@ def rotate_heads(
     eps: float,
     direction: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates back."""
-    call, to = KernelLaunch(q.device), [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
+    """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates
+    back.
+    """
+    call, to = (
+        KernelLaunch(q.device),
+        [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))],
+    )
     inputs = heads_arguments(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
     call.launch("rotate_heads", **inputs, eps=eps, direction=direction)
     return to[0], to[1], q.new_empty(0) if v is None else to[2]
@@ -193,13 +237,19 @@ def rotate_heads_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients in q and k, and those of their norms' weights, unrounded."""
-    to, heads, all_heads = [x.new_empty(x.shape) for x in (q, k)], q.shape[1], q.shape[1] + k.shape[1]
+    to, heads, all_heads = (
+        [x.new_empty(x.shape) for x in (q, k)],
+        q.shape[1],
+        q.shape[1] + k.shape[1],
+    )
     inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
     if not dispatch.is_gpu(q.device):
         of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
         rotate_back(*inputs, of_norms)
         return to[0], to[1], of_norms[0], of_norms[1].clone()
-    partials = q.new_empty(_partials(q, len(q), all_heads * q.shape[2]), all_heads, q.shape[2], dtype=torch.float32)
+    partials = q.new_empty(
+        _partials(q, len(q), all_heads * q.shape[2]), all_heads, q.shape[2], dtype=torch.float32
+    )
     rotate_back(*inputs, partials)
     return to[0], to[1], partials[:, :heads].sum((0, 1)), partials[:, heads:].sum((0, 1))
 
@@ -213,7 +263,8 @@ def rotate_back(
     to: list[Tensor],
     grad_norm: Tensor,
 ) -> None:
-    """Write the gradients in q and k before their norms into `to`, whose rows may have any stride, and those of the norms.
+    """Write the gradients in q and k before their norms into `to`, whose rows may have any stride,
+    and those of the norms.
 
     On a CPU heads[2] may be the gradient in v, of which `to` gets a copy.
     """
@@ -223,7 +274,9 @@ def rotate_back(
         **heads_arguments(call, heads, norms, tables, to),
         eps=eps,
         direction=1.0,
-        grad=[call.address("grad", g, q.dtype, x.shape) for g, x in zip(grads, (q, k), strict=True)],
+        grad=[
+            call.address("grad", g, q.dtype, x.shape) for g, x in zip(grads, (q, k), strict=True)
+        ],
         num_partials=1 if grad_norm.dim() == 2 else len(grad_norm),
         grad_norm=call.keep(grad_norm),
     )
@@ -232,10 +285,17 @@ def rotate_back(
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, *tables: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        *tables: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rounded = [None if norm is None else norm.to(q.dtype) for norm in (q_norm, k_norm)]
-        inputs = (None, None) if q_norm is None else (q, k)  # a rotation's gradient does not need them
+        # a rotation's gradient does not need them
+        inputs = (None, None) if q_norm is None else (q, k)
         ctx.save_for_backward(*inputs, *rounded, *tables)
         ctx.eps, ctx.norm_dtype = eps, None if q_norm is None else q_norm.dtype
         q, k, _ = rotate_heads(q, k, None, *rounded, *tables, eps, 1.0)
@@ -244,11 +304,21 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     @first_order("rotate_heads")
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        grads, (q, k, q_norm, k_norm, *tables) = (grad_q.contiguous(), grad_k.contiguous()), ctx.saved_tensors
+        grads, (q, k, q_norm, k_norm, *tables) = (
+            (grad_q.contiguous(), grad_k.contiguous()),
+            ctx.saved_tensors,
+        )
         none = (None,) * (len(tables) + 1)
         if q is None:
-            return *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2], None, None, *none
-        grad_q, grad_k, *of_norms = rotate_heads_backward(*grads, q, k, q_norm, k_norm, *tables, ctx.eps)
+            return (
+                *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2],
+                None,
+                None,
+                *none,
+            )
+        grad_q, grad_k, *of_norms = rotate_heads_backward(
+            *grads, q, k, q_norm, k_norm, *tables, ctx.eps
+        )
         return grad_q, grad_k, *(grad.to(ctx.norm_dtype) for grad in of_norms), *none
 
 
@@ -290,7 +360,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @operator()
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients in gate and up, contiguous."""
-    call, grads = KernelLaunch(gate.device), (gate.new_empty(gate.shape), gate.new_empty(gate.shape))
+    call, grads = (
+        KernelLaunch(gate.device),
+        (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    )
     call.launch(
         "swiglu_backward",
         **_gate_and_up(call, gate, up),

@@ -1,4 +1,5 @@
-"""The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding, SwiGLU.
+"""The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding,
+SwiGLU.
 
 TORCH_OPS has them in PyTorch; layer_kernels.py and packed_kernels.py have them as operators.
 """
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding of U tokens: cos and sin [P, 1, D/2] and the row of each token, int64 [U]; None: row u for token u.
+    """The rotary embedding of U tokens: cos and sin [P, 1, D/2] and the row of each token, int64
+    [U]; None: row u for token u.
 
     TORCH_OPS takes them in the compute dtype and without positions, KERNELS in float32.
     """
@@ -40,13 +42,16 @@ class LayerOps(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     # (x [U, H], delta [U, H] or None for 0, weight [H], eps) -> x + delta, and its norm
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    # (heads, norms, rotary) -> q and k, normed and rotated, and v; rows of the given heads may have any stride
+    # (heads, norms, rotary) -> q and k, normed and rotated, and v; rows of the given heads may have
+    # any stride
     rotate_heads: Callable[[Heads, HeadNorms | None, Rotary], Heads]
     # (gate [U, F], up [U, F]) -> silu(gate) up [U, F]; rows may have any stride
     swiglu: Callable[[Tensor, Tensor], Tensor]
-    # The last two, of the output of one matrix multiplication, where that is better: (packed [U, (Hq + 2 Hkv) D], numbers of
-    # heads, norms, rotary) and ([gate | up] [U, 2 F])
-    rotate_packed: Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads] | None = None
+    # The last two, of the output of one matrix multiplication, where that is better: (packed [U,
+    # (Hq + 2 Hkv) D], numbers of heads, norms, rotary) and ([gate | up] [U, 2 F])
+    rotate_packed: (
+        Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads] | None
+    ) = None
     swiglu_packed: Callable[[Tensor], Tensor] | None = None
 
 
@@ -54,13 +59,17 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
-def _add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     x = x if delta is None else x + delta
     return x, _rms_norm(x, weight, eps)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2. Tables have x's dtype."""
+    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2.
+    Tables have x's dtype.
+    """
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
 

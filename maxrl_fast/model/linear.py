@@ -1,4 +1,6 @@
-"""Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA, Hu et al. 2021)."""
+"""Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA,
+Hu et al. 2021).
+"""
 
 import itertools
 import json
@@ -29,36 +31,50 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | Non
 class Linear(nn.Linear):
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Return x W^T + bias + added, for x [..., in]; `added` [U, out] needs x [U, in]."""
-        return _product(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), added)
+        return _product(
+            x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), added
+        )
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Return whether `joined` computes these layers: none has an adapter, and all their matrices are trained or none is.
+    """Return whether `joined` computes these layers: none has an adapter, and all their matrices
+    are trained or none is.
 
-    A joint product would compute the gradient of a frozen matrix too, and the others' would keep its memory.
+    A joint product would compute the gradient of a frozen matrix too, and the others' would keep
+    its memory.
     """
-    return all(type(layer) is Linear for layer in layers) and len({layer.weight.requires_grad for layer in layers}) == 1
+    return (
+        all(type(layer) is Linear for layer in layers)
+        and len({layer.weight.requires_grad for layer in layers}) == 1
+    )
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """Return the outputs of layers next to each other, [U, all of them], by one matrix multiplication. Weights are copied."""
+    """Return the outputs of layers next to each other, [U, all of them], by one matrix
+    multiplication. Weights are copied.
+    """
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 
 
 class LoraLinear(Linear):
-    """A linear layer with a frozen matrix W and a trained low-rank update: W + (alpha / rank) B A."""
+    """A linear layer with a frozen matrix W and a trained low-rank update: W + (alpha / rank) B
+    A.
+    """
 
     ADAPTER = ("lora_a", "lora_b")
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        super().__init__(
+            base.in_features, base.out_features, bias=base.bias is not None, device="meta"
+        )
         self.weight, self.bias = base.weight, base.bias
         self.requires_grad_(False)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         device = base.weight.device
-        # A is initialised like a linear layer and B with zeros, so that training starts from W itself.
+        # A is initialised like a linear layer and B with zeros, so that training starts from W
+        # itself.
         bound = 1 / math.sqrt(base.in_features)
         a = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(a.to(device))
@@ -87,10 +103,16 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights and stored buffers by the names of their modules: adapters merged, sharded gathered, tied once."""
+    """Yield weights and stored buffers by the names of their modules: adapters merged, sharded
+    gathered, tied once.
+    """
     seen: set[int] = set()
     for name, module in model.named_modules():
-        buffers = {x: b for x, b in module.named_buffers(recurse=False) if x not in module._non_persistent_buffers_set}
+        buffers = {
+            x: b
+            for x, b in module.named_buffers(recurse=False)
+            if x not in module._non_persistent_buffers_set
+        }
         for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
             if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
                 continue
@@ -101,7 +123,10 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module multiplies with its matrix and does nothing else."""
-    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward)
+    return isinstance(module, nn.Linear) and type(module).forward in (
+        nn.Linear.forward,
+        Linear.forward,
+    )
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
@@ -116,10 +141,16 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     wanted = {name.strip() for name in targets.split(",")}
-    found = {name: module for name, module in model.named_modules() if _is_adaptable(module) and name.count(".") > 1}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_adaptable(module) and name.count(".") > 1
+    }
     names = {name.rpartition(".")[2] for name in found}
     if not names:
-        raise InputError("lora_rank must be 0 for this policy, whose layers have no torch.nn.Linear to adapt")
+        raise InputError(
+            "lora_rank must be 0 for this policy, whose layers have no torch.nn.Linear to adapt"
+        )
     for name in sorted(wanted - names):
         raise InputError(f"lora_targets must be among {', '.join(sorted(names))}, got {name!r}")
     for path, base in found.items():
@@ -129,7 +160,9 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' matrices by the names that peft gives them. With sharded weights, all ranks must iterate together."""
+    """Yield the adapters' matrices by the names that peft gives them. With sharded weights, all
+    ranks must iterate together.
+    """
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             name = f"base_model.model.{path.removeprefix('hf.')}"
@@ -139,7 +172,9 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
     """Return the contents of peft's adapter_config.json; {} for a model without adapters."""
-    found = {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    found = {
+        path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
+    }
     if not found:
         return {}
     one = next(iter(found.values()))
@@ -162,4 +197,7 @@ def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
     if config:
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
+            folder / "adapter_model.safetensors",
+        )

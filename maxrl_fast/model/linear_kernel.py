@@ -1,7 +1,9 @@
-"""`maxrl_fast::linear` on a CPU: the matrix multiplications of a linear layer in training, in float32.
+"""`maxrl_fast::linear` on a CPU: the matrix multiplications of a linear layer in training, in
+float32.
 
-csrc/cpu/linear.cpp multiplies many rows by a small matrix, which PyTorch's library does far below its throughput for large
-square matrices (bench/README.md). Bias and residual are added as results are written, and bias gradients with weight gradients.
+csrc/cpu/linear.cpp multiplies many rows by a small matrix, which PyTorch's library does far below
+its throughput for large square matrices (bench/README.md). Bias and residual are added as results
+are written, and bias gradients with weight gradients.
 """
 
 from typing import Any
@@ -19,10 +21,12 @@ LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fa
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the operator multiplies x [U, K] by weight [N, K]: on a CPU, in float32, with K and N multiples of 16, at
-    least FEWEST_ROWS rows and at most LARGEST_MATRIX numbers in the weight.
+    """Return whether the operator multiplies x [U, K] by weight [N, K]: on a CPU, in float32, with
+    K and N multiples of 16, at least FEWEST_ROWS rows and at most LARGEST_MATRIX numbers in the
+    weight.
 
-    Under torch.autocast, torch.compile and the transforms of torch.func, PyTorch's own product serves any number of rows.
+    Under torch.autocast, torch.compile and the transforms of torch.func, PyTorch's own product
+    serves any number of rows.
     """
     return (
         x.device.type == "cpu"
@@ -60,11 +64,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None)
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients in x, weight and bias from that of the result [U, N]; [0] where they are not needed."""
+    """Return the gradients in x, weight and bias from that of the result [U, N]; [0] where they are
+    not needed.
+    """
     call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
-    shapes = ((num_rows, in_size), needs_x), ((out_size, in_size), needs_weight or needs_bias), ((out_size,), needs_bias)
+    shapes = (
+        ((num_rows, in_size), needs_x),
+        ((out_size, in_size), needs_weight or needs_bias),
+        ((out_size,), needs_bias),
+    )
     grads = [x.new_empty(shape if is_needed else 0) for shape, is_needed in shapes]
-    addresses = [call.keep(result) if is_needed else 0 for result, (_, is_needed) in zip(grads, shapes, strict=True)]
+    addresses = [
+        call.keep(result) if is_needed else 0
+        for result, (_, is_needed) in zip(grads, shapes, strict=True)
+    ]
     call.launch(
         "linear_backward",
         num_rows=num_rows,
@@ -84,7 +97,9 @@ class Product(torch.autograd.Function):
     """`linear` with its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None
+    ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight)
         y: Tensor = linear(x, weight, bias, None if added is None else added.contiguous())
@@ -96,6 +111,11 @@ class Product(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, needs_added = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 3
         if needs_x or needs_weight or needs_bias:
-            results = linear_backward(grad.contiguous(), *ctx.saved_tensors, needs_x, needs_weight, needs_bias)
-            grads = [x if is_needed else None for x, is_needed in zip(results, ctx.needs_input_grad, strict=False)]
+            results = linear_backward(
+                grad.contiguous(), *ctx.saved_tensors, needs_x, needs_weight, needs_bias
+            )
+            grads = [
+                x if is_needed else None
+                for x, is_needed in zip(results, ctx.needs_input_grad, strict=False)
+            ]
         return *grads, grad if needs_added else None

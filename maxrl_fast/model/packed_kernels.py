@@ -1,7 +1,9 @@
-"""The parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix, and the choice of rows.
+"""The parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix, and
+the choice of rows.
 
-One matrix multiplication computes q, k and v there, and one gate and up. Backward passes write the gradient in its output as
-one matrix too, so that autograd has nothing to add up or to copy (csrc/cpu/layer.cpp).
+One matrix multiplication computes q, k and v there, and one gate and up. Backward passes write the
+gradient in its output as one matrix too, so that autograd has nothing to add up or to copy
+(csrc/cpu/layer.cpp).
 """
 
 from typing import Any
@@ -17,8 +19,16 @@ from maxrl_fast.ops.derivatives import first_order
 from maxrl_fast.ops.dispatch import KernelLaunch, operator
 
 
-def layer_ops(hidden_size: int, intermediate_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerOps:
-    """Return the implementation of the parts that a decoder of these sizes trains with on this device."""
+def layer_ops(
+    hidden_size: int,
+    intermediate_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayerOps:
+    """Return the implementation of the parts that a decoder of these sizes trains with on this
+    device.
+    """
     if not layer_kernels.has_kernels(hidden_size, intermediate_size, head_dim, dtype, device):
         return TORCH_OPS
     return KERNELS if dispatch.is_gpu(device) else PACKED_KERNELS
@@ -40,7 +50,8 @@ def rotate_packed_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient in `packed` [U, (Hq + 2 Hkv) D], and those of the norms' weights [2, D], unrounded.
+    """Return the gradient in `packed` [U, (Hq + 2 Hkv) D], and those of the norms' weights [2, D],
+    unrounded.
 
     Without norms neither `packed` nor the second result has numbers.
     """
@@ -52,10 +63,17 @@ def rotate_packed_backward(
     if packed is not None:
         q, k, _ = packed.view(num_rows, sum(counts), dim).split(counts, 1)
         of_norms = grad.new_empty(2, dim, dtype=layer_kernels.sum_dtype(grad))
-        layer_kernels.rotate_back((grad_q, grad_k), (q, k, grad_v), norms, tables, eps, to, of_norms)
+        layer_kernels.rotate_back(
+            (grad_q, grad_k), (q, k, grad_v), norms, tables, eps, to, of_norms
+        )
         return grad, of_norms
     call = KernelLaunch(grad_q.device)
-    call.launch("rotate_heads", **layer_kernels.heads_arguments(call, grads, norms, tables, to), eps=0.0, direction=-1.0)
+    call.launch(
+        "rotate_heads",
+        **layer_kernels.heads_arguments(call, grads, norms, tables, to),
+        eps=0.0,
+        direction=-1.0,
+    )
     return grad, grad_q.new_empty(0)
 
 
@@ -86,8 +104,12 @@ class _RotatePacked(torch.autograd.Function):
         return grad, *norms, *(None,) * (len(saved) - 1)
 
 
-def _rotate_packed(packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary) -> Heads:
-    heads: Heads = _RotatePacked.apply(packed, *((None, None, 0.0) if norms is None else norms), counts, *rotary)
+def _rotate_packed(
+    packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary
+) -> Heads:
+    heads: Heads = _RotatePacked.apply(
+        packed, *((None, None, 0.0) if norms is None else norms), counts, *rotary
+    )
     return heads
 
 
@@ -98,7 +120,10 @@ def _rotate_packed(packed: Tensor, counts: tuple[int, int, int], norms: HeadNorm
 def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
     """Return the gradient in [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
     call, (num_rows, size), to = KernelLaunch(grad.device), grad.shape, torch.empty_like(packed)
-    address, to_address = call.address("packed", packed, grad.dtype, (num_rows, 2 * size)), call.keep(to)
+    address, to_address = (
+        call.address("packed", packed, grad.dtype, (num_rows, 2 * size)),
+        call.keep(to),
+    )
     half = size * grad.element_size()
     call.launch(
         "swiglu_backward",
@@ -138,7 +163,9 @@ PACKED_KERNELS = KERNELS._replace(rotate_packed=_rotate_packed, swiglu_packed=_S
 
 @operator()
 def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Return the gradient [num_rows, H] in what `rows` [R] were chosen from, from that of the chosen rows [R, H]."""
+    """Return the gradient [num_rows, H] in what `rows` [R] were chosen from, from that of the
+    chosen rows [R, H].
+    """
     call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
     to = grad.new_empty(num_rows, size)
     call.launch(
@@ -170,7 +197,8 @@ class _ChooseRows(torch.autograd.Function):
 def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return x[rows] for x [U, H] and rows [R] int64, of which some may be equal.
 
-    On a CPU the gradient adds equal rows in their order, on all threads; PyTorch's does it on one thread, number by number.
+    On a CPU the gradient adds equal rows in their order, on all threads; PyTorch's does it on one
+    thread, number by number.
     """
     if x.device.type != "cpu" or dispatch.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
         return x.index_select(0, rows)

@@ -88,30 +88,41 @@ def load_policy(
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
     Args:
-        backend: as `wanted` of `backend_of`.
-        task: name of the task, for error messages.
-        prompt_length: length of the longest prompt, in tokens.
-        is_empty: only its sizes are wanted: it is on the meta device, and the directory need not have weights.
+        backend: as `wanted` of `backend_of`. task: name of the task, for error messages.
+        prompt_length: length of the longest prompt, in tokens. is_empty: only its sizes are wanted:
+        it is on the meta device, and the directory need not have weights.
 
     Raises:
-        InputError: if it cannot be read, its vocabulary is not the task's, or it has too few positions.
+        InputError: if it cannot be read, its vocabulary is not the task's, or it has too few
+        positions.
     """
     longest = prompt_length + max_new_tokens
     model: PolicyModel
     if backend_of(directory, backend) == "native":
-        model = Decoder.empty(read_checked_config(directory), "meta") if is_empty else load_checkpoint(directory)
+        model = (
+            Decoder.empty(read_checked_config(directory), "meta")
+            if is_empty
+            else load_checkpoint(directory)
+        )
     else:
-        from maxrl_fast.model.huggingface_checkpoint import load_huggingface  # which imports transformers
+        # which imports transformers
+        from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 
         model = load_huggingface(directory, longest, is_empty)
     if model.config.vocab_size != vocab_size:
-        raise InputError(f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}")
+        raise InputError(
+            f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}"
+        )
     check_positions(model, directory, prompt_length, max_new_tokens)
     return model
 
 
-def check_positions(model: PolicyModel, directory: Path, prompt_length: int, max_new_tokens: int) -> None:
-    """Raise InputError if the policy of a directory has too few positions for the longest prompt and response."""
+def check_positions(
+    model: PolicyModel, directory: Path, prompt_length: int, max_new_tokens: int
+) -> None:
+    """Raise InputError if the policy of a directory has too few positions for the longest prompt
+    and response.
+    """
     positions, longest = model.config.max_position_embeddings, prompt_length + max_new_tokens
     if positions < longest:
         raise InputError(

@@ -12,9 +12,12 @@ SMALL_PADDING = 512  # positions; padding so many costs less than the kernel cal
 
 @dataclass(frozen=True)
 class Tiling:
-    """The mapping from packed tokens, or a part of them, to a tile [rows, width, ...] padded on the right."""
+    """The mapping from packed tokens, or a part of them, to a tile [rows, width, ...] padded on the
+    right.
+    """
 
-    tokens: Tensor | None  # [T'] int64, indices of this tile's packed tokens, ascending; None: all tokens
+    # [T'] int64, indices of this tile's packed tokens, ascending; None: all tokens
+    tokens: Tensor | None
     slots: Tensor  # [T'] int64, their positions in the flattened tile, ascending
     rows: int
     width: int
@@ -39,8 +42,12 @@ class Tiling:
             packed.index_copy_(0, self.tokens, self.unpad(x))
 
 
-def tile(lengths: Tensor, chosen: Tensor | None = None, device: torch.device | None = None) -> Tiling:
-    """Return the tiling of a stream's chosen sequences [B] (bool; None: all), one row each; lengths [B] are on the host."""
+def tile(
+    lengths: Tensor, chosen: Tensor | None = None, device: torch.device | None = None
+) -> Tiling:
+    """Return the tiling of a stream's chosen sequences [B] (bool; None: all), one row each; lengths
+    [B] are on the host.
+    """
     device = lengths.device if device is None else device
     if chosen is None or bool(chosen.all()):
         width = int(lengths.max())
@@ -49,20 +56,27 @@ def tile(lengths: Tensor, chosen: Tensor | None = None, device: torch.device | N
     width = int(own.max())
     tokens = chosen.repeat_interleave(lengths).nonzero()[:, 0]
     has_all = len(tokens) == int(lengths.sum())
-    return Tiling(None if has_all else tokens.to(device), padded_slots(own, width).to(device), len(own), width)
+    return Tiling(
+        None if has_all else tokens.to(device), padded_slots(own, width).to(device), len(own), width
+    )
 
 
 def length_buckets(lengths: Tensor) -> list[Tensor]:
-    """Group sequences of similar length, one mask [B] (bool) per tile, so that one long response does not pad all others.
+    """Group sequences of similar length, one mask [B] (bool) per tile, so that one long response
+    does not pad all others.
 
-    Lengths between two powers of two share a tile, and shorter ones join it if that adds little padding. Sequences of length 0
-    are in no tile.
+    Lengths between two powers of two share a tile, and shorter ones join it if that adds little
+    padding. Sequences of length 0 are in no tile.
     """
     bucket = torch.frexp(lengths.double()).exponent  # 2**(bucket - 1) <= length < 2**bucket
     buckets: list[Tensor] = []
     for b in reversed(bucket[lengths > 0].unique().tolist()):
         chosen = bucket == b
-        if buckets and int(chosen.sum()) * int(lengths[buckets[-1]].max() - lengths[chosen].max()) <= SMALL_PADDING:
+        if (
+            buckets
+            and int(chosen.sum()) * int(lengths[buckets[-1]].max() - lengths[chosen].max())
+            <= SMALL_PADDING
+        ):
             buckets[-1] |= chosen
         else:
             buckets.append(chosen)
@@ -70,21 +84,31 @@ def length_buckets(lengths: Tensor) -> list[Tensor]:
 
 
 def padding_mask(lengths: Tensor) -> Tensor | None:
-    """Return an additive mask [B, 1, 1, longest] float32 with -inf on padding, or None if there is no padding."""
+    """Return an additive mask [B, 1, 1, longest] float32 with -inf on padding, or None if there is
+    no padding.
+    """
     width = int(lengths.max())
     if int(lengths.min()) == width:
         return None
     padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[:, None, None, :]
+    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[
+        :, None, None, :
+    ]
 
 
 def causal_mask(q_lengths: Tensor, k_lengths: Tensor, window: int) -> Tensor:
-    """Return an additive mask [B, 1, longest q, longest k] float32: the last query of a sequence is at its last key, and each
-    query attends to the last `window` keys up to its own (0: to all of them)."""
-    q, k = (torch.arange(int(lengths.max()), device=lengths.device) for lengths in (q_lengths, k_lengths))
-    at = q[:, None] + (k_lengths - q_lengths)[:, None, None]  # [B, q, 1], the key at which each query is
+    """Return an additive mask [B, 1, longest q, longest k] float32: the last query of a sequence is
+    at its last key, and each query attends to the last `window` keys up to its own (0: to all of
+    them)."""
+    q, k = (
+        torch.arange(int(lengths.max()), device=lengths.device)
+        for lengths in (q_lengths, k_lengths)
+    )
+    # [B, q, 1], the key at which each query is
+    at = q[:, None] + (k_lengths - q_lengths)[:, None, None]
     is_seen = (k <= at) & (k < k_lengths[:, None, None])
     if window:
         is_seen &= k > at - window
-    is_seen |= (q[:, None] >= q_lengths[:, None, None]) & (k == 0)  # padding needs a key, so that its numbers are finite
+    # padding needs a key, so that its numbers are finite
+    is_seen |= (q[:, None] >= q_lengths[:, None, None]) & (k == 0)
     return torch.zeros(is_seen.shape, device=k.device).masked_fill(~is_seen, float("-inf"))[:, None]

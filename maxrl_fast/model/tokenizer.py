@@ -1,7 +1,9 @@
-"""Tokenizers and chat templates of checkpoint directories. transformers is imported only when one is loaded.
+"""Tokenizers and chat templates of checkpoint directories. transformers is imported only when one
+is loaded.
 
-A chat template is a program of whoever made the checkpoint. transformers runs it in Jinja's sandbox, which keeps it from files
-and commands, and `time_limit` ends one that loops. Its memory is not limited.
+A chat template is a program of whoever made the checkpoint. transformers runs it in Jinja's
+sandbox, which keeps it from files and commands, and `time_limit` ends one that loops. Its memory is
+not limited.
 """
 
 import contextlib
@@ -17,7 +19,14 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular, read_json
 
 FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
@@ -35,8 +44,9 @@ class _Late(BaseException):
 
 @contextlib.contextmanager
 def time_limit(what: str) -> Iterator[None]:
-    """Limit a block that runs code or data of a checkpoint to SECONDS. Only the main thread can be interrupted, between two
-    steps of Python; the regular expressions of tokenizer.json have a limit of their own (Oniguruma's), at which they panic.
+    """Limit a block that runs code or data of a checkpoint to SECONDS. Only the main thread can be
+    interrupted, between two steps of Python; the regular expressions of tokenizer.json have a limit
+    of their own (Oniguruma's), at which they panic.
 
     Raises:
         InputError: if the block takes longer, or the tokenizers library panics.
@@ -54,7 +64,8 @@ def time_limit(what: str) -> Iterator[None]:
     except _Late:
         raise InputError(f"{what} must take at most {SECONDS} s, and takes longer") from None
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust; no Exception either, and nothing exports its class
+        # of Rust; no Exception either, and nothing exports its class
+        if type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{what} fails: {error}") from error
     finally:
@@ -64,45 +75,68 @@ def time_limit(what: str) -> Iterator[None]:
 
 
 def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYERS) -> None:
-    """Raise InputError for more layers or labels in a config.json, at any depth, than transformers may build lists for."""
+    """Raise InputError for more layers or labels in a config.json, at any depth, than transformers
+    may build lists for.
+    """
     for part in fields.values():
         if isinstance(part, dict):
             check_counts(path, part, max_layers)
-    limits = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), max_layers) | {"num_labels": MAX_LABELS}
+    limits = dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), max_layers
+    ) | {"num_labels": MAX_LABELS}
     for name, most in limits.items():
         value = fields.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most):
-            raise InputError(f"{path}: {name} must be an integer from 1 to {most}, got {value!r:.80}")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most
+        ):
+            raise InputError(
+                f"{path}: {name} must be an integer from 1 to {most}, got {value!r:.80}"
+            )
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its code is never executed.
+    """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its
+    code is never executed.
 
     Raises:
-        InputError: if transformers is not installed, the directory has no tokenizer that it can read within SECONDS, or its
+        InputError: if transformers is not installed, the directory has no tokenizer that it can
+        read within SECONDS, or its
             config.json, which transformers reads too, declares too many layers or labels.
     """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise InputError(f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})") from error
+        raise InputError(
+            f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})"
+        ) from error
     _check_files(directory)
-    if not any(any(directory.glob(name)) for name in VOCABULARIES):  # transformers would make an empty tokenizer
-        raise InputError(f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none")
+    # transformers would make an empty tokenizer
+    if not any(any(directory.glob(name)) for name in VOCABULARIES):
+        raise InputError(
+            f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none"
+        )
     if (path := directory / "config.json").exists():
         check_counts(path, read_json(path))
     try:
         with time_limit(f"loading the tokenizer of {directory}"):
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
     except InputError:
         raise
     except Exception as error:  # parsers of these files raise anything
-        raise InputError(f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def template_file(directory: Path) -> Path:
     """Return the file with the chat template of a tokenizer's directory."""
-    names = [name for name in ("chat_template.jinja", "chat_template.json") if (directory / name).exists()]
+    names = [
+        name
+        for name in ("chat_template.jinja", "chat_template.json")
+        if (directory / name).exists()
+    ]
     return directory / (names[0] if names else "tokenizer_config.json")
 
 
@@ -119,53 +153,79 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def encode_response(tokenizer: Any, response: str) -> list[int]:
-    """Return the token ids of a response, as they follow those of its prompt: without tokens that begin or end a text."""
+    """Return the token ids of a response, as they follow those of its prompt: without tokens that
+    begin or end a text.
+    """
     ids: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Encode messages {"role": ..., "content": ...} with the tokenizer's chat template, up to where the answer starts.
+    """Encode messages {"role": ..., "content": ...} with the tokenizer's chat template, up to where
+    the answer starts.
 
     Raises:
         InputError: if the tokenizer has no template, or the template rejects the messages.
     """
     if tokenizer.chat_template is None:
-        raise InputError(f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text instead")
+        raise InputError(
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text instead"
+        )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # errors of jinja and of the template itself; MemoryError has no text
-        file, cause = template_file(Path(tokenizer.name_or_path)), str(error) or type(error).__name__
-        raise InputError(f"the chat template in {file} rejects {messages!r:.200}: {cause}") from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes them itself
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    # errors of jinja and of the template itself; MemoryError has no text
+    except Exception as error:
+        file, cause = (
+            template_file(Path(tokenizer.name_or_path)),
+            str(error) or type(error).__name__,
+        )
+        raise InputError(
+            f"the chat template in {file} rejects {messages!r:.200}: {cause}"
+        ) from error
+    # the template writes them itself
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, which begin and end messages and texts. In a prompt's own text they are forged.
+    """The control tokens of a tokenizer, which begin and end messages and texts. In a prompt's own
+    text they are forged.
 
-    An added token is a control token if it is marked special, is written like one (<|...|>), or is in the chat template, which
-    writes it around messages: ChatML's tokens are often added without the mark. Honest prompts have white space, which some
-    tokenizers add in runs, words such as the names of roles, punctuation, and <think>, which only divides a message: these are
-    none.
+    An added token is a control token if it is marked special, is written like one (<|...|>), or is
+    in the chat template, which writes it around messages: ChatML's tokens are often added without
+    the mark. Honest prompts have white space, which some tokenizers add in runs, words such as the
+    names of roles, punctuation, and <think>, which only divides a message: these are none.
     """
 
     def __init__(self, tokenizer: Any):
         template = tokenizer.chat_template or ""
-        source = template if isinstance(template, str) else "".join(map(str, template.values()))  # several, by name
+        # several, by name
+        source = template if isinstance(template, str) else "".join(map(str, template.values()))
         added = tokenizer.added_tokens_decoder
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         special |= {i: token.content for i, token in added.items() if token.special}
-        written = {i: token.content for i, token in added.items() if _is_control(token.content, source)}
+        written = {
+            i: token.content for i, token in added.items() if _is_control(token.content, source)
+        }
         self._texts = {i: text for i, text in (written | special).items() if text.strip()}
-        self._ids = self._texts.keys() - {tokenizer.unk_token_id}  # the id of all text that the tokenizer does not know
-        self._pattern = re.compile("|".join(map(re.escape, self._texts.values())) or "(?!)")  # (?!) is in no text
+        # the id of all text that the tokenizer does not know
+        self._ids = self._texts.keys() - {tokenizer.unk_token_id}
+        # (?!) is in no text
+        self._pattern = re.compile("|".join(map(re.escape, self._texts.values())) or "(?!)")
         self._tokenizer = tokenizer
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
     def refuse(self, prompt: Prompt, what: str = "a prompt") -> None:
-        """Raise InputError if a prompt has a control token in its own text: in a value of one of its messages."""
-        for text in [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]:
+        """Raise InputError if a prompt has a control token in its own text: in a value of one of
+        its messages.
+        """
+        for text in (
+            [prompt]
+            if isinstance(prompt, str)
+            else [text for message in prompt for text in message.values()]
+        ):
             if token := self._find(text):
                 raise InputError(
                     f"{what} must not have the special token {token!r} of the tokenizer in its text, got {prompt!r:.200}; "
@@ -173,22 +233,32 @@ class ControlTokens:
                 )
 
     def _search(self, text: str) -> str | None:
-        """Return a control token that a text has. A tokenizer that normalizes may read one in capitals or full-width forms."""
+        """Return a control token that a text has. A tokenizer that normalizes may read one in
+        capitals or full-width forms.
+        """
         if match := self._pattern.search(text):
             return match[0]
-        forged = self._ids.intersection(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        forged = self._ids.intersection(
+            self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        )
         return self._texts[min(forged)] if forged else None
 
 
 def _is_control(token: str, template: str) -> bool:
     """Return whether an added token is a control token even if it is not marked special."""
-    if token in ("<think>", "</think>") or re.fullmatch(r"[\w\s]+|[\W\d_]+", token):  # a word, or no letters
+    # a word, or no letters
+    if token in ("<think>", "</think>") or re.fullmatch(r"[\w\s]+|[\W\d_]+", token):
         return False
-    return token in template or re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", token, re.DOTALL) is not None  # U+FF5C: DeepSeek's bar
+    # U+FF5C: DeepSeek's bar
+    return (
+        token in template or re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", token, re.DOTALL) is not None
+    )
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files by name, for checkpoints of a policy that started from this directory."""
+    """Return the tokenizer's files by name, for checkpoints of a policy that started from this
+    directory.
+    """
     _check_files(directory)
     return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
 

@@ -1,7 +1,7 @@
 """The fused operators, importable without the trainer: `from maxrl_fast import ops`.
 
-Differentiable operators can be differentiated once, in reverse mode: `create_graph=True`, forward mode and torch.func.grad
-raise RuntimeError.
+Differentiable operators can be differentiated once, in reverse mode: `create_graph=True`, forward
+mode and torch.func.grad raise RuntimeError.
 """
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS

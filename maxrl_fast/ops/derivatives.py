@@ -1,4 +1,6 @@
-"""First derivatives of the operators, in reverse mode. Others raise an error; PyTorch would silently return zero."""
+"""First derivatives of the operators, in reverse mode. Others raise an error; PyTorch would
+silently return zero.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,16 +15,21 @@ _LIBRARY = torch.library.Library("maxrl_fast", "FRAGMENT")
 
 
 def register_backward(
-    op: Any, function: str, backward: Backward, *, save: Callable[[Any, tuple[Any, ...], Any], None], num_inputs: int = 1
+    op: Any,
+    function: str,
+    backward: Backward,
+    *,
+    save: Callable[[Any, tuple[Any, ...], Any], None],
+    num_inputs: int = 1,
 ) -> None:
     """Register an operator's first derivative with respect to its first `num_inputs` arguments.
 
     This is torch.library.register_autograd with errors instead of silently zero derivatives.
 
     Args:
-        function: the public function that calls it, for error messages.
-        backward: takes the context and the gradients of the results, and returns the gradients of those arguments.
-        save: takes the context, the arguments and the results, and saves what the backward pass needs.
+        function: the public function that calls it, for error messages. backward: takes the context
+        and the gradients of the results, and returns the gradients of those arguments. save: takes
+        the context, the arguments and the results, and saves what the backward pass needs.
     """
     num_others = len(op._schema.arguments) - num_inputs + 1  # includes the key set
     below_autograd, redispatch = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
@@ -53,10 +60,12 @@ def register_backward(
 
 
 def first_order(function: str) -> Callable[[Backward], Backward]:
-    """Decorate an autograd function's backward pass to raise RuntimeError, naming `function`, for create_graph=True.
+    """Decorate an autograd function's backward pass to raise RuntimeError, naming `function`, for
+    create_graph=True.
 
-    torch.autograd.function.once_differentiable raises only if the incoming gradient requires a gradient, and only for
-    `backward`. With torch.autograd.grad of a gradient penalty, the term would be silently missing from the loss.
+    torch.autograd.function.once_differentiable raises only if the incoming gradient requires a
+    gradient, and only for `backward`. With torch.autograd.grad of a gradient penalty, the term
+    would be silently missing from the loss.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -76,8 +85,12 @@ def first_order(function: str) -> Callable[[Backward], Backward]:
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Return whether a gradient of `x` may be needed. Inside torch.func.vmap a tensor's requires_grad does not tell."""
-    return torch.is_grad_enabled() and (x.requires_grad or torch._C._are_functorch_transforms_active())
+    """Return whether a gradient of `x` may be needed. Inside torch.func.vmap a tensor's
+    requires_grad does not tell.
+    """
+    return torch.is_grad_enabled() and (
+        x.requires_grad or torch._C._are_functorch_transforms_active()
+    )
 
 
 def check_mode(function: str, *inputs: Tensor) -> bool:

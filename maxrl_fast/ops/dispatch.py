@@ -1,5 +1,5 @@
-"""Dispatch to the kernels: which ones run on a device, how they become PyTorch operators, and the checks of the arguments that
-a kernel trusts."""
+"""Dispatch to the kernels: which ones run on a device, how they become PyTorch operators, and the
+checks of the arguments that a kernel trusts."""
 
 import threading
 from collections.abc import Callable
@@ -22,24 +22,32 @@ def has_cuda_kernels(device: torch.device) -> bool:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the extension's kernels run on this device; otherwise the PyTorch references do."""
+    """Return whether the extension's kernels run on this device; otherwise the PyTorch references
+    do.
+    """
     return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels(device))
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether this device runs the CUDA kernels. Tests that emulate a GPU replace this function."""
+    """Return whether this device runs the CUDA kernels. Tests that emulate a GPU replace this
+    function.
+    """
     return device.type == "cuda"
 
 
-def operator(*, mutates: tuple[str, ...] = (), schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that operator.
+def operator(
+    *, mutates: tuple[str, ...] = (), schema: str | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that
+    operator.
 
-    The schema is `schema`, or the function's annotations; `mutates` names the tensors that it writes to. When torch.compile
-    traces with tensors without memory, the same function runs, and its `KernelLaunch` gives no address and launches nothing. A
-    function that reads values needs `register_fake`.
+    The schema is `schema`, or the function's annotations; `mutates` names the tensors that it
+    writes to. When torch.compile traces with tensors without memory, the same function runs, and
+    its `KernelLaunch` gives no address and launches nothing. A function that reads values needs
+    `register_fake`.
 
-    This is torch.library.custom_op without its wrapper around each call, which costs 8 us of the 14 us of a small
-    group_advantage.
+    This is torch.library.custom_op without its wrapper around each call, which costs 8 us of the 14
+    us of a small group_advantage.
     """
 
     def register(implementation: Callable[..., Any]) -> Any:
@@ -70,13 +78,19 @@ _tracing = _Tracing()
 
 
 def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an operator's result for tensors without memory, if its own function reads values."""
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(op, allow_override=True)
+    """Register an operator's result for tensors without memory, if its own function reads
+    values.
+    """
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
+        op, allow_override=True
+    )
     return register
 
 
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
-    """Raise ImportError if a record's fields, or their order, differ between the compiled module and Python."""
+    """Raise ImportError if a record's fields, or their order, differ between the compiled module
+    and Python.
+    """
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:
         raise ImportError(
@@ -88,8 +102,9 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
 class KernelLaunch:
     """One kernel call on a device, and the only place in the package that takes a tensor's address.
 
-    A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only addresses. The call therefore
-    holds every tensor whose address it has given, so that no other thread frees one in use.
+    A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only
+    addresses. The call therefore holds every tensor whose address it has given, so that no other
+    thread frees one in use.
 
     When an operator is traced, all addresses are 0, and `launch` returns None.
     """
@@ -102,12 +117,19 @@ class KernelLaunch:
         self._kept: list[Tensor] = []
         self._cached: tuple[Tensor, ...] = ()
 
-    def address(self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return a tensor's address, 0 for None; raise ValueError if it is not contiguous or has another dtype, shape or
-        device."""
+    def address(
+        self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> int:
+        """Return a tensor's address, 0 for None; raise ValueError if it is not contiguous or has
+        another dtype, shape or device."""
         if tensor is None:
             return 0
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != self.device:
+        if (
+            tensor.dtype != dtype
+            or tensor.shape != shape
+            or not tensor.is_contiguous()
+            or tensor.device != self.device
+        ):
             raise ValueError(
                 f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {self.device}, got {tensor.dtype} of "
                 f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
@@ -115,7 +137,8 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a tensor with contiguous rows and any row stride; raise ValueError as `address` does.
+        """Return the address of a tensor with contiguous rows and any row stride; raise ValueError
+        as `address` does.
 
         A row is everything at one index of the first dimension.
         """
@@ -132,23 +155,28 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> int:
-        """Return the address of a tensor that needs no check: the caller made it for this kernel, or checked it."""
+        """Return the address of a tensor that needs no check: the caller made it for this kernel,
+        or checked it.
+        """
         if self.is_traced:
             return 0
         self._kept.append(tensor)
         return tensor.data_ptr()
 
     def keep_cached(self, tensor: Tensor) -> int:
-        """Return the address of a tensor from a cache of this package, which may drop it at any time, also for other streams.
+        """Return the address of a tensor from a cache of this package, which may drop it at any
+        time, also for other streams.
 
-        PyTorch expects whoever allocates a tensor on one stream and uses it on another to record that. For arguments this is
-        the user; for cached tensors it is `launch`.
+        PyTorch expects whoever allocates a tensor on one stream and uses it on another to record
+        that. For arguments this is the user; for cached tensors it is `launch`.
         """
         self._cached += (tensor,)
         return self.keep(tensor)
 
     def launch(self, kernel: str, **arguments: Any) -> Any:
-        """Run this device's kernel: C++ on this process's threads, or CUDA on the current stream."""
+        """Run this device's kernel: C++ on this process's threads, or CUDA on the current
+        stream.
+        """
         if self.is_traced:
             return None
         if not is_gpu(self.device):
@@ -162,7 +190,8 @@ class KernelLaunch:
             return getattr(_C, f"{kernel}_cuda")(**arguments, stream=stream.cuda_stream)
 
 
-_captured: set[Tensor] = set()  # cached tensors that CUDA graphs read; a graph may be replayed at any time
+# cached tensors that CUDA graphs read; a graph may be replayed at any time
+_captured: set[Tensor] = set()
 
 
 def kernels_for(device: torch.device) -> str:

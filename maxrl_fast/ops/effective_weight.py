@@ -10,13 +10,20 @@ _LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 
 
 
 def effective_weight(
-    estimator: str, n: int, pass_rate: Tensor, *, k: int | None = None, order: int | None = None, **options: float
+    estimator: str,
+    n: int,
+    pass_rate: Tensor,
+    *,
+    k: int | None = None,
+    order: int | None = None,
+    **options: float,
 ) -> Tensor:
-    """Return W_n(p), the factor by which an estimator scales a prompt's gradient, for rewards 0 or 1, exact at finite n.
+    """Return W_n(p), the factor by which an estimator scales a prompt's gradient, for rewards 0 or
+    1, exact at finite n.
 
-    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)], where
-    A_correct(c) and A_wrong(c) are the advantages of a correct and a wrong rollout if c rollouts are correct. For opo all
-    lengths are equal.
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)}
+    [A_correct(c+1) - A_wrong(c)], where A_correct(c) and A_wrong(c) are the advantages of a correct
+    and a wrong rollout if c rollouts are correct. For opo all lengths are equal.
 
     Args:
         estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
@@ -28,7 +35,8 @@ def effective_weight(
         W_n(p), of the shape of `pass_rate`, float64.
 
     Raises:
-        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In torch.compile, where the check would
+        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In
+        torch.compile, where the check would
             break the graph, its weight is NaN.
     """
     row = find_estimator(estimator)
@@ -42,9 +50,12 @@ def effective_weight(
         raise ValueError("pass_rate must be between 0 and 1 everywhere")
     rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
     lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
-    advantages = group_advantage(rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options))
+    advantages = group_advantage(
+        rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options)
+    )
     difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
     c = torch.arange(n, dtype=torch.float64, device=p.device)
     choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
-    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()  # of c in n - 1
+    # of c in n - 1
+    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()
     return (probability.where(is_rate, torch.nan) @ difference).view(pass_rate.shape)

@@ -1,7 +1,8 @@
-"""Token losses that are functions of Tokens: from log-probs to the LossSums that the kernel returns for fused losses.
+"""Token losses that are functions of Tokens: from log-probs to the LossSums that the kernel returns
+for fused losses.
 
-A function needs the log-probs first, and autograd gives their gradient: one more multiplication with the output matrix than
-fused losses.
+A function needs the log-probs first, and autograd gives their gradient: one more multiplication
+with the output matrix than fused losses.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.algorithms.losses.registry import TokenLoss, call_rows, checked, learns_without_advantage
+from maxrl_fast.algorithms.losses.registry import (
+    TokenLoss,
+    call_rows,
+    checked,
+    learns_without_advantage,
+)
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
@@ -19,8 +25,12 @@ from maxrl_fast.ops.token_loss_kernel import LossSums
 _COPIES = 8  # float32 copies of a chunk of logits that functions of rows and their gradients need
 
 
-def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor | None = None) -> Tokens:
-    """Return a loss function's view of the batch; logprobs and entropy [T] and rows [T, R] may have a gradient."""
+def tokens_of(
+    batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor | None = None
+) -> Tokens:
+    """Return a loss function's view of the batch; logprobs and entropy [T] and rows [T, R] may have
+    a gradient.
+    """
     mask = batch.counted()
     advantages, *weights = batch.factors()
 
@@ -43,13 +53,26 @@ def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor
     )
 
 
-def function_loss(loss: TokenLoss, options: Mapping[str, float], terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor:
-    """Return the LossSums, float64 [10]; the loss is differentiable. Raises ValueError if the function's result is not [T]."""
+def function_loss(
+    loss: TokenLoss,
+    options: Mapping[str, float],
+    terms: LossTerms,
+    batch: TokenBatch,
+    tokens: Tokens,
+) -> Tensor:
+    """Return the LossSums, float64 [10]; the loss is differentiable. Raises ValueError if the
+    function's result is not [T].
+    """
     clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
     values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
-    needs_advantage = not (terms.kl_coef or terms.entropy_coef or learns_without_advantage(loss, tuple(options.items())))
+    needs_advantage = not (
+        terms.kl_coef
+        or terms.entropy_coef
+        or learns_without_advantage(loss, tuple(options.items()))
+    )
     has_advantage = tokens.mask & (tokens.advantages != 0)
-    counts = has_advantage if needs_advantage else tokens.mask  # tokens in the loss; the others' values may be NaN
+    # tokens in the loss; the others' values may be NaN
+    counts = has_advantage if needs_advantage else tokens.mask
     is_read = counts  # tokens in the metrics
     if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
         is_read = has_advantage | counts & (values.detach() != 0)
@@ -86,7 +109,9 @@ def function_loss(loss: TokenLoss, options: Mapping[str, float], terms: LossTerm
 
 
 def kl_estimates(d: Tensor, kind: str) -> Tensor:
-    """Return estimates [T] of KL(policy || reference) from d = logp - ref of sampled tokens (Schulman 2020)."""
+    """Return estimates [T] of KL(policy || reference) from d = logp - ref of sampled tokens
+    (Schulman 2020).
+    """
     if kind == "k1":
         return d
     k2 = d.square() / 2
@@ -97,13 +122,21 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
 
 
 def rows_of_loss(
-    loss: TokenLoss, options: Mapping[str, float], logits: Tensor, targets: Tensor, temperature: float | Tensor
+    loss: TokenLoss,
+    options: Mapping[str, float],
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
 ) -> Tensor | None:
-    """Return the numbers [T, R] that the loss reads from each row of logits [T, V]; None if it reads none."""
+    """Return the numbers [T, R] that the loss reads from each row of logits [T, V]; None if it
+    reads none.
+    """
     if loss.rows is None:
         return None
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    return call_rows(loss, options, torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1), targets)
+    return call_rows(
+        loss, options, torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1), targets
+    )
 
 
 def linear_rows(
@@ -115,19 +148,26 @@ def linear_rows(
     temperature: float | Tensor = 1.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Return function(log_p [C, V], targets [C]) as [T, R], for the logits hidden @ weight.T in small chunks.
+    """Return function(log_p [C, V], targets [C]) as [T, R], for the logits hidden @ weight.T in
+    small chunks.
 
     In plain PyTorch; the backward pass recomputes the logits.
     """
     real = real_dtype(hidden.dtype)
-    size = max(default_chunk(hidden, len(weight)) * hidden.element_size() // (_COPIES * real.itemsize), 1)
+    size = max(
+        default_chunk(hidden, len(weight)) * hidden.element_size() // (_COPIES * real.itemsize), 1
+    )
 
     def of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, tau: float | Tensor) -> Tensor:
-        return function(torch.log_softmax(capped_logits(hidden, weight, softcap).to(real) / tau, -1), targets)
+        return function(
+            torch.log_softmax(capped_logits(hidden, weight, softcap).to(real) / tau, -1), targets
+        )
 
     parts = []
     for start in range(0, max(len(hidden), 1), size):
         chunk = slice(start, start + size)
         tau = temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
-        parts.append(checkpoint(of_chunk, hidden[chunk], weight, targets[chunk], tau, use_reentrant=False))
+        parts.append(
+            checkpoint(of_chunk, hidden[chunk], weight, targets[chunk], tau, use_reentrant=False)
+        )
     return torch.cat(parts)

@@ -1,4 +1,6 @@
-"""Group advantages by any estimator of `ESTIMATORS`: argument checks, then the kernel or the estimator's function."""
+"""Group advantages by any estimator of `ESTIMATORS`: argument checks, then the kernel or the
+estimator's function.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_finite, check_flag, check_integer, check_tensor, is_host_readable, is_integer
+from maxrl_fast.algorithms.arguments import (
+    check_finite,
+    check_flag,
+    check_integer,
+    check_tensor,
+    is_host_readable,
+    is_integer,
+)
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
 from maxrl_fast.algorithms.options import check_options
@@ -19,7 +28,13 @@ from maxrl_fast.ops.groups import PaddedGroups, check_numbers, uneven_groups
 
 _LARGEST = 1e150  # limit on the inputs of functions: squares and differences in float64 stay finite
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
-_KINDS = {"group_ids": "integers", "valid": "bool", "lengths": "integers", "logprobs": "floating", "log_ratios": "floating"}
+_KINDS = {
+    "group_ids": "integers",
+    "valid": "bool",
+    "lengths": "integers",
+    "logprobs": "floating",
+    "log_ratios": "floating",
+}
 _KINDS |= {"greedy_correct": "bool"}
 
 
@@ -44,40 +59,46 @@ def group_advantage(
     max_group_size: int | None = None,
     **options: float,
 ) -> Tensor:
-    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`, `python -m maxrl_fast.objectives`).
+    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`, `python -m
+    maxrl_fast.objectives`).
 
     Args:
-        rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real dtype.
-        estimator: a name in `ESTIMATORS`, or an `Estimator`.
-        k: size of the max@k objective, for estimators that have it.
-        order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
-        offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]]. Groups may be empty.
-        group_ids: [S] integers in any order; equal ids form a group.
-        valid: bool, of the shape of `rewards`. Invalid rollouts are left out of their groups, and get 0.
-        lengths, logprobs: of the shape of `rewards`: tokens of each response, and their mean log-prob.
-        greedy_correct, greedy_rewards: of the prompt's greedy response: one per group, or of the shape of `rewards`.
-        reward_parts: [R, *rewards.shape], the rewards whose weighted sum is `rewards`; NaN where one does not apply.
-        reward_weights: R weights of the parts, default 1.
-        prompts: one per group, for a custom function that asks for them.
-        log_ratios: of the shape of `rewards`: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy mu, clamped to
+        rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real
+        dtype. estimator: a name in `ESTIMATORS`, or an `Estimator`. k: size of the max@k objective,
+        for estimators that have it. order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1,
+        the full order of each group. offsets: [G+1] int64 from 0 to S: group g is
+        rewards[offsets[g] : offsets[g+1]]. Groups may be empty. group_ids: [S] integers in any
+        order; equal ids form a group. valid: bool, of the shape of `rewards`. Invalid rollouts are
+        left out of their groups, and get 0. lengths, logprobs: of the shape of `rewards`: tokens of
+        each response, and their mean log-prob. greedy_correct, greedy_rewards: of the prompt's
+        greedy response: one per group, or of the shape of `rewards`. reward_parts: [R,
+        *rewards.shape], the rewards whose weighted sum is `rewards`; NaN where one does not apply.
+        reward_weights: R weights of the parts, default 1. prompts: one per group, for a custom
+        function that asks for them. log_ratios: of the shape of `rewards`: log pi(y_i) - log
+        mu(y_i) of whole responses sampled by the policy mu, clamped to
             [-20, 20]; the gradient is that of pi.
-        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI, L2O); MaxPO's eq. 13 omits the
-            factor.
-        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids, rank estimators keep tables
-            of all sizes up to it (default: min(S, 4096)): 8 bytes times its square. Estimators without a kernel pad groups to
-            it; by default they read the largest size from the GPU, or pad to S in torch.compile.
-        options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in `ESTIMATORS`.
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI,
+            L2O); MaxPO's eq. 13 omits the factor.
+        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids,
+            rank estimators keep tables of all sizes up to it (default: min(S, 4096)): 8 bytes times
+            its square. Estimators without a kernel pad groups to it; by default they read the
+            largest size from the GPU, or pad to S in torch.compile.
+        options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in
+        `ESTIMATORS`.
 
     Returns:
-        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not differentiable. In a group
-        of one, every centred estimator gives 0. Among uneven groups, groups with too few rollouts for k get 0.
+        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not
+        differentiable. In a group of one, every centred estimator gives 0. Among uneven groups,
+        groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: if the estimator is unknown, k or order is out of range (for the largest group), or an argument is missing,
-            unexpected or does not fit. On the CPU also if a rollout's number is not finite, not allowed for the estimator or,
-            without a kernel, beyond 1e150, or if an advantage exceeds its dtype. On a GPU these checks would wait for the
-            device: all advantages of such a group become NaN (of the batch, if the estimator scales by it), and an advantage
-            that exceeds its dtype becomes infinite.
+        ValueError: if the estimator is unknown, k or order is out of range (for the largest group),
+        or an argument is missing,
+            unexpected or does not fit. On the CPU also if a rollout's number is not finite, not
+            allowed for the estimator or, without a kernel, beyond 1e150, or if an advantage exceeds
+            its dtype. On a GPU these checks would wait for the
+            device: all advantages of such a group become NaN (of the batch, if the estimator scales
+            by it), and an advantage that exceeds its dtype becomes infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -98,7 +119,9 @@ def group_advantage(
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
     width = 0
     if max_group_size is not None:
-        width = check_integer("max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0)
+        width = check_integer(
+            "max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0
+        )
         width = min(width, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
         inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
@@ -111,10 +134,16 @@ def group_advantage(
     if not is_flat and len(shape) != 2:
         viewed = viewed.view(-1, shape[-1])
         valid = None if valid is None else valid.view(viewed.shape)
-    if row.kernel is not None and isinstance(estimator, str) and dispatch.has_kernels(rewards.device):
+    if (
+        row.kernel is not None
+        and isinstance(estimator, str)
+        and dispatch.has_kernels(rewards.device)
+    ):
         if viewed.dtype not in DTYPES:  # large integers do not fit into float32
             viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
-        advantages: Tensor = _kernel(viewed, offsets, places, valid, estimator, size, list(numbers.values()), width)
+        advantages: Tensor = _kernel(
+            viewed, offsets, places, valid, estimator, size, list(numbers.values()), width
+        )
     else:
         if not row.takes_valid:
             if valid is not None:
@@ -124,7 +153,9 @@ def group_advantage(
             call = dispatch.KernelLaunch(viewed.device)
             read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
         padded = PaddedGroups.of(viewed, offsets, places, valid, width)
-        advantages = _by_function(row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers)
+        advantages = _by_function(
+            row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers
+        )
     if scale_by_k:
         advantages = advantages * size
     if advantages.dtype != dtype:
@@ -141,7 +172,12 @@ def find_estimator(estimator: str | Estimator) -> Estimator:
 
 
 def _resolve(
-    row: Estimator, n: int | None, k: int | None, order: int | None, scale_by_k: bool, options: tuple[tuple[str, float], ...]
+    row: Estimator,
+    n: int | None,
+    k: int | None,
+    order: int | None,
+    scale_by_k: bool,
+    options: tuple[tuple[str, float], ...],
 ) -> tuple[int, dict[str, float]]:
     """Return the size, 0 for the largest that fits, and all options."""
     check_flag("scale_by_k", scale_by_k)
@@ -155,8 +191,12 @@ def _resolve(
 _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is not k = 2
 
 
-def _inputs(row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None) -> dict[str, Any]:
-    """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or unexpected."""
+def _inputs(
+    row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None
+) -> dict[str, Any]:
+    """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or
+    unexpected.
+    """
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
             raise ValueError(f"{row.name} {'needs' if value is None else 'does not use'} {name}")
@@ -169,7 +209,9 @@ def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]
     given = [1.0] * num_parts if given is None else given
     weights = tuple(check_finite("each of reward_weights", weight) for weight in given)
     if len(weights) != num_parts:
-        raise ValueError(f"reward_weights must be a number for each of the {num_parts} rewards, got {len(weights)}")
+        raise ValueError(
+            f"reward_weights must be a number for each of the {num_parts} rewards, got {len(weights)}"
+        )
     return weights
 
 
@@ -179,14 +221,24 @@ def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
             continue
         check_tensor(name, value, rewards.device, "the rewards are")
         kind = _KINDS.get(name)
-        is_kind = {"floating": value.is_floating_point(), "integers": is_integer(value), "bool": value.dtype == torch.bool}
+        is_kind = {
+            "floating": value.is_floating_point(),
+            "integers": is_integer(value),
+            "bool": value.dtype == torch.bool,
+        }
         if kind is not None and not is_kind[kind]:
             raise ValueError(f"{name} must be {kind}, got {value.dtype}")
         if kind is not None and name != "greedy_correct" and value.shape != rewards.shape:
-            raise ValueError(f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(value.shape)}")
-        if name == "reward_parts" and (value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)):
+            raise ValueError(
+                f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(value.shape)}"
+            )
+        if name == "reward_parts" and (
+            value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)
+        ):
             wanted = ", ".join(["R", *map(str, rewards.shape)])
-            raise ValueError(f"reward_parts must have the shape ({wanted}), got {tuple(value.shape)}")
+            raise ValueError(
+                f"reward_parts must have the shape ({wanted}), got {tuple(value.shape)}"
+            )
 
 
 @torch.no_grad()
@@ -201,11 +253,19 @@ def _by_function(
 ) -> Tensor:
     """Return the advantages from the estimator's function, of the viewed rewards' shape."""
     if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
-        raise ValueError(f"{row.name} takes groups of equal size, got the sizes {padded.present.sum(1)[:8].tolist()}")
+        raise ValueError(
+            f"{row.name} takes groups of equal size, got the sizes {padded.present.sum(1)[:8].tolist()}"
+        )
     values = {}
     for name, x in given.items():
         if isinstance(x, Tensor):
-            x = x.double() if name == "rewards" or x.is_floating_point() else x if x.dtype == torch.bool else x.long()
+            x = (
+                x.double()
+                if name == "rewards" or x.is_floating_point()
+                else x
+                if x.dtype == torch.bool
+                else x.long()
+            )
             if name.startswith("greedy") and x.numel() == padded.num_groups:  # one for each group
                 x = x.reshape(-1, 1)[: len(padded.exists)]
             elif name.startswith("greedy") and x.shape != shape:
@@ -220,13 +280,19 @@ def _by_function(
         values[name] = x
     unusable = check_numbers(row, values, padded, _LARGEST)
     rewards = values.pop("rewards")
-    group = Group(rewards if unusable is None else rewards.masked_fill(unusable, 0.0), padded.exists, dtype)
+    group = Group(
+        rewards if unusable is None else rewards.masked_fill(unusable, 0.0), padded.exists, dtype
+    )
     if row.size is not None and size:
         values[row.size.name] = size
     advantages = row.compute(group, **values, **options)
     if not isinstance(advantages, Tensor):
         raise ValueError(f"{row.name} must return a tensor, got {type(advantages).__name__}")
-    if advantages.shape != rewards.shape or not advantages.is_floating_point() or advantages.device != rewards.device:
+    if (
+        advantages.shape != rewards.shape
+        or not advantages.is_floating_point()
+        or advantages.device != rewards.device
+    ):
         raise ValueError(
             f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on {rewards.device}, got "
             f"{advantages.dtype} of shape {tuple(advantages.shape)} on {advantages.device}"
@@ -243,14 +309,19 @@ def _by_function(
     flat = advantages.new_full(
         (total + 1,), torch.nan
     )  # NaN stays where a group is too long; absent rollouts go to the last slot
-    return flat.scatter(0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten())[:-1]
+    return flat.scatter(
+        0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten()
+    )[:-1]
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:
-    """Raise ValueError if an advantage is NaN or exceeds its dtype. On a GPU the check would wait, so it is skipped."""
+    """Raise ValueError if an advantage is NaN or exceeds its dtype. On a GPU the check would wait,
+    so it is skipped.
+    """
     if not is_host_readable(advantages):
         return
-    values = advantages if advantages.element_size() > 1 else advantages.float()  # float8 has no sums
+    # float8 has no sums
+    values = advantages if advantages.element_size() > 1 else advantages.float()
     if math.isfinite(values.sum()):  # much faster than checking every number
         return
     beyond = (~values.isfinite()).flatten().nonzero()
@@ -262,7 +333,8 @@ def _check_fit(name: str, advantages: Tensor) -> None:
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient is (1/k) grad max@k.
+    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient
+    is (1/k) grad max@k.
 
     This function and the next ones also take offsets, group_ids and valid, as in `group_advantage`.
     """
@@ -275,12 +347,15 @@ def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
 
 
 def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus this is maxpo_advantage."""
+    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus
+    this is maxpo_advantage.
+    """
     return group_advantage(rewards, "leave_two_out", k=k, **layout)
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order, default N-1.
+    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order,
+    default N-1.
 
     For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 if mean = 0 (MaxRL, Algorithm 1).
     """
@@ -288,7 +363,9 @@ def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) ->
 
 
 def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
-    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of equal rewards."""
+    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of
+    equal rewards.
+    """
     return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
 
 

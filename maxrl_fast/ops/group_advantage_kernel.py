@@ -1,7 +1,9 @@
-"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`, on CPU and CUDA.
+"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`, on CPU and
+CUDA.
 
-Rewards are [G, N], or flat [S] with `offsets` [G+1] and, if a group's rollouts are not adjacent, `order` [S]. On a CPU the
-sizes of uneven groups are read first. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
+Rewards are [G, N], or flat [S] with `offsets` [G+1] and, if a group's rollouts are not adjacent,
+`order` [S]. On a CPU the sizes of uneven groups are read first. On a GPU nothing is read back, so
+that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
@@ -15,7 +17,10 @@ from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, operator, register_fake
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
-DTYPES = {getattr(torch, name): name for name in ("float32", "float64", "bfloat16", "int32", "int64", "bool")}
+DTYPES = {
+    getattr(torch, name): name
+    for name in ("float32", "float64", "bfloat16", "int32", "int64", "bool")
+}
 _LARGEST_ON_A_GPU = 4096  # kMaxRankedGroupSize of csrc/cuda/group_advantage.cu
 
 
@@ -31,9 +36,15 @@ def group_advantage(
     max_group_size: int,  # 0: not known
 ) -> Tensor:
     if rewards.dtype not in DTYPES:
-        raise ValueError(f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}")
+        raise ValueError(
+            f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}"
+        )
     call, row = KernelLaunch(rewards.device), ESTIMATORS[estimator]
-    kernel, numbers, groups = row.kernel, tuple(options), kernel_groups(call, rewards, offsets, order, valid)
+    kernel, numbers, groups = (
+        row.kernel,
+        tuple(options),
+        kernel_groups(call, rewards, offsets, order, valid),
+    )
     assert kernel is not None, f"{estimator} has no kernel"
     given = dict(zip(row.options, numbers, strict=True))
     tables = starts = largest = 0
@@ -45,12 +56,17 @@ def group_advantage(
         sizes: tuple[int, ...] = ()
         if not dispatch.is_gpu(rewards.device):
             sizes = read_sizes(call, groups, row, size, max_group_size)
-        elif kernel.table is not None:  # sizes are not read back, so tables are needed for all possible ones
-            most = max_group_size or min(rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU)
+        # sizes are not read back, so tables are needed for all possible ones
+        elif kernel.table is not None:
+            most = max_group_size or min(
+                rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU
+            )
             sizes = tuple(range(most + 1))
         largest = sizes[-1] if sizes else 0
         if kernel.table is not None:
-            tables, starts = map(call.keep_cached, _tables(row, size, numbers, sizes, rewards.device))
+            tables, starts = map(
+                call.keep_cached, _tables(row, size, numbers, sizes, rewards.device)
+            )
     advantages = _empty_advantages(rewards)
     unusable = call.launch(
         "group_advantage",
@@ -80,11 +96,17 @@ def _(rewards: Tensor, *_: Any) -> Tensor:
 
 
 def _empty_advantages(rewards: Tensor) -> Tensor:
-    return torch.empty_like(rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
+    return torch.empty_like(
+        rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32
+    )
 
 
 def kernel_groups(
-    call: KernelLaunch, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None
+    call: KernelLaunch,
+    rewards: Tensor,
+    offsets: Tensor | None,
+    order: Tensor | None,
+    valid: Tensor | None,
 ) -> dict[str, int]:
     """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dim() != (2 if offsets is None else 1) or not rewards.is_contiguous():
@@ -103,28 +125,37 @@ def kernel_groups(
     }
 
 
-def read_sizes(call: KernelLaunch, groups: dict[str, int], row: Estimator, size: int, max_group_size: int) -> tuple[int, ...]:
+def read_sizes(
+    call: KernelLaunch, groups: dict[str, int], row: Estimator, size: int, max_group_size: int
+) -> tuple[int, ...]:
     """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
 
-    Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is too small for k or the
-    order.
+    Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is
+    too small for k or the order.
     """
     sizes = tuple(call.launch("distinct_group_sizes", **groups))
     largest = max(sizes, default=0)
     if max_group_size and largest > max_group_size:
-        raise ValueError(f"a group has {largest} rollouts, more than max_group_size = {max_group_size}")
+        raise ValueError(
+            f"a group has {largest} rollouts, more than max_group_size = {max_group_size}"
+        )
     if row.size is not None and size and largest > 1:
         row.size.check(row.name, size, largest)
     return sizes
 
 
-# Other threads may drop cached tensors, and other streams may read them: see KernelLaunch.keep_cached. A copy from
-# pageable host memory is complete when `to` returns, so that every stream may read it.
+# Other threads may drop cached tensors, and other streams may read them: see
+# KernelLaunch.keep_cached. A copy from pageable host memory is complete when `to` returns, so that
+# every stream may read it.
 
 
 @lru_cache(maxsize=256)
-def _table(row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device) -> Tensor:
-    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct rollouts."""
+def _table(
+    row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device
+) -> Tensor:
+    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct
+    rollouts.
+    """
     assert row.kernel is not None
     assert row.kernel.table is not None
     if row.size is not None:
@@ -136,11 +167,19 @@ def _table(row: Estimator, size: int, options: tuple[float, ...], n: int, device
 
 @lru_cache(maxsize=16)
 def _tables(
-    row: Estimator, size: int, options: tuple[float, ...], sizes: tuple[int, ...], device: torch.device
+    row: Estimator,
+    size: int,
+    options: tuple[float, ...],
+    sizes: tuple[int, ...],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the concatenated tables of groups of `sizes`, and where each n's table starts, int64 [largest size + 1]."""
+    """Return the concatenated tables of groups of `sizes`, and where each n's table starts, int64
+    [largest size + 1].
+    """
     nothing = torch.zeros(0, dtype=torch.float64)
-    tables = [_table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes]
+    tables = [
+        _table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes
+    ]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
     starts[list(sizes)] = torch.tensor([0, *map(len, tables)]).cumsum(0)[:-1]
     return torch.cat([*tables, nothing]).to(device), starts.to(device)

@@ -12,17 +12,28 @@ from maxrl_fast.algorithms.arguments import is_host_readable, is_traced
 from maxrl_fast.algorithms.estimators import Estimator
 
 
-def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return offsets [G+1] int64, and the index [S] that sorts the rollouts by group; None for equal groups."""
+def uneven_groups(
+    offsets: Tensor | None, group_ids: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return offsets [G+1] int64, and the index [S] that sorts the rollouts by group; None for
+    equal groups.
+    """
     if offsets is not None:
         if group_ids is not None:
             raise ValueError("give offsets or group_ids, not both")
-        if offsets.dim() != 1 or offsets.numel() == 0 or offsets.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}")
+        if (
+            offsets.dim() != 1
+            or offsets.numel() == 0
+            or offsets.dtype not in (torch.int32, torch.int64)
+        ):
+            raise ValueError(
+                f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}"
+            )
         return offsets.long().contiguous(), None
     if group_ids is None:
         return None, None
-    # The number of groups is not read from the device: S groups are made, and the last ones are empty.
+    # The number of groups is not read from the device: S groups are made, and the last ones are
+    # empty.
     ids, places = group_ids.long().sort(stable=True)
     group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
     return torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device)), places
@@ -31,23 +42,34 @@ def uneven_groups(offsets: Tensor | None, group_ids: Tensor | None) -> tuple[Ten
 @dataclass(frozen=True)
 class PaddedGroups:
     shape: tuple[int, ...]  # of the rewards: (G, W), or (S,) with offsets
-    num_groups: int | None  # including empty groups at the end, which may be cut; None: a group's rollouts are not adjacent
-    index: Tensor | None  # [G, W] index of each rollout in the flat rewards; None if the rewards are [G, W]
+    # including empty groups at the end, which may be cut; None: a group's rollouts are not adjacent
+    num_groups: int | None
+    # [G, W] index of each rollout in the flat rewards; None if the rewards are [G, W]
+    index: Tensor | None
     present: Tensor  # [G, W] bool, whether there is a rollout
     exists: Tensor  # [G, W] bool, whether there is a valid rollout
     too_long: Tensor | None  # [G, 1] bool, whether the group has rollouts that W leaves out
 
     @classmethod
     def of(
-        cls, rewards: Tensor, offsets: Tensor | None, order: Tensor | None, valid: Tensor | None, width: int
+        cls,
+        rewards: Tensor,
+        offsets: Tensor | None,
+        order: Tensor | None,
+        valid: Tensor | None,
+        width: int,
     ) -> "PaddedGroups":
         """Pad the operator's layout.
 
-        `width` is an upper bound of the sizes of uneven groups. 0: the largest size, read from the device, and empty groups at
-        the end are cut; when tracing, the number of rollouts.
+        `width` is an upper bound of the sizes of uneven groups. 0: the largest size, read from the
+        device, and empty groups at the end are cut; when tracing, the number of rollouts.
         """
         if offsets is None:
-            exists = torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device) if valid is None else valid
+            exists = (
+                torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device)
+                if valid is None
+                else valid
+            )
             return cls(tuple(rewards.shape), len(rewards), None, exists, exists, None)
         total, num_groups, too_long = len(rewards), len(offsets) - 1, None
         starts, sizes = offsets[:-1], offsets.diff()  # [G], [G]
@@ -63,14 +85,18 @@ class PaddedGroups:
         index = (starts[:, None] + places).clamp(0, total - 1)  # [G, W]
         index = index if order is None else order[index]
         exists = present if valid is None else present & valid[index]
-        return cls((total,), num_groups if order is None else None, index, present, exists, too_long)
+        return cls(
+            (total,), num_groups if order is None else None, index, present, exists, too_long
+        )
 
 
-def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroups, largest: float) -> Tensor | None:
+def check_numbers(
+    row: Estimator, values: Mapping[str, Any], padded: PaddedGroups, largest: float
+) -> Tensor | None:
     """Raise ValueError for the first number [..., G, W] that the estimator cannot take.
 
-    If the check would wait for the device, return instead which groups must become NaN: [G, 1] bool, or [1, 1] if the batch
-    scales all groups; None if none.
+    If the check would wait for the device, return instead which groups must become NaN: [G, 1]
+    bool, or [1, 1] if the batch scales all groups; None if none.
     """
     unusable = padded.too_long
     for name, x in values.items():
@@ -81,7 +107,8 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroup
         elif name == "log_ratios":
             wanted, wrong = "numbers", x.isnan()  # they are clamped
         elif name == "reward_parts":
-            wanted, wrong = "finite", x.abs() > largest  # NaN is allowed: a part that does not apply
+            # NaN is allowed: a part that does not apply
+            wanted, wrong = "finite", x.abs() > largest
         elif name == "rewards" and row.binary:
             wanted, wrong = "finite", (x != 0) & (x != 1)
         else:
@@ -96,8 +123,14 @@ def check_numbers(row: Estimator, values: Mapping[str, Any], padded: PaddedGroup
             number, (group, rollout) = float(x[tuple(place)]), place[-2:]
             if wanted == "finite" and math.isfinite(number):
                 is_binary = name == "rewards" and row.binary
-                wanted = f"0 or 1 for {row.name}" if is_binary else f"at most {largest:g} in magnitude for {row.name}"
+                wanted = (
+                    f"0 or 1 for {row.name}"
+                    if is_binary
+                    else f"at most {largest:g} in magnitude for {row.name}"
+                )
             index = "" if padded.index is None else f" (index {int(padded.index[group, rollout])})"
             got = repr(number).removesuffix(".0")
-            raise ValueError(f"{name} must be {wanted}, got {got} in group {group}, rollout {rollout}{index}")
+            raise ValueError(
+                f"{name} must be {wanted}, got {got} in group {group}, rollout {rollout}{index}"
+            )
     return unusable

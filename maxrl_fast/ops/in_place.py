@@ -1,4 +1,6 @@
-"""The token loss that overwrites the logits with their gradient, and errors for later use of the logits."""
+"""The token loss that overwrites the logits with their gradient, and errors for later use of the
+logits.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +13,21 @@ from maxrl_fast.ops.token_loss_kernel import scaled
 
 
 def overwrite(logits: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the LossSums [10] of `compute`, differentiable; `compute` overwrites the logits with their gradient.
+    """Return the LossSums [10] of `compute`, differentiable; `compute` overwrites the logits with
+    their gradient.
 
-    If an earlier operation saved the logits for its backward pass, autograd notices their changed version and raises an error.
-    A later operation's backward pass goes through `_Spent`, which raises an error too.
+    If an earlier operation saved the logits for its backward pass, autograd notices their changed
+    version and raises an error. A later operation's backward pass goes through `_Spent`, which
+    raises an error too.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
-        raise ValueError(f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}")
+        raise ValueError(
+            f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}"
+        )
     if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
-        raise ValueError(f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}")
+        raise ValueError(
+            f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}"
+        )
     check_mode("policy_gradient_loss", logits)
     gradient = _Gradient(logits.detach())
     sums: Tensor = _Loss.apply(logits, gradient, compute)
@@ -38,15 +46,21 @@ class _Gradient:
     def take(self) -> Tensor:
         values, self.values = self.values, None
         if values is None:
-            raise RuntimeError("backward ran already, and in_place keeps one gradient: compute the loss again instead")
+            raise RuntimeError(
+                "backward ran already, and in_place keeps one gradient: compute the loss again instead"
+            )
         if values._version != self.version:
-            raise RuntimeError("the logits were changed after policy_gradient_loss(in_place=True) left their gradient there")
+            raise RuntimeError(
+                "the logits were changed after policy_gradient_loss(in_place=True) left their gradient there"
+            )
         return values
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, gradient: _Gradient, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, gradient: _Gradient, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.gradient = gradient
         assert gradient.values is not None
         sums = compute(gradient.values)

@@ -1,7 +1,9 @@
-"""Policy-gradient losses and log-probs from hidden states and the output matrix, one chunk of logits at a time.
+"""Policy-gradient losses and log-probs from hidden states and the output matrix, one chunk of
+logits at a time.
 
-These operators have no kernels; they call the ones of token_loss_kernel.py and multiply matrices. As operators they are opaque
-to torch.compile, which could not trace the number of rows with a gradient.
+These operators have no kernels; they call the ones of token_loss_kernel.py and multiply matrices.
+As operators they are opaque to torch.compile, which could not trace the number of rows with a
+gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +23,12 @@ from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics
-from maxrl_fast.ops.token_loss_kernel import NUM_SUMS, batch_and_terms, loss_arguments, split_temperature
+from maxrl_fast.ops.token_loss_kernel import (
+    NUM_SUMS,
+    batch_and_terms,
+    loss_arguments,
+    split_temperature,
+)
 from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
 
@@ -52,34 +59,39 @@ def linear_policy_gradient_loss(
     softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return policy_gradient_loss of the logits hidden @ weight.T, without holding all logits in memory.
+    """Return policy_gradient_loss of the logits hidden @ weight.T, without holding all logits in
+    memory.
 
-    The forward pass computes loss and gradients chunk by chunk: a chunk's logits, their gradient in the same memory, and its
-    matrix multiplications with weight and hidden states. Besides the gradients of hidden [T, H] and weight [V, H], the latter
-    in float32 until the end, it needs memory for one chunk of logits (and its float32 copy if a CPU multiplies half precision),
-    for any T. On a GPU rows are padded to a multiple of 64 logits, so a chunk of C tokens takes C ceil(V / 64) 64 numbers. gspo
-    takes two passes, the first for sequence ratios; losses that are functions (`ops.LOSSES`) take two, for log-probs and their
-    gradient.
+    The forward pass computes loss and gradients chunk by chunk: a chunk's logits, their gradient in
+    the same memory, and its matrix multiplications with weight and hidden states. Besides the
+    gradients of hidden [T, H] and weight [V, H], the latter in float32 until the end, it needs
+    memory for one chunk of logits (and its float32 copy if a CPU multiplies half precision), for
+    any T. On a GPU rows are padded to a multiple of 64 logits, so a chunk of C tokens takes C
+    ceil(V / 64) 64 numbers. gspo takes two passes, the first for sequence ratios; losses that are
+    functions (`ops.LOSSES`) take two, for log-probs and their gradient.
 
-    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, because the host waits for the
-    number of these tokens; without a mask no call waits, and all tokens are multiplied.
+    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask,
+    because the host waits for the number of these tokens; without a mask no call waits, and all
+    tokens are multiplied.
 
     Args:
-        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
-        weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and not allocated
+        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype. weight: [V, H],
+        of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and
+        not allocated
             if weight is frozen (requires_grad False).
-        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0: unchanged. A gradient through
-            it takes the memory of a second chunk.
-        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a GPU (a number of tokens that
-            the multiprocessors divide evenly), but at least 128 tokens.
+        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
+            unchanged. A gradient through it takes the memory of a second chunk.
+        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a
+            GPU (a number of tokens that the multiprocessors divide evenly), but at least 128
+            tokens.
         others: as in policy_gradient_loss.
 
     Returns:
         As policy_gradient_loss.
 
     Raises:
-        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU the backward pass can run
-        only once.
+        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU
+        the backward pass can run only once.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     batch, terms, row, options = prepare(
@@ -110,12 +122,18 @@ def linear_policy_gradient_loss(
     if not has_kernels(hidden.device) or not row.fused:
         hidden = torch.where(batch.counted()[:, None], hidden, 0.0)  # masked states may be NaN
         targets = batch.targets.where(batch.counted(), 0)
-        tau = temperature if mask is None or not isinstance(temperature, Tensor) else temperature.where(mask, 1.0)
+        tau = (
+            temperature
+            if mask is None or not isinstance(temperature, Tensor)
+            else temperature.where(mask, 1.0)
+        )
         scale: dict[str, Any] = {"temperature": tau, "softcap": softcap}
         values = linear_token_logprobs(hidden, weight, targets, **scale, chunk_tokens=chunk_tokens)
         reads = None if row.rows is None else partial(call_rows, row, options)
         rows = None if reads is None else linear_rows(hidden, weight, targets, reads, **scale)
-        return loss_and_metrics(function_loss(row, options, terms, batch, tokens_of(batch, *values, rows)), hidden)
+        return loss_and_metrics(
+            function_loss(row, options, terms, batch, tokens_of(batch, *values, rows)), hidden
+        )
     counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
@@ -139,17 +157,21 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return token_logprobs of the logits hidden @ weight.T, one chunk of tokens at a time.
 
-    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and chunk_tokens as in
-    linear_policy_gradient_loss. The backward pass recomputes the logits.
+    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and
+    chunk_tokens as in linear_policy_gradient_loss. The backward pass recomputes the logits.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     check_rows((len(hidden), size), targets, temperature, hidden.device)
     targets = targets.long().contiguous()
     if not has_kernels(hidden.device):
-        return token_logprobs_reference(capped_logits(hidden, weight, softcap), targets, temperature)
+        return token_logprobs_reference(
+            capped_logits(hidden, weight, softcap), targets, temperature
+        )
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(hidden.dtype)).contiguous()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, *split_temperature(temperature), chunk, softcap)
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, targets, *split_temperature(temperature), chunk, softcap
+    )
     return logprobs, entropy
 
 
@@ -158,9 +180,11 @@ def linear_token_logprobs(
     "bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not needed.
+    """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
+    needed.
 
-    After the weight come the arguments of token_loss, the chunk's tokens, the soft cap, and which gradients are needed.
+    After the weight come the arguments of token_loss, the chunk's tokens, the soft cap, and which
+    gradients are needed.
     """
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
@@ -177,7 +201,8 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
         sums += kernels.launch_token_loss(logits, gradient, batch.rows(start, stop), terms)
         if gradient is not None:
             chunks.backward(start, stop, gradient)
-    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)  # frees the chunk before the gradient is rounded
+    # frees the chunk before the gradient is rounded
+    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
     grad_hidden, grad_weight = chunks.gradients()
     if needs_hidden and index is not None:
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
@@ -185,7 +210,9 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
-    """Return which tokens the loss reads, int64; None for all. On a GPU without a mask, nothing is read by the host."""
+    """Return which tokens the loss reads, int64; None for all. On a GPU without a mask, nothing is
+    read by the host.
+    """
     if dispatch.is_gpu(batch.targets.device) and batch.mask is None:
         return None
     index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
@@ -194,12 +221,18 @@ def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
 
 @register_fake(linear_loss)
 def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return hidden.new_empty(NUM_SUMS, dtype=torch.float64), *_empty_gradients(hidden, weight, *arguments[-2:])
+    return hidden.new_empty(NUM_SUMS, dtype=torch.float64), *_empty_gradients(
+        hidden, weight, *arguments[-2:]
+    )
 
 
-def _empty_gradients(hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool) -> tuple[Tensor, Tensor]:
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
     needed = ((hidden, needs_hidden), (weight, needs_weight))
-    grad_hidden, grad_weight = (torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed)
+    grad_hidden, grad_weight = (
+        torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed
+    )
     return grad_hidden, grad_weight
 
 
@@ -207,22 +240,42 @@ kernels.register_loss(linear_loss, "linear_policy_gradient_loss", 2)
 
 
 def _logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, chunk: int, softcap: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    chunk: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     parts = [
         kernels.token_logprobs(logits, *rows_of(targets, temperature, start, stop))
         for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap)
     ]
     none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
-    return torch.cat([none, *(logprobs for logprobs, _ in parts)]), torch.cat([none, *(entropy for _, entropy in parts)])
+    return torch.cat([none, *(logprobs for logprobs, _ in parts)]), torch.cat(
+        [none, *(entropy for _, entropy in parts)]
+    )
 
 
 @operator()
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float, chunk: int, softcap: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    chunk: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the targets [T], and the entropies [T]."""
-    return _logprobs(hidden, weight, targets, temperature if temperatures is None else temperatures, chunk, softcap)
+    return _logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature if temperatures is None else temperatures,
+        chunk,
+        softcap,
+    )
 
 
 @register_fake(linear_logprobs)
@@ -239,11 +292,22 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 def _linear_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad[:2]
     contiguous = (grad.contiguous() for grad in grads)
-    gradients = linear_logprobs_backward(*ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, ctx.softcap, *needed)
-    return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needed, strict=True))
+    gradients = linear_logprobs_backward(
+        *ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, ctx.softcap, *needed
+    )
+    return tuple(
+        gradient if is_needed else None
+        for gradient, is_needed in zip(gradients, needed, strict=True)
+    )
 
 
-register_backward(linear_logprobs, "linear_token_logprobs", _linear_logprobs_backward, save=_save_inputs, num_inputs=2)
+register_backward(
+    linear_logprobs,
+    "linear_token_logprobs",
+    _linear_logprobs_backward,
+    save=_save_inputs,
+    num_inputs=2,
+)
 
 
 @operator()
@@ -264,7 +328,9 @@ def linear_logprobs_backward(
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
     for start, stop, logits in chunks:
         rows = rows_of(targets, temperature if temperatures is None else temperatures, start, stop)
-        kernels.token_logprobs_backward_(logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop])
+        kernels.token_logprobs_backward_(
+            logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop]
+        )
         chunks.backward(start, stop, logits)
     return chunks.gradients()
 

@@ -10,10 +10,13 @@ from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.token_batch import real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
 
-CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}  # of logits; larger matrix multiplications are no faster
+# of logits; larger matrix multiplications are no faster
+CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
-_TILE = 128, 256  # rows and columns that a multiprocessor computes at a time in cuBLAS's large kernels
-_ROW_MULTIPLE = 64  # elements per row of logits on a GPU: rows aligned to 128 bytes are read 16 bytes at a time
+# rows and columns that a multiprocessor computes at a time in cuBLAS's large kernels
+_TILE = 128, 256
+# elements per row of logits on a GPU: rows aligned to 128 bytes are read 16 bytes at a time
+_ROW_MULTIPLE = 64
 
 
 def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
@@ -22,20 +25,31 @@ def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def check_hidden(hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float) -> tuple[int, int]:
-    """Return V and the given chunk_tokens, or 0; raise ValueError if hidden and weight do not fit."""
+def check_hidden(
+    hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float
+) -> tuple[int, int]:
+    """Return V and the given chunk_tokens, or 0; raise ValueError if hidden and weight do not
+    fit.
+    """
     check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
     if hidden.dtype not in DTYPES:
         raise ValueError(f"hidden must be {', '.join(DTYPES.values())}, got {hidden.dtype}")
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.device != weight.device:
+    if (
+        hidden.dim() != 2
+        or weight.dim() != 2
+        or hidden.shape[1] != weight.shape[1]
+        or hidden.device != weight.device
+    ):
         raise ValueError(
             f"hidden [T, H] and weight [V, H] must have one H and device, got {tuple(hidden.shape)} on {hidden.device} and "
             f"{tuple(weight.shape)} on {weight.device}"
         )
     if weight.dtype not in (hidden.dtype, torch.float32):
-        raise ValueError(f"weight must be {hidden.dtype} as hidden is, or float32, got {weight.dtype}")
+        raise ValueError(
+            f"weight must be {hidden.dtype} as hidden is, or float32, got {weight.dtype}"
+        )
     if chunk_tokens is not None:
         check_integer("chunk_tokens", chunk_tokens, "at least 1", lambda x: x >= 1)
         chunk_tokens = min(chunk_tokens, torch.iinfo(torch.int64).max)
@@ -61,12 +75,14 @@ def default_chunk(hidden: Tensor, vocab_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
-    """Return how many tokens, at most `most`, to multiply at a time so that the multiprocessors are least idle.
+    """Return how many tokens, at most `most`, to multiply at a time so that the multiprocessors are
+    least idle.
 
-    The gradient of a chunk's hidden states [C, H] has few tiles, and its last wave of tiles takes as long as a full one. So the
-    result is the multiple of 128 with the fewest waves over all tokens, the largest of these. The other two multiplications
-    have V / 256 times H / 256 or C / 128 tiles, so their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x
-    16 tiles of 128 x 256: four waves of 132 multiprocessors.
+    The gradient of a chunk's hidden states [C, H] has few tiles, and its last wave of tiles takes
+    as long as a full one. So the result is the multiple of 128 with the fewest waves over all
+    tokens, the largest of these. The other two multiplications have V / 256 times H / 256 or C /
+    128 tiles, so their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x 16
+    tiles of 128 x 256: four waves of 132 multiprocessors.
     """
     if num_tokens <= most:
         return max(num_tokens, 1)
@@ -87,35 +103,52 @@ def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: 
 class Chunks:
     """The logits hidden @ weight.T, chunk by chunk in the same memory, and the backward pass."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, size: int, needs_hidden: bool, needs_weight: bool, softcap: float = 0.0):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        size: int,
+        needs_hidden: bool,
+        needs_weight: bool,
+        softcap: float = 0.0,
+    ):
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = real_dtype(hidden.dtype)
-        # On a GPU the first product overwrites the weight's gradient, which saves two passes over it.
+        # On a GPU the first product overwrites the weight's gradient, which saves two passes over
+        # it.
         overwrites = dispatch.is_gpu(hidden.device) and len(hidden) > 0
         make = torch.empty_like if overwrites else torch.zeros_like
-        self.grad_weight, self.beta = make(weight, dtype=dtype) if needs_weight else None, 0 if overwrites else 1
+        self.grad_weight, self.beta = (
+            make(weight, dtype=dtype) if needs_weight else None,
+            0 if overwrites else 1,
+        )
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
         self.softcap = softcap
-        self.slope = torch.empty_like(self.buffer) if softcap and (needs_hidden or needs_weight) else None
+        self.slope = (
+            torch.empty_like(self.buffer) if softcap and (needs_hidden or needs_weight) else None
+        )
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
         for start in range(0, len(self.hidden), self.size):
             stop = min(start + self.size, len(self.hidden))
-            logits = torch.mm(self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start])
+            logits = torch.mm(
+                self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start]
+            )
             if self.softcap:
                 bounded = logits.div_(self.softcap).tanh_()
                 if self.slope is not None:
-                    torch.square(bounded, out=self.slope[: stop - start]).neg_().add_(1)  # d tanh(x) / dx
+                    # d tanh(x) / dx
+                    torch.square(bounded, out=self.slope[: stop - start]).neg_().add_(1)
                 bounded.mul_(self.softcap)
             yield start, stop, logits
 
     def backward(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Add a chunk's contribution, given the gradient of its logits [stop - start, V], to the gradients of hidden and
-        weight."""
+        """Add a chunk's contribution, given the gradient of its logits [stop - start, V], to the
+        gradients of hidden and weight."""
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
         if self.grad_hidden is not None:
@@ -131,7 +164,9 @@ class Chunks:
         if gradient.device.type != "cuda":
             return total.addmm_(gradient.T.to(total.dtype), hidden.to(total.dtype), beta=beta)
         if _adds_half_products(gradient.device, gradient.dtype):
-            return torch.addmm(total, gradient.T, hidden, beta=beta, out_dtype=total.dtype, out=total)
+            return torch.addmm(
+                total, gradient.T, hidden, beta=beta, out_dtype=total.dtype, out=total
+            )
         product = torch.mm(gradient.T, hidden, out_dtype=total.dtype)
         return total.add_(product) if beta else product
 
@@ -146,7 +181,8 @@ class Chunks:
 
 @cache
 def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch can add a half-precision matrix product to a float32 matrix in place.
+    """Return whether this torch can add a half-precision matrix product to a float32 matrix in
+    place.
 
     Otherwise the product needs a separate matrix [V, H], and another pass over both.
     """

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_choice, check_finite, check_integer, check_tensor, is_host_readable
+from maxrl_fast.algorithms.arguments import (
+    check_choice,
+    check_finite,
+    check_integer,
+    check_tensor,
+    is_host_readable,
+)
 from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.pacs_kernel import DTYPES, PacsMetrics
@@ -15,16 +21,20 @@ WEIGHTS = ("balanced", "none")
 
 
 def log_ratio_reward(
-    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, beta: float = 1.0, *, mask: Tensor | None = None
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    cu_seqlens: Tensor,
+    beta: float = 1.0,
+    *,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Return r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq. 7).
+    """Return r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq.
+    7).
 
     Args:
-        logprobs: [T] float32 or float64 of the policy; the result is differentiable with respect to them.
-        ref_logprobs: [T] of the reference policy, constants.
-        cu_seqlens: [S+1] integers, from 0 to T.
-        beta: reward per nat.
-        mask: [T] bool, False for tokens to leave out.
+        logprobs: [T] float32 or float64 of the policy; the result is differentiable with respect to
+        them. ref_logprobs: [T] of the reference policy, constants. cu_seqlens: [S+1] integers, from
+        0 to T. beta: reward per nat. mask: [T] bool, False for tokens to leave out.
 
     Returns:
         [S], of the dtype of logprobs, summed in float64.
@@ -42,10 +52,14 @@ def log_ratio_reward(
     if mask is not None:
         check_tensor("mask", mask, logprobs.device, "logprobs are")
         if mask.dtype != torch.bool or mask.shape != logprobs.shape:
-            raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}")
+            raise ValueError(
+                f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}"
+            )
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    operator = kernels.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
+    operator = (
+        kernels.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
+    )
     proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
@@ -65,35 +79,41 @@ def pacs_loss(
     weight: str = "balanced",
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the score in the group (PACS, eq. 8).
+    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the score in the
+    group (PACS, eq. 8).
 
         L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)
 
-    The gradient flows through the whole group: a rollout's proxy is part of the other rollouts' baseline.
+    The gradient flows through the whole group: a rollout's proxy is part of the other rollouts'
+    baseline.
 
     Args:
-        reward_proxy: [S] float32 or float64, from log_ratio_reward.
-        labels: [S], 0 or 1: whether the rollout is correct.
-        groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for uneven groups. Groups must be
+        reward_proxy: [S] float32 or float64, from log_ratio_reward. labels: [S], 0 or 1: whether
+        the rollout is correct. groups: N, the number of adjacent rollouts of each prompt; or
+        offsets [G+1], integers, for uneven groups. Groups must be
             complete, because a part of a group has other scores.
-        score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std + 1e-6), sample standard
-            deviation; "dr_grpo", r_i - mean; "naive", r_i. If all proxies of a group are equal, as on the first on-policy step,
-            the gradient of "grpo" is 1e6 times the gradient of "dr_grpo".
-        weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group that has both (King and Zeng
-            2001); "none", 1.
-        denominator: B. Give the number of rollouts of the whole batch, so that the losses of micro-batches and ranks add up.
-            Default: S.
+        score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std +
+            1e-6), sample standard deviation; "dr_grpo", r_i - mean; "naive", r_i. If all proxies of
+            a group are equal, as on the first on-policy step, the gradient of "grpo" is 1e6 times
+            the gradient of "dr_grpo".
+        weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group
+            that has both (King and Zeng 2001); "none", 1.
+        denominator: B. Give the number of rollouts of the whole batch, so that the losses of
+            micro-batches and ranks add up. Default: S.
 
     Returns:
-        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of each rollout, unweighted;
-            and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1; reward_proxy, the mean;
-            score_correct and score_wrong, the means of psi over correct and wrong rollouts (0 if there are none).
+        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of
+        each rollout, unweighted;
+            and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1;
+            reward_proxy, the mean; score_correct and score_wrong, the means of psi over correct and
+            wrong rollouts (0 if there are none).
 
     Raises:
-        ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU also if a label is neither
-            0 nor 1, or if finite proxies are so large that the loss exceeds its dtype, or for grpo their squares exceed
-            float64. On a GPU, where the check would wait for the device, such a label makes the loss NaN, and such proxies make
-            it infinite or NaN.
+        ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU
+        also if a label is neither
+            0 nor 1, or if finite proxies are so large that the loss exceeds its dtype, or for grpo
+            their squares exceed float64. On a GPU, where the check would wait for the device, such
+            a label makes the loss NaN, and such proxies make it infinite or NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)
@@ -102,7 +122,9 @@ def pacs_loss(
     check_tensor("labels", labels, reward_proxy.device, "reward_proxy is")
     size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
     if size < 0 or reward_proxy.dtype not in DTYPES:
-        raise ValueError(f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} {tuple(reward_proxy.shape)}")
+        raise ValueError(
+            f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} {tuple(reward_proxy.shape)}"
+        )
     if labels.shape != reward_proxy.shape:
         raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
     offsets, group_size = None, 0
@@ -121,9 +143,16 @@ def pacs_loss(
         group_size,
         score,
         weight == "balanced",
-        *split_denominator(max(size, 1) if denominator is None else denominator, reward_proxy.device),
+        *split_denominator(
+            max(size, 1) if denominator is None else denominator, reward_proxy.device
+        ),
     )
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())
-        raise ValueError(f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up to {largest:g}")
-    return loss, {"cross_entropy": cross_entropy.detach(), **PacsMetrics(*means.detach().unbind())._asdict()}
+        raise ValueError(
+            f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up to {largest:g}"
+        )
+    return loss, {
+        "cross_entropy": cross_entropy.detach(),
+        **PacsMetrics(*means.detach().unbind())._asdict(),
+    }

@@ -32,18 +32,29 @@ def pacs_loss(
     group_size: int,  # unused with offsets
     score: str,
     balanced: bool,
-    denominators: Tensor | None,  # []; None: `denominator`, which saves the launch that would write it to a GPU
+    # []; None: `denominator`, which saves the launch that would write it to a GPU
+    denominators: Tensor | None,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the proxies [S].
+    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the
+    proxies [S].
 
-    On a GPU this is two launches: one zeroes the workspace, and the kernel's last block writes the loss and the metrics.
+    On a GPU this is two launches: one zeroes the workspace, and the kernel's last block writes the
+    loss and the metrics.
     """
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
-    loss, cross_entropy, gradient = proxies.new_empty(()), torch.empty_like(proxies), torch.empty_like(proxies)
-    workspace = torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device) if dispatch.is_gpu(device) else None
+    loss, cross_entropy, gradient = (
+        proxies.new_empty(()),
+        torch.empty_like(proxies),
+        torch.empty_like(proxies),
+    )
+    workspace = (
+        torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device)
+        if dispatch.is_gpu(device)
+        else None
+    )
     call = KernelLaunch(device)
     unusable = call.launch(
         "pacs_loss",
@@ -65,7 +76,9 @@ def pacs_loss(
         workspace=0 if workspace is None else call.keep(workspace),
     )
     if unusable is not None and unusable >= 0:
-        raise ValueError(f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}")
+        raise ValueError(
+            f"labels must be 0 or 1, got {labels[unusable].item()} for rollout {unusable}"
+        )
     return loss, metrics, cross_entropy, gradient
 
 
@@ -84,7 +97,9 @@ register_backward(pacs_loss, "pacs_loss", _pacs_loss_backward, save=_save_gradie
 
 
 @operator()
-def log_ratio_reward(logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float) -> Tensor:
+def log_ratio_reward(
+    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
+) -> Tensor:
     """Return beta times the sum of logprobs - ref_logprobs [T] over each sequence: [S]."""
     call, dtype, shape = KernelLaunch(logprobs.device), logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
@@ -106,10 +121,16 @@ def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor]:
-    return (log_ratio_reward_backward(grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens),)
+    return (
+        log_ratio_reward_backward(
+            grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens
+        ),
+    )
 
 
-register_backward(log_ratio_reward, "log_ratio_reward", _log_ratio_reward_backward, save=_save_sequences)
+register_backward(
+    log_ratio_reward, "log_ratio_reward", _log_ratio_reward_backward, save=_save_sequences
+)
 
 
 @operator()
@@ -129,7 +150,9 @@ def log_ratio_reward_backward(
     return gradient
 
 
-def _sequences(call: KernelLaunch, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int) -> dict[str, Any]:
+def _sequences(
+    call: KernelLaunch, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
+) -> dict[str, Any]:
     return {
         "num_tokens": num_tokens,
         "num_sequences": len(cu_seqlens) - 1,

@@ -30,7 +30,11 @@ def pacs_loss_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operator's loss, differentiable by autograd, PacsMetrics and cross-entropies."""
     r, y = proxies.double(), labels.double()
-    sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device) if offsets is None else offsets.diff()
+    sizes = (
+        torch.full((len(r) // max(group_size, 1),), group_size, device=r.device)
+        if offsets is None
+        else offsets.diff()
+    )
     group = torch.repeat_interleave(sizes, output_size=len(r))
     n = sizes[group].double()
 
@@ -46,14 +50,18 @@ def pacs_loss_reference(
         psi = centred
     else:
         squares = group_sum(centred.square())
-        # If all proxies are equal, the derivative of the square root is infinite, and 0 times infinity would be NaN.
+        # If all proxies are equal, the derivative of the square root is infinite, and 0 times
+        # infinity would be NaN.
         variance = squares.where(squares > 0, 1.0) / (n - 1).clamp_min(1)
         psi = centred / (torch.where(squares > 0, variance.sqrt(), 0.0) + 1e-6)
     correct = group_sum(y)
     both = (correct > 0) & (correct < n) & balanced
     weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
     cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
-    loss, psi = (weight * cross_entropy).sum() / (denominator if denominators is None else denominators), psi.detach()
+    loss, psi = (
+        (weight * cross_entropy).sum() / (denominator if denominators is None else denominators),
+        psi.detach(),
+    )
     size, num_correct = max(len(r), 1), y.sum()
     metrics = PacsMetrics(
         accuracy=((psi > 0) == (y > 0)).double().sum() / size,

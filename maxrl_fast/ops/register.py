@@ -9,25 +9,32 @@ from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
 from maxrl_fast.ops.group_advantage import group_advantage
 
 
-def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, replace: bool = False) -> None:
+def register_estimator(
+    name: str, estimator: Estimator | Callable[..., Any], *, replace: bool = False
+) -> None:
     """Add an estimator to ESTIMATORS, so that `group_advantage(rewards, name)` computes it.
 
     Args:
-        name: a Python identifier.
-        estimator: a function that returns finite, floating advantages [G, N]; its signature declares its inputs
+        name: a Python identifier. estimator: a function that returns finite, floating advantages
+        [G, N]; its signature declares its inputs
             (docs/adding_an_objective.md). Or an `Estimator`, which may have a table for the kernel.
         replace: whether `name` may already exist.
 
     Raises:
-        ValueError: if the name is taken or not an identifier, or if the estimator fails on a small example.
+        ValueError: if the name is taken or not an identifier, or if the estimator fails on a small
+        example.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the name of an estimator must be a Python identifier, got {name!r:.80}")
     check_flag("replace", replace)
     if name in ESTIMATORS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
-    row = dataclasses.replace(estimator if isinstance(estimator, Estimator) else own_estimator(estimator), name=name)
-    options: dict[str, Any] = {key: 0.1 for key, option in row.options.items() if option.default is None}
+    row = dataclasses.replace(
+        estimator if isinstance(estimator, Estimator) else own_estimator(estimator), name=name
+    )
+    options: dict[str, Any] = {
+        key: 0.1 for key, option in row.options.items() if option.default is None
+    }
     if row.size is not None and row.size.required:
         options[row.size.name] = row.size.smallest
     before = ESTIMATORS.get(name)
@@ -43,11 +50,15 @@ def register_estimator(name: str, estimator: Estimator | Callable[..., Any], *, 
 
 
 def own_estimator(function: Callable[..., Any]) -> Estimator:
-    """Return the row of a custom function, which may depend on all groups; raise ValueError if its signature does not fit."""
+    """Return the row of a custom function, which may depend on all groups; raise ValueError if its
+    signature does not fit.
+    """
     return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 
-def try_out(row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any) -> None:
+def try_out(
+    row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any
+) -> None:
     """Compute the advantages of a small example; raise ValueError if that fails."""
     rewards = torch.zeros(4, num_rollouts)
     rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
@@ -69,4 +80,6 @@ def try_out(row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, *
     except ValueError as error:
         raise ValueError(f"{error}, on a small example") from error
     except Exception as error:
-        raise ValueError(f"{row.name} fails on a small example: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{row.name} fails on a small example: {type(error).__name__}: {error}"
+        ) from error

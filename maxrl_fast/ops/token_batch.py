@@ -24,7 +24,8 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 AGGREGATIONS = get_args(Aggregation)
 
 
-@dataclass  # not frozen, like TokenBatch: each is made twice a call, and a frozen one takes 5 us longer
+# not frozen, like TokenBatch: each is made twice a call, and a frozen one takes 5 us longer
+@dataclass
 class LossTerms:
     loss: str
     clip_low: float
@@ -70,7 +71,9 @@ class TokenBatch:
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
-        """Return the factors of the policy-gradient term, [T] each: advantages, and importance weights if given."""
+        """Return the factors of the policy-gradient term, [T] each: advantages, and importance
+        weights if given.
+        """
         factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
         if self.importance_weights is not None:
             weights = self.importance_weights
@@ -78,20 +81,28 @@ class TokenBatch:
         return factors
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Return tokens `start` to `stop - 1`. All sequences stay; sequences outside the range become empty."""
+        """Return tokens `start` to `stop - 1`. All sequences stay; sequences outside the range
+        become empty.
+        """
         cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
     def take(self, index: Tensor) -> "TokenBatch":
         """Return the tokens at an ascending int64 `index`. All sequences stay."""
-        return self._with_tokens(lambda values: values[index], torch.searchsorted(index, self.cu_seqlens))
+        return self._with_tokens(
+            lambda values: values[index], torch.searchsorted(index, self.cu_seqlens)
+        )
 
     def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
         per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
         per_token += ["advantages"] * self.advantages_per_token
         per_token += ["importance_weights"] * self.importance_weights_per_token
         per_token += ["temperature"] * isinstance(self.temperature, Tensor)
-        chosen: dict[str, Any] = {name: choose(values) for name in per_token if (values := getattr(self, name)) is not None}
+        chosen: dict[str, Any] = {
+            name: choose(values)
+            for name in per_token
+            if (values := getattr(self, name)) is not None
+        }
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
     def counted(self) -> Tensor:
@@ -101,8 +112,8 @@ class TokenBatch:
     def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient.
 
-        With a sequence ratio, which is a mean over the sequence's unmasked tokens, all of them are read unless the whole
-        sequence has zero gradient.
+        With a sequence ratio, which is a mean over the sequence's unmasked tokens, all of them are
+        read unless the whole sequence has zero gradient.
         """
         keep = self.counted()
         of_tokens = self.advantages_per_token or self.importance_weights_per_token
@@ -113,7 +124,9 @@ class TokenBatch:
         return keep
 
     def log_ratio_of_sequences(self, logprobs: Tensor) -> Tensor:
-        """Return the mean log-ratio of each sequence [S] from logprobs [T], over unmasked tokens."""
+        """Return the mean log-ratio of each sequence [S] from logprobs [T], over unmasked
+        tokens.
+        """
         assert self.old_logprobs is not None
         keep = self.counted()
         # Not index_add, which adds in a varying order on a GPU.
@@ -152,9 +165,11 @@ def prepare(
     mask: Tensor | None,
     denominator: float | Tensor | None,
 ) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
-    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the kernels' types.
+    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the
+    kernels' types.
 
-    Returns the batch, the terms of the loss, its row and its options. Raises as policy_gradient_loss.
+    Returns the batch, the terms of the loss, its row and its options. Raises as
+    policy_gradient_loss.
     """
     row = find_loss(loss)
     options = row.resolve(loss_options)
@@ -162,7 +177,9 @@ def prepare(
     terms = loss_terms(row.name, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     if aggregation != (needed := row.aggregation or aggregation):
-        raise ValueError(f"aggregation must be {needed} for {row.name}, whose loss it is a part of, got {aggregation}")
+        raise ValueError(
+            f"aggregation must be {needed} for {row.name}, whose loss it is a part of, got {aggregation}"
+        )
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
@@ -176,11 +193,21 @@ def prepare(
     if importance_weights is not None:
         check_tensor("importance_weights", importance_weights, device, "the logits are")
         weights_per_token = _is_per_token(
-            "importance_weights", importance_weights, importance_weights_per_token, cu_seqlens, shape[0]
+            "importance_weights",
+            importance_weights,
+            importance_weights_per_token,
+            cu_seqlens,
+            shape[0],
         )
         if is_host_readable(importance_weights):
             is_below = importance_weights.float() < 0
-            _check_values("importance_weights", importance_weights, "at least 0", is_below, mask if weights_per_token else None)
+            _check_values(
+                "importance_weights",
+                importance_weights,
+                "at least 0",
+                is_below,
+                mask if weights_per_token else None,
+            )
     real = real_dtype(logits_dtype)
 
     def cast(values: Tensor) -> Tensor:
@@ -189,7 +216,9 @@ def prepare(
     cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
     sequence_tokens = None
     if aggregation == "seq_mean_token_mean":
-        sequence_tokens = cu_seqlens.diff() if mask is None else _sums(mask.double(), cu_seqlens).long()
+        sequence_tokens = (
+            cu_seqlens.diff() if mask is None else _sums(mask.double(), cu_seqlens).long()
+        )
     batch = TokenBatch(
         targets=targets.to(torch.int64).contiguous(),
         cu_seqlens=cu_seqlens,
@@ -202,28 +231,38 @@ def prepare(
         temperature=cast(temperature) if isinstance(temperature, Tensor) else float(temperature),
         mask=None if mask is None else mask.contiguous(),
         sequence_tokens=sequence_tokens,
-        denominator=_denominator(denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device),
+        denominator=_denominator(
+            denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device
+        ),
     )
     return batch, terms, row, options
 
 
-def _check_tokens(num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None) -> None:
+def _check_tokens(
+    num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None
+) -> None:
     for name, values in per_token.items():
         if values is not None:
             check_tensor(name, values, device, "the logits are")
             if values.shape != (num_tokens,):
-                raise ValueError(f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}")
+                raise ValueError(
+                    f"{name} must be [T] = [{num_tokens}], got the shape {tuple(values.shape)}"
+                )
     if mask is not None:
         check_tensor("mask", mask, device, "the logits are")
         if mask.dtype != torch.bool or mask.shape != (num_tokens,):
-            raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}")
+            raise ValueError(
+                f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}"
+            )
 
 
-def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int) -> bool:
+def _is_per_token(
+    name: str, values: Tensor, given: bool | None, cu_seqlens: Tensor, num_tokens: int
+) -> bool:
     """Return whether `values` are per token [T], not per sequence [S].
 
-    If T = S and no keyword is given, both readings agree only if every sequence has one token. That is checked only on a CPU:
-    on a GPU the check would wait for the device.
+    If T = S and no keyword is given, both readings agree only if every sequence has one token. That
+    is checked only on a CPU: on a GPU the check would wait for the device.
     """
     num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
     by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
@@ -235,7 +274,9 @@ def _is_per_token(name: str, values: Tensor, given: bool | None, cu_seqlens: Ten
         raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
     if given is not None:
         return given
-    if num_tokens == num_sequences > 0 and not (is_host_readable(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())):
+    if num_tokens == num_sequences > 0 and not (
+        is_host_readable(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())
+    ):
         raise ValueError(
             f"{name} may have one number per token or one per response, since T = S = {num_tokens}: "
             f"give {keyword}=True or {keyword}=False"
@@ -257,14 +298,18 @@ def loss_terms(
         loss,
         check_number("clip_low", clip_low, "a number of at least 0", lambda x: x >= 0),
         check_number("clip_high", clip_high, "a number of at least 0", lambda x: x >= 0),
-        math.inf if dual_clip is None else check_number("dual_clip", dual_clip, "a number above 1", lambda x: x > 1),
+        math.inf
+        if dual_clip is None
+        else check_number("dual_clip", dual_clip, "a number above 1", lambda x: x > 1),
         kl,
         check_finite("kl_coef", kl_coef),
         check_finite("entropy_coef", entropy_coef),
     )
 
 
-def _check_values(name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None) -> None:
+def _check_values(
+    name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None
+) -> None:
     """Raise ValueError for the first wrong number; masked numbers may be anything."""
     is_wrong = is_wrong if mask is None else is_wrong & mask
     if bool(is_wrong.any()):
@@ -303,13 +348,22 @@ def check_rows(
             is_wrong = ~((tau > 0) & (tau < math.inf))
             _check_values("temperature", temperature, "a finite number above 0", is_wrong, mask)
     else:
-        check_number("temperature", temperature, "a finite number above 0", lambda x: 0 < x < math.inf)
+        check_number(
+            "temperature", temperature, "a finite number above 0", lambda x: 0 < x < math.inf
+        )
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError if cu_seqlens is wrong. On a GPU its values are not checked, because that would wait."""
+    """Raise ValueError if cu_seqlens is wrong. On a GPU its values are not checked, because that
+    would wait.
+    """
     check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or not is_integer(cu_seqlens) or cu_seqlens.device != device:
+    if (
+        cu_seqlens.dim() != 1
+        or not len(cu_seqlens)
+        or not is_integer(cu_seqlens)
+        or cu_seqlens.device != device
+    ):
         raise ValueError(
             f"cu_seqlens must be integers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
@@ -320,7 +374,9 @@ def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -
     # Compared, not subtracted: differences of large or narrow integers overflow.
     falls = bounds[1:] < bounds[:-1]
     if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
-        got = f"{bounds[:8].tolist()}" + ("" if len(bounds) <= 8 else f" and {len(bounds) - 8} more")
+        got = f"{bounds[:8].tolist()}" + (
+            "" if len(bounds) <= 8 else f" and {len(bounds) - 8} more"
+        )
         if bool(falls.any()):
             first = int(falls.nonzero()[0])
             got += f", where {int(bounds[first])} is followed by {int(bounds[first + 1])}"
@@ -344,7 +400,8 @@ def _denominator(
 
 
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Return the denominator as a float64 scalar tensor on the device; or None, and the number if the host knows it.
+    """Return the denominator as a float64 scalar tensor on the device; or None, and the number if
+    the host knows it.
 
     Raises ValueError if it is not one finite number above 0.
     """
@@ -354,7 +411,11 @@ def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tens
     check_tensor("denominator", given)
     if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
         where = "on the logits' device or a CPU"
-        raise ValueError(f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}")
+        raise ValueError(
+            f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}"
+        )
     if is_host_readable(given):
-        return None, check_number("denominator", float(given.detach()), wanted, lambda x: 0 < x < math.inf)
+        return None, check_number(
+            "denominator", float(given.detach()), wanted, lambda x: 0 < x < math.inf
+        )
     return given.detach().to(device, torch.float64).reshape(()), 1.0

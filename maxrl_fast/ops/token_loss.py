@@ -20,23 +20,27 @@ from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """Return each target's log-prob and each row's entropy under softmax(logits / temperature), in nats.
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return each target's log-prob and each row's entropy under softmax(logits / temperature), in
+    nats.
 
-    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads them once and writes their
-    gradient once. Under torch.no_grad nothing is stored.
+    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads
+    them once and writes their gradient once. Under torch.no_grad nothing is stored.
 
     Args:
-        logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for float64).
-        targets: [T] integers below V.
-        temperature: a number, or [T].
+        logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for
+        float64). targets: [T] integers below V. temperature: a number, or [T].
 
     Returns:
         logprobs [T] and entropy [T], float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not fit; on a CPU also if a target is not in the vocabulary or a temperature
-            is not above 0. On a GPU, where the check would wait for the device, such a token's results become NaN.
+        ValueError: if shapes, dtypes or devices do not fit; on a CPU also if a target is not in the
+        vocabulary or a temperature
+            is not above 0. On a GPU, where the check would wait for the device, such a token's
+            results become NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_rows(shape_of(logits), targets, temperature, logits.device)
@@ -76,7 +80,8 @@ def policy_gradient_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy-gradient loss of packed responses, and metrics.
 
-    With logp the log-prob of a target under softmax(logits / temperature) and rho = exp(logp - old):
+    With logp the log-prob of a target under softmax(logits / temperature) and rho = exp(logp -
+    old):
 
         reinforce   -A logp
         ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at most -A c for A < 0
@@ -89,58 +94,66 @@ def policy_gradient_loss(
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
-    At rho = 1, as in the first update, every loss has the gradient of reinforce, except for the tokens that clip_cov, lp_reg
-    and simko choose. The log-ratios logp - old, or the sequence's, and logp - ref are clamped to +-20, so that one wrong
-    log-prob cannot make the loss infinite. As for any clamp, the gradient of a clamped ratio or KL term is 0; a ratio that is a
-    constant factor never has one.
+    At rho = 1, as in the first update, every loss has the gradient of reinforce, except for the
+    tokens that clip_cov, lp_reg and simko choose. The log-ratios logp - old, or the sequence's, and
+    logp - ref are clamped to +-20, so that one wrong log-prob cannot make the loss infinite. As for
+    any clamp, the gradient of a clamped ratio or KL term is 0; a ratio that is a constant factor
+    never has one.
 
-    For reinforce, ppo, cispo and gspo a kernel reads the logits once (gspo twice) and writes their gradient once. Tokens with
-    zero gradient (masked, or advantage 0 without KL or entropy term) are not read. The others are functions of token_logprobs,
-    which read the logits twice. Losses that compare an update's tokens (kl_cov, clip_cov, lp_reg) compare the tokens of this
-    call. Arithmetic on logits is in float32, or float64 for float64 logits.
+    For reinforce, ppo, cispo and gspo a kernel reads the logits once (gspo twice) and writes their
+    gradient once. Tokens with zero gradient (masked, or advantage 0 without KL or entropy term) are
+    not read. The others are functions of token_logprobs, which read the logits twice. Losses that
+    compare an update's tokens (kl_cov, clip_cov, lp_reg) compare the tokens of this call.
+    Arithmetic on logits is in float32, or float64 for float64 logits.
 
     Args:
-        logits: [T, V] float32, bfloat16, float16 or float64, with any row stride.
-        targets: [T] integers.
-        advantages: [S], one per response, or [T], one per token.
-        cu_seqlens: [S+1] integers, from 0 to T.
-        advantages_per_token: whether advantages are [T]. Default: their length decides. If T = S it must be given, except on a
+        logits: [T, V] float32, bfloat16, float16 or float64, with any row stride. targets: [T]
+        integers. advantages: [S], one per response, or [T], one per token. cu_seqlens: [S+1]
+        integers, from 0 to T. advantages_per_token: whether advantages are [T]. Default: their
+        length decides. If T = S it must be given, except on a
             CPU if every response has one token.
-        old_logprobs: [T] of the sampling policy; if absent, the ratio is exactly 1 and has the gradient of logp.
+        old_logprobs: [T] of the sampling policy; if absent, the ratio is exactly 1 and has the
+        gradient of logp.
         ref_logprobs: [T] of the reference policy, required if kl_coef is not 0.
-        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which correct for rollouts sampled by
-            another policy or engine.
+        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which
+            correct for rollouts sampled by another policy or engine.
         importance_weights_per_token: like advantages_per_token, for importance_weights.
         loss: a name in `ops.LOSSES`, or a function such as those in maxrl_fast/algorithms/losses.
-        loss_options: the loss's numbers by name, such as {"tau_positive": 1.0} for sapo; others keep their defaults.
+        loss_options: the loss's numbers by name, such as {"tau_positive": 1.0} for sapo; others
+        keep their defaults.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
-        aggregation: "token_mean" divides the sum over tokens by the number of tokens, "seq_mean_token_mean" averages each
-            response's mean, "seq_mean_token_sum" averages each response's sum, "seq_sum_constant" divides the sum by
-            `denominator` (Dr. GRPO).
-        mask: [T] bool, False for tokens to leave out. Masked tokens are not read and may hold anything.
-        denominator: the number, or [], that divides the sum. Give the count of the whole batch (tokens for "token_mean",
-            responses for the other means), so that the losses of micro-batches and ranks add up. Default: the count in this
-            call.
-        in_place: overwrite the logits with their gradient instead of allocating as much memory again. If another operation
-            needs the logits for its own gradient, the backward pass raises an error.
+        aggregation: "token_mean" divides the sum over tokens by the number of tokens,
+            "seq_mean_token_mean" averages each response's mean, "seq_mean_token_sum" averages each
+            response's sum, "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
+        mask: [T] bool, False for tokens to leave out. Masked tokens are not read and may hold
+        anything.
+        denominator: the number, or [], that divides the sum. Give the count of the whole batch
+            (tokens for "token_mean", responses for the other means), so that the losses of
+            micro-batches and ranks add up. Default: the count in this call.
+        in_place: overwrite the logits with their gradient instead of allocating as much memory
+            again. If another operation needs the logits for its own gradient, the backward pass
+            raises an error.
 
     Returns:
-        The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached float64 scalars on the device: tokens
-        (not masked), dropped_tokens (those with zero gradient), and means over the others: ratio, ratio_clamped (whether a
-        log-ratio was clamped to +-20), clipped_low and clipped_high (whether the clip limited the ratio), kl, entropy,
-        logprob_diff (|logp - old|). A mean over no tokens is 0.
+        The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached float64
+        scalars on the device: tokens (not masked), dropped_tokens (those with zero gradient), and
+        means over the others: ratio, ratio_clamped (whether a log-ratio was clamped to +-20),
+        clipped_low and clipped_high (whether the clip limited the ratio), kl, entropy, logprob_diff
+        (|logp - old|). A mean over no tokens is 0.
 
     Raises:
-        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if ref_logprobs, a denominator or a
-            keyword is missing, or if a function does not return a loss of each token; on a CPU also if an unmasked target is
-            not in the vocabulary, a temperature or denominator is not above 0, an importance weight is below 0, or cu_seqlens
-            do not rise from 0 to T. On a GPU, where the check would wait for the device, such a target or temperature makes the
+        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if
+        ref_logprobs, a denominator or a
+            keyword is missing, or if a function does not return a loss of each token; on a CPU also
+            if an unmasked target is not in the vocabulary, a temperature or denominator is not
+            above 0, an importance weight is below 0, or cu_seqlens do not rise from 0 to T. On a
+            GPU, where the check would wait for the device, such a target or temperature makes the
             loss NaN.
         TypeError: if an argument that must be a tensor is something else.
-        RuntimeError: from the backward pass, if in_place has overwritten logits that another operation needs, or with
-            create_graph=True; from forward-mode differentiation and torch.func.grad. On a GPU, and with in_place, the backward
-            pass can run only once.
+        RuntimeError: from the backward pass, if in_place has overwritten logits that another
+            operation needs, or with create_graph=True; from forward-mode differentiation and
+            torch.func.grad. On a GPU, and with in_place, the backward pass can run only once.
     """
     shape = shape_of(logits)
     check_flag("in_place", in_place)
@@ -171,13 +184,17 @@ def policy_gradient_loss(
     )
     in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
     if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
-        raise ValueError("in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value")
+        raise ValueError(
+            "in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value"
+        )
     if not has_kernels(logits.device) or not row.fused:
         return loss_and_metrics(_by_function(logits, batch, terms, row, options, in_place), logits)
     if row.by_sequence and batch.old_logprobs is not None:
         # Masked targets may be anything, and get some number or NaN.
         counted = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-        logprobs, _ = kernels.token_logprobs(contiguous_rows(logits.detach()), counted, *split_temperature(batch.temperature))
+        logprobs, _ = kernels.token_logprobs(
+            contiguous_rows(logits.detach()), counted, *split_temperature(batch.temperature)
+        )
         batch = replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(logprobs))
     arguments = loss_arguments(batch, terms)
     if in_place:
@@ -194,11 +211,18 @@ def _unmasked(batch: TokenBatch) -> float | Tensor:
 
 
 def _by_function(
-    logits: Tensor, batch: TokenBatch, terms: LossTerms, row: TokenLoss, options: dict[str, float], in_place: bool
+    logits: Tensor,
+    batch: TokenBatch,
+    terms: LossTerms,
+    row: TokenLoss,
+    options: dict[str, float],
+    in_place: bool,
 ) -> Tensor:
     """Return the LossSums [10] of a loss that is a function of token_logprobs."""
     if in_place and row.rows is not None:
-        raise ValueError(f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient")
+        raise ValueError(
+            f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient"
+        )
     targets, has_kernel = batch.targets.where(batch.counted(), 0), has_kernels(logits.device)
 
     def sums_of(logprobs: Tensor, entropy: Tensor, rows: Tensor | None) -> Tensor:
@@ -216,7 +240,8 @@ def _by_function(
     if in_place and has_kernel:
         return overwrite(logits, write_gradient)
     if not has_kernel or row.rows is not None:
-        logits = torch.where(batch.counted()[:, None], logits, 0.0)  # masked logits may be NaN, and so their gradient
+        # masked logits may be NaN, and so their gradient
+        logits = torch.where(batch.counted()[:, None], logits, 0.0)
     values = token_logprobs(logits, targets, temperature=_unmasked(batch))
     return sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature))
 
@@ -225,7 +250,8 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
     """Return policy_gradient_loss's results from LossSums [10]."""
     named = LossSums(*sums.detach().unbind())
     read = (named.tokens - named.dropped_tokens).clamp_min(1)
-    means = dict(zip(_MEANS, (sums.detach()[-len(_MEANS) :] / read).unbind(), strict=True))  # one launch for all means
+    # one launch for all means
+    means = dict(zip(_MEANS, (sums.detach()[-len(_MEANS) :] / read).unbind(), strict=True))
     metrics = {"tokens": named.tokens, "dropped_tokens": named.dropped_tokens, **means}
     return sums[0].to(real_dtype(like.dtype)), metrics
 
@@ -234,7 +260,9 @@ def shape_of(logits: Tensor) -> tuple[int, int]:
     """Return T and V; raise ValueError or TypeError if the argument is not logits."""
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
-        raise ValueError(f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}")
+        raise ValueError(
+            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}"
+        )
     return logits.shape[0], logits.shape[1]
 
 

@@ -1,5 +1,6 @@
-"""The token loss operators on CPU and CUDA: `maxrl_fast::token_loss`, `token_loss_` (which overwrites the logits with their
-gradient), `token_logprobs`, `token_logprobs_backward` and `token_logprobs_backward_`.
+"""The token loss operators on CPU and CUDA: `maxrl_fast::token_loss`, `token_loss_` (which
+overwrites the logits with their gradient), `token_logprobs`, `token_logprobs_backward` and
+`token_logprobs_backward_`.
 
 token_loss computes the gradient in its forward pass, so that the logits are read once.
 """
@@ -47,7 +48,9 @@ check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """Return the arguments of token_loss and token_loss_ after the logits, in the order of their schema."""
+    """Return the arguments of token_loss and token_loss_ after the logits, in the order of their
+    schema.
+    """
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])
@@ -67,15 +70,25 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
 
 
 class LogitsLaunch(KernelLaunch):
-    """A call with the arguments that all token loss kernels share: logits, targets and temperatures."""
+    """A call with the arguments that all token loss kernels share: logits, targets and
+    temperatures.
+    """
 
     __slots__ = ("arguments", "dtype", "real", "shape")
 
-    def __init__(self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float):
+    def __init__(
+        self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
+    ):
         super().__init__(logits.device)
         if logits.dim() != 2 or logits.dtype not in DTYPES:
-            raise ValueError(f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}")
-        self.shape, self.real, self.dtype = (logits.shape[0], logits.shape[1]), real_dtype(logits.dtype), logits.dtype
+            raise ValueError(
+                f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}"
+            )
+        self.shape, self.real, self.dtype = (
+            (logits.shape[0], logits.shape[1]),
+            real_dtype(logits.dtype),
+            logits.dtype,
+        )
         self.arguments = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
@@ -94,7 +107,9 @@ class LogitsLaunch(KernelLaunch):
         """Return the address of a tensor of this shape, default [T]; 0 for None."""
         return self.address(name, tensor, dtype, shape or self.shape[:1])
 
-    def run_logprobs_backward(self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor) -> None:
+    def run_logprobs_backward(
+        self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor
+    ) -> None:
         """Write `gradient`, which may be the logits."""
         self.launch(
             "token_logprobs_backward",
@@ -105,12 +120,17 @@ class LogitsLaunch(KernelLaunch):
         )
 
     def refuse(self, row: int | None, targets: Tensor) -> None:
-        """Raise ValueError if the CPU kernel found a target that is not in the vocabulary. CUDA kernels make the loss NaN."""
+        """Raise ValueError if the CPU kernel found a target that is not in the vocabulary. CUDA
+        kernels make the loss NaN.
+        """
         if row is not None and row >= 0:
-            raise ValueError(f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}")
+            raise ValueError(
+                f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}"
+            )
 
 
-# The arguments of token_loss and token_loss_ after the logits: the fields of TokenBatch and LossTerms.
+# The arguments of token_loss and token_loss_ after the logits: the fields of TokenBatch and
+# LossTerms.
 LOSS_SCHEMA = (
     "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor advantages, bool advantages_per_token, "
     "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
@@ -119,7 +139,8 @@ LOSS_SCHEMA = (
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
 _OF_BATCH, _OF_TERMS = (
-    itemgetter(*map(_LOSS_ARGUMENTS.index, record.__dataclass_fields__)) for record in (TokenBatch, LossTerms)
+    itemgetter(*map(_LOSS_ARGUMENTS.index, record.__dataclass_fields__))
+    for record in (TokenBatch, LossTerms)
 )
 
 
@@ -135,7 +156,8 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def register_loss(op: Any, function: str, num_gradients: int) -> None:
-    """Register the first derivative of an operator that returns LossSums, and the gradients of its first arguments.
+    """Register the first derivative of an operator that returns LossSums, and the gradients of its
+    first arguments.
 
     Its last arguments say which gradients are needed.
     """
@@ -151,9 +173,14 @@ def register_loss(op: Any, function: str, num_gradients: int) -> None:
         if grad_sums is None:
             return (None,) * num_gradients
         if ctx.is_spent and grad_sums.device.type == "cuda":
-            raise RuntimeError("backward ran already, and scaled the gradient in place: compute the loss again instead")
+            raise RuntimeError(
+                "backward ran already, and scaled the gradient in place: compute the loss again instead"
+            )
         ctx.is_spent = True
-        return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in zip(gradients, ctx.needed, strict=True))
+        return tuple(
+            scaled(x, grad_sums[0]) if is_needed else None
+            for x, is_needed in zip(gradients, ctx.needed, strict=True)
+        )
 
     register_backward(op, function, backward, save=save, num_inputs=num_gradients)
 
@@ -167,7 +194,9 @@ def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
     return launch_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
-def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms) -> Tensor:
+def launch_token_loss(
+    logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms
+) -> Tensor:
     """Return the sums [10], and write `gradient`, which may be the logits."""
     call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
@@ -184,13 +213,19 @@ def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch
         cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
         advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
         advantages_per_token=batch.advantages_per_token,
-        importance_weights=values_at("importance_weights", batch.importance_weights, batch.importance_weights_per_token),
+        importance_weights=values_at(
+            "importance_weights", batch.importance_weights, batch.importance_weights_per_token
+        ),
         importance_per_token=batch.importance_weights_per_token,
         old_logprobs=call.vector("old_logprobs", batch.old_logprobs, call.real),
         ref_logprobs=call.vector("ref_logprobs", batch.ref_logprobs, call.real),
-        sequence_log_ratio=call.vector("sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences),
+        sequence_log_ratio=call.vector(
+            "sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences
+        ),
         mask=call.vector("mask", batch.mask, torch.bool),
-        sequence_tokens=call.vector("sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences),
+        sequence_tokens=call.vector(
+            "sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences
+        ),
         denominator=call.address("denominator", batch.denominator, torch.float64, ()),
         **vars(terms),
         gradient=(0, 0) if gradient is None else call.matrix("gradient", gradient),
@@ -201,10 +236,14 @@ def launch_token_loss(logits: Tensor, gradient: Tensor | None, batch: TokenBatch
 
 
 @operator()
-def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the targets [T], and the entropies [T]."""
     call = LogitsLaunch(logits, targets, temperatures, temperature)
-    logprobs, entropy = (torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2))
+    logprobs, entropy = (
+        torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2)
+    )
     results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
     call.refuse(call.launch("token_logprobs", **call.arguments, **results), targets)
     return logprobs, entropy
@@ -215,7 +254,9 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     ctx.save_for_backward(logits, targets, temperatures)
 
 
-def _token_logprobs_backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor]:
+def _token_logprobs_backward(
+    ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+) -> tuple[Tensor]:
     logits, targets, temperatures = ctx.saved_tensors
     grads = (grad_logprobs.contiguous(), grad_entropy.contiguous())
     return (token_logprobs_backward(logits, targets, temperatures, ctx.temperature, *grads),)
@@ -233,7 +274,9 @@ def token_logprobs_backward(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits [T, V] from the gradients of log-probs and entropies, [T] each."""
+    """Return the gradient of the logits [T, V] from the gradients of log-probs and entropies, [T]
+    each.
+    """
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
@@ -250,16 +293,20 @@ def token_logprobs_backward_(
     grad_entropy: Tensor,
 ) -> None:
     """Overwrite the logits with token_logprobs_backward's result."""
-    LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(grad_logprobs, grad_entropy, logits)
+    LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(
+        grad_logprobs, grad_entropy, logits
+    )
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
 
-    On a GPU the device reads the scale, so that the host does not wait, and the gradient is always changed in place.
+    On a GPU the device reads the scale, so that the host does not wait, and the gradient is always
+    changed in place.
     """
     is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
-    if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):  # batched tensors come from is_grads_batched=True
+    # batched tensors come from is_grads_batched=True
+    if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):
         return gradient * scale.to(gradient.dtype)
     if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
         scale = scale.double().contiguous()

@@ -22,19 +22,24 @@ MOST_RUNS = 24
 
 @dataclass(frozen=True)
 class Options:
-    """Show runs and evaluations as one web page: curves, pass@k, weights, samples with their rewards.
+    """Show runs and evaluations as one web page: curves, pass@k, weights, samples with their
+    rewards.
 
-    The page is a single file that needs no network: open it in any browser, send it, or keep it with the run. It can be made
-    while a run is still in progress.
+    The page is a single file that needs no network: open it in any browser, send it, or keep it
+    with the run. It can be made while a run is still in progress.
 
     Examples: python -m maxrl_fast.report runs/maxpo-20261121-192256
 
     python -m maxrl_fast.report runs/maxpo runs/grpo evaluations/maxpo --out compared.html
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...", help_behavior_hint="(1 to 24)")]
-    """Folders of training runs (OUT of `python -m maxrl_fast.train`) or of evaluations (of `python -m maxrl_fast.evaluate`).
-    Several are drawn on the same axes."""
+    runs: Annotated[
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN...", help_behavior_hint="(1 to 24)"),
+    ]
+    """Folders of training runs (OUT of `python -m maxrl_fast.train`) or of evaluations (of `python
+    -m maxrl_fast.evaluate`). Several are drawn on the same axes."""
     out: Annotated[Path, tyro.conf.arg(metavar="FILE.html")] = Path("report.html")
     """The file to write; an existing file is replaced."""
 
@@ -49,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, prog="python -m maxrl_fast.report")
     try:
         _check(options)
-        folders = [read_folder(path, name) for path, name in zip(options.runs, _names(options.runs), strict=True)]
+        folders = [
+            read_folder(path, name)
+            for path, name in zip(options.runs, _names(options.runs), strict=True)
+        ]
         page = render(folders)
     except InputError as error:
         screen.complain(str(error))
@@ -85,11 +93,16 @@ def _check(options: Options) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name for each folder: its own name, with its parent's name and a number if it is not unique."""
+    """Return a unique name for each folder: its own name, with its parent's name and a number if it
+    is not unique.
+    """
     names = [path.absolute().name or str(path) for path in paths]
     count = Counter(names)
     parents = [path.absolute().parent.name for path in paths]
-    names = [f"{parent}/{name}" if count[name] > 1 else name for parent, name in zip(parents, names, strict=True)]
+    names = [
+        f"{parent}/{name}" if count[name] > 1 else name
+        for parent, name in zip(parents, names, strict=True)
+    ]
     count = Counter(names)
     return [f"{name} ({i + 1})" if count[name] > 1 else name for i, name in enumerate(names)]
 

@@ -14,13 +14,33 @@ from maxrl_fast.report.samples import in_columns, packed
 from maxrl_fast.report.seeds import groups_of
 from maxrl_fast.report.weights import PASS_RATES, weight_of
 
-KEY_OPTIONS = ("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed")
+KEY_OPTIONS = (
+    "objective",
+    "k",
+    "order",
+    "rollouts",
+    "prompts",
+    "task",
+    "model",
+    "lr",
+    "steps",
+    "seed",
+)
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = (
-    *("vendor/uPlot.iife.min.js", "dom.js", "chart.js", "lines.js", "curves.js", "panels.js", "bars.js"),
+    *(
+        "vendor/uPlot.iife.min.js",
+        "dom.js",
+        "chart.js",
+        "lines.js",
+        "curves.js",
+        "panels.js",
+        "bars.js",
+    ),
     *("maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
 )
-LAZY = ("prompts", "samples", "rollouts")  # fields of a folder that the page unpacks when it is open
+# fields of a folder that the page unpacks when it is open
+LAZY = ("prompts", "samples", "rollouts")
 _SHOWN_OPTION = 200  # characters shown of an option's value
 
 
@@ -28,11 +48,17 @@ def render(folders: list[Folder]) -> str:
     """Return the HTML document."""
     style = "\n".join(_asset(name) for name in STYLES)
     script = "'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS)
-    # Scripts and styles are allowed by digest: text of a run would not be executed even if a bug let it become markup.
+    # Scripts and styles are allowed by digest: text of a run would not be executed even if a bug
+    # let it become markup.
     allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     page = _asset("page.html")
-    marks = {"policy": policy, "style": style, "script": script, "samples": packed(lazy_data(folders))}
+    marks = {
+        "policy": policy,
+        "style": style,
+        "script": script,
+        "samples": packed(lazy_data(folders)),
+    }
     marks["data"] = _embedded(page_data(folders))  # last: its texts may contain a mark
     for mark, text in marks.items():
         before, found, after = page.partition(f"{{{{{mark}}}}}")
@@ -58,7 +84,9 @@ def page_data(folders: list[Folder]) -> dict[str, Any]:
 
 
 def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
-    """Return what the page reads of a folder at once; of samples and prompts, only how many there are."""
+    """Return what the page reads of a folder at once; of samples and prompts, only how many there
+    are.
+    """
     numbers = {key: value for key, value in vars(folder).items() if key not in LAZY}
     return numbers | {
         "options": {key: _value(folder.options.get(key)) for key in options},
@@ -68,23 +96,30 @@ def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
 
 
 def lazy_data(folders: list[Folder]) -> dict[str, Any]:
-    """Return the samples, rollouts and prompts of each folder, and the texts of all their prompts, each of them once."""
+    """Return the samples, rollouts and prompts of each folder, and the texts of all their prompts,
+    each of them once.
+    """
     texts: dict[str, int] = {}
     runs = [
-        {key: in_columns(getattr(folder, key), texts) for key in ("samples", "rollouts")} | {"prompts": folder.prompts}
+        {key: in_columns(getattr(folder, key), texts) for key in ("samples", "rollouts")}
+        | {"prompts": folder.prompts}
         for folder in folders
     ]
     return {"texts": list(texts), "runs": runs}
 
 
 def _prompt_set(folder: Folder) -> str:
-    """Return what identifies the held-out prompts of a run or an evaluation: in two of them, one id is then one prompt."""
+    """Return what identifies the held-out prompts of a run or an evaluation: in two of them, one id
+    is then one prompt.
+    """
     options = folder.options
     if not options:
         return folder.name
     own = [options.get(field.name) for field in dataclasses.fields(TaskOptions)]
     seed = options.get("task_seed", options.get("seed"))
-    return hashlib.sha256(json.dumps([*own, options.get("split", "test"), seed]).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([*own, options.get("split", "test"), seed]).encode()
+    ).hexdigest()[:16]
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
@@ -93,21 +128,33 @@ def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
     known = runs or [folder.options for folder in folders if folder.options]
     own = (*KEY_OPTIONS, *OF_ONE_START)
     others = dict.fromkeys(key for options in known for key in options if key not in own)
-    key_options = [key for key in KEY_OPTIONS if key == "model" or any(options.get(key) is not None for options in known)]
+    key_options = [
+        key
+        for key in KEY_OPTIONS
+        if key == "model" or any(options.get(key) is not None for options in known)
+    ]
     values = {key: {json.dumps(_value(options.get(key))) for options in known} for key in others}
     return key_options if known else [], [key for key in others if len(values[key]) > 1]
 
 
 def _value(value: Any) -> Any:
-    """Return an option's value for the page: null, booleans and numbers unchanged, others as shortened text."""
-    if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and abs(value) < 2**53):
+    """Return an option's value for the page: null, booleans and numbers unchanged, others as
+    shortened text.
+    """
+    if (
+        value is None
+        or isinstance(value, bool)
+        or (isinstance(value, (int, float)) and abs(value) < 2**53)
+    ):
         return value
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _SHOWN_OPTION else f"{text[:_SHOWN_OPTION]} …"
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """Return JSON that is safe inside HTML: a text in it may contain </script>, <!-- or a line separator."""
+    """Return JSON that is safe inside HTML: a text in it may contain </script>, <!-- or a line
+    separator.
+    """
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

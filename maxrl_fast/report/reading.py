@@ -1,6 +1,8 @@
-"""Read the files of a run or an evaluation into columns of numbers. The files may be unfinished or damaged.
+"""Read the files of a run or an evaluation into columns of numbers. The files may be unfinished or
+damaged.
 
-A line that cannot be read is skipped and noted, never guessed. What would make the page too large is thinned.
+A line that cannot be read is skipped and noted, never guessed. What would make the page too large
+is thinned.
 """
 
 import itertools
@@ -36,14 +38,20 @@ class Folder:
     steps: list[int] = field(default_factory=list)  # of metrics.jsonl, ascending
     metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per step
     eval_steps: list[int] = field(default_factory=list)
-    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per evaluation
-    coverage: list[dict[str, Any]] = field(default_factory=list)  # for each evaluation: step, and rows of k, pass@k, low, high
+    # by column, one number per evaluation
+    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)
+    # for each evaluation: step, and rows of k, pass@k, low, high
+    coverage: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
-    points: dict[str, list[Any]] = field(default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")})
-    prompts: dict[str, Any] = field(default_factory=dict)  # ids, and for each evaluation the correct samples of each prompt
+    points: dict[str, list[Any]] = field(
+        default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")}
+    )
+    # ids, and for each evaluation the correct samples of each prompt
+    prompts: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)  # of evaluations
     rollouts: list[dict[str, Any]] = field(default_factory=list)  # of training
-    in_files: dict[str, int] = field(default_factory=dict)  # number of samples and rollouts in the files
+    # number of samples and rollouts in the files
+    in_files: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_from: str = ""
     weight: dict[str, Any] = field(default_factory=dict)  # W_N(p) of the objective, from weights.py
@@ -58,7 +66,9 @@ def read_folder(path: Path, name: str) -> Folder:
     """
     try:
         if not path.is_dir():
-            raise InputError(f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is not a folder")
+            raise InputError(
+                f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is not a folder"
+            )
         folder = Folder(name)
         is_run, is_evaluation = (path / "metrics.jsonl").exists(), (path / "eval.json").exists()
         if is_run:
@@ -67,7 +77,9 @@ def read_folder(path: Path, name: str) -> Folder:
             _read_evaluation(path, folder)
         else:
             wanted = "metrics.jsonl of a run or eval.json of an evaluation"
-            raise InputError(f"RUN must be a folder that holds {wanted}, got {shown(path)}, which has neither")
+            raise InputError(
+                f"RUN must be a folder that holds {wanted}, got {shown(path)}, which has neither"
+            )
         _read_samples(path, folder)
         return folder
     except OSError as error:
@@ -75,11 +87,19 @@ def read_folder(path: Path, name: str) -> Folder:
 
 
 def _read_run(path: Path, folder: Folder) -> None:
-    folder.options = {key: value for key, value in _object(path / "config.json", folder).items() if key not in _NO_OPTIONS}
+    folder.options = {
+        key: value
+        for key, value in _object(path / "config.json", folder).items()
+        if key not in _NO_OPTIONS
+    }
     folder.steps, folder.metrics, _ = _columns(path / "metrics.jsonl", folder)
     if not folder.steps:
-        raise InputError(f"{shown(path / 'metrics.jsonl')} must hold at least one step, and has none")
-    folder.eval_steps, folder.eval_metrics, records = _columns(path / "eval.jsonl", folder, ("pass_at_k",))
+        raise InputError(
+            f"{shown(path / 'metrics.jsonl')} must hold at least one step, and has none"
+        )
+    folder.eval_steps, folder.eval_metrics, records = _columns(
+        path / "eval.jsonl", folder, ("pass_at_k",)
+    )
     for step, record in zip(folder.eval_steps, records, strict=True):
         if rows := coverage_rows(record.get("pass_at_k")):
             folder.coverage.append({"step": step, "rows": rows})
@@ -95,10 +115,16 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
     rows = coverage_rows(record.get("coverage")) or coverage_rows(record.get("pass_at_k"))
     if not rows:
         why = f" ({folder.notes[-1]})" if folder.notes else ""
-        raise InputError(f"{shown(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, and does not{why}")
+        raise InputError(
+            f"{shown(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, and does not{why}"
+        )
     folder.coverage = [{"step": None, "rows": rows}]
     options = record.get("options")
-    folder.options = {key: options[key] for key in options if key not in _OF_TRAINING} if isinstance(options, dict) else {}
+    folder.options = (
+        {key: options[key] for key in options if key not in _OF_TRAINING}
+        if isinstance(options, dict)
+        else {}
+    )
     counts = record.get("per_prompt")
     if isinstance(counts, dict):
         _take_counts([(None, record | counts, counts.get("id"))], folder, "eval.json")
@@ -114,7 +140,9 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
         check_regular(path, most_bytes)
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        folder.notes.append(f"{path.name} cannot be read: {str(error) or 'it is nested too deeply'}")
+        folder.notes.append(
+            f"{path.name} cannot be read: {str(error) or 'it is nested too deeply'}"
+        )
         return {}
     if not isinstance(content, dict):
         folder.notes.append(f"{path.name} does not hold a JSON object")
@@ -123,7 +151,9 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
 
 
 def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may be incomplete."""
+    """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may
+    be incomplete.
+    """
     if not path.exists():
         return
     check_regular(path, most_bytes)
@@ -138,18 +168,27 @@ def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator
                 yield record
             elif not line.endswith(b"\n"):
                 why = "the run was still writing, or was killed"
-                folder.notes.append(f"the last line of {path.name} is incomplete and was skipped: {why}")
+                folder.notes.append(
+                    f"the last line of {path.name} is incomplete and was skipped: {why}"
+                )
             elif line.strip():
                 damaged.append(number)
     if damaged:
-        lines = f"line {damaged[0]:,}" if len(damaged) == 1 else f"{len(damaged):,} lines, the first of them {damaged[0]:,},"
-        folder.notes.append(f"{lines} of {path.name} cannot be read and {'was' if len(damaged) == 1 else 'were'} skipped")
+        lines = (
+            f"line {damaged[0]:,}"
+            if len(damaged) == 1
+            else f"{len(damaged):,} lines, the first of them {damaged[0]:,},"
+        )
+        folder.notes.append(
+            f"{lines} of {path.name} cannot be read and {'was' if len(damaged) == 1 else 'were'} skipped"
+        )
 
 
 def _columns(
     path: Path, folder: Folder, kept: tuple[str, ...] = ()
 ) -> tuple[list[int], dict[str, list[Number]], list[dict[str, Any]]]:
-    """Return the steps, the numbers of each key by step, and each step's record with the keys in `kept` unchanged.
+    """Return the steps, the numbers of each key by step, and each step's record with the keys in
+    `kept` unchanged.
 
     If two lines have the same step, the later one counts.
     """
@@ -161,8 +200,12 @@ def _columns(
         if not is_count(step):
             without_step += 1
             continue
-        columns |= dict.fromkeys(key for key, value in record.items() if is_number(value) and key != "step")
-        by_step[step] = {key: value for key, value in record.items() if key in columns or key in kept}
+        columns |= dict.fromkeys(
+            key for key, value in record.items() if is_number(value) and key != "step"
+        )
+        by_step[step] = {
+            key: value for key, value in record.items() if key in columns or key in kept
+        }
     if without_step:
         folder.notes.append(f"{without_step:,} lines of {path.name} have no step and were skipped")
     steps = sorted(by_step)
@@ -171,7 +214,9 @@ def _columns(
 
 
 def coverage_rows(passes: Any) -> list[list[Number]]:
-    """Return rows [k, pass@k, low, high] by ascending k, from {k: pass@k} (no interval) or {k: {"mean", "low", "high"}}."""
+    """Return rows [k, pass@k, low, high] by ascending k, from {k: pass@k} (no interval) or {k:
+    {"mean", "low", "high"}}.
+    """
     rows: dict[int, list[Number]] = {}
     for k, value in passes.items() if isinstance(passes, dict) else ():
         if not (k.isascii() and k.isdecimal() and int(k) > 0):
@@ -187,7 +232,11 @@ def _read_warnings(path: Path, folder: Folder) -> None:
     for record in _lines(path / "warnings.jsonl", folder):
         step, kind = record.get("step"), record.get("kind", record.get("name"))
         folder.warnings.append(
-            {"step": step if is_count(step) else None, "kind": text_of(kind)[0], "message": text_of(record.get("message"))[0]}
+            {
+                "step": step if is_count(step) else None,
+                "kind": text_of(kind)[0],
+                "message": text_of(record.get("message"))[0],
+            }
         )
 
 
@@ -196,7 +245,11 @@ def _read_points(path: Path, folder: Folder) -> None:
     thinned = Thinned(MOST_POINTS)
     for record in _lines(path / "diagnostics.jsonl", folder):
         rates, norms, ids = (record.get(key) for key in ("pass_rate", "grad_norm", "ids"))
-        if not is_count(record.get("step")) or not isinstance(rates, list) or not isinstance(norms, list):
+        if (
+            not is_count(record.get("step"))
+            or not isinstance(rates, list)
+            or not isinstance(norms, list)
+        ):
             continue
         ids = ids if isinstance(ids, list) and len(ids) == len(rates) else [None] * len(rates)
         known = [
@@ -210,7 +263,9 @@ def _read_points(path: Path, folder: Folder) -> None:
             for key, value in zip(folder.points, (step, prompt, rate, norm), strict=True):
                 folder.points[key].append(value)
     if thinned.every > 1:
-        folder.notes.append(f"one of {thinned.every} lines of diagnostics.jsonl is shown, because there are many")
+        folder.notes.append(
+            f"one of {thinned.every} lines of diagnostics.jsonl is shown, because there are many"
+        )
 
 
 def _read_samples(path: Path, folder: Folder) -> None:
@@ -222,45 +277,69 @@ def _read_samples(path: Path, folder: Folder) -> None:
         try:
             thinned = read_samples(records)
         except (ValueError, RecursionError) as error:
-            folder.notes.append(f"{name}.jsonl cannot be read: {str(error) or 'it is nested too deeply'}")
+            folder.notes.append(
+                f"{name}.jsonl cannot be read: {str(error) or 'it is nested too deeply'}"
+            )
             continue
         setattr(folder, name, thinned.items)
         folder.in_files[name] = thinned.seen
         if thinned.every > 1:
-            folder.notes.append(f"one of {thinned.every} lines of {name}.jsonl is shown, because there are many")
+            folder.notes.append(
+                f"one of {thinned.every} lines of {name}.jsonl is shown, because there are many"
+            )
 
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
     """Read the number of correct samples of each prompt at each evaluation."""
     records = _lines(path / "pass_rates.jsonl", folder, EVALUATION_BYTES)
     by_step = {record["step"]: record for record in records if is_count(record.get("step"))}
-    _take_counts([(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)], folder, "pass_rates.jsonl")
+    _take_counts(
+        [(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)],
+        folder,
+        "pass_rates.jsonl",
+    )
     if folder.prompts:
         texts = itertools.islice(_lines(path / "eval_prompts.jsonl", folder), MOST_TEXTS)
         folder.prompts["texts"] = [
-            [x["id"], text_of(x.get("prompt"), PROMPT_LENGTH)[0]] for x in texts if is_count(x.get("id"))
+            [x["id"], text_of(x.get("prompt"), PROMPT_LENGTH)[0]]
+            for x in texts
+            if is_count(x.get("id"))
         ]
 
 
-def _take_counts(records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str) -> None:
-    """Take the counts of the evaluations that have the prompts of the last one, given as step, record and ids."""
+def _take_counts(
+    records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str
+) -> None:
+    """Take the counts of the evaluations that have the prompts of the last one, given as step,
+    record and ids.
+    """
     evaluations, known = [], [_ids(ids) for _, _, ids in records]
     for (step, record, _), ids in zip(records, known, strict=True):
         num_samples, counts = record.get("num_samples"), record.get("num_correct")
-        if not ids or ids != known[-1] or not is_count(num_samples) or not isinstance(counts, list) or len(counts) != len(ids):
+        if (
+            not ids
+            or ids != known[-1]
+            or not is_count(num_samples)
+            or not isinstance(counts, list)
+            or len(counts) != len(ids)
+        ):
             continue
         if all(is_count(number) and number <= num_samples for number in counts):
             evaluations.append({"step": step, "num_samples": num_samples, "num_correct": counts})
     if len(evaluations) < len(records):
         skipped = len(records) - len(evaluations)
-        folder.notes.append(f"{skipped:,} evaluations in {file} have other prompts or wrong counts and were skipped")
+        folder.notes.append(
+            f"{skipped:,} evaluations in {file} have other prompts or wrong counts and were skipped"
+        )
     if not evaluations:
         return
     num_read = len(evaluations)
     while len(evaluations) > 2 and len(evaluations) * len(known[-1]) > MOST_COUNTS:
         evaluations = [*evaluations[:-1:2], evaluations[-1]]  # the first and the last stay
     if len(evaluations) < num_read:
-        folder.notes.append(f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are many")
+        folder.notes.append(
+            f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are many"
+        )
     total = records[-1][1].get("num_prompts")
     total = total if is_count(total) else len(known[-1])
     folder.prompts |= {"ids": known[-1], "num_prompts": total, "evaluations": evaluations}
@@ -268,17 +347,30 @@ def _take_counts(records: list[tuple[int | None, dict[str, Any], Any]], folder: 
 
 def _ids(ids: Any) -> list[int]:
     """Return the distinct ids of prompts, or [] if the value holds something else."""
-    is_valid = isinstance(ids, list) and len(ids) <= MOST_COUNTS // 2 and all(map(is_count, ids)) and len(set(ids)) == len(ids)
+    is_valid = (
+        isinstance(ids, list)
+        and len(ids) <= MOST_COUNTS // 2
+        and all(map(is_count, ids))
+        and len(set(ids)) == len(ids)
+    )
     return ids if is_valid else []
 
 
 def _read_seconds(path: Path, folder: Folder) -> None:
     """Read the seconds by stage from timings.json, or else sum those in metrics.jsonl."""
     if (path / "timings.json").exists():
-        folder.seconds, folder.seconds_from = _durations(_object(path / "timings.json", folder)), "timings.json"
+        folder.seconds, folder.seconds_from = (
+            _durations(_object(path / "timings.json", folder)),
+            "timings.json",
+        )
     if not folder.seconds:
-        sums = {key: sum(value for value in folder.metrics.get(key, ()) if value is not None) for key in _TIMED}
-        folder.seconds = {key.removesuffix("_seconds"): value for key, value in sums.items() if value > 0}
+        sums = {
+            key: sum(value for value in folder.metrics.get(key, ()) if value is not None)
+            for key in _TIMED
+        }
+        folder.seconds = {
+            key.removesuffix("_seconds"): value for key, value in sums.items() if value > 0
+        }
         folder.seconds_from = "metrics.jsonl"
 
 

@@ -14,10 +14,18 @@ ANSWER_LENGTH = 500
 
 
 class Thinned:
-    """Keeps every item while they fit, then every second, every fourth, and so on: an even selection of the whole run."""
+    """Keeps every item while they fit, then every second, every fourth, and so on: an even
+    selection of the whole run.
+    """
 
     def __init__(self, most: int):
-        self.every, self.seen, self.kept, self._most, self._size = 1, 0, list[tuple[int, Any]](), most, 0
+        self.every, self.seen, self.kept, self._most, self._size = (
+            1,
+            0,
+            list[tuple[int, Any]](),
+            most,
+            0,
+        )
 
     def add(self, size: int, item: Any) -> None:
         if self.seen % self.every == 0:
@@ -34,11 +42,16 @@ class Thinned:
 
 
 def read_samples(records: Iterable[dict[str, Any]]) -> Thinned:
-    """Return the samples in records of samples.jsonl or rollouts.jsonl, an even selection of them if there is much text."""
+    """Return the samples in records of samples.jsonl or rollouts.jsonl, an even selection of them
+    if there is much text.
+    """
     thinned = Thinned(SAMPLE_BYTES)
     for record in records:
         sample = _sample(record)
-        thinned.add(200 + 2 * sum(len(sample[key]) for key in ("prompt", "response", "answer", "columns")), sample)
+        thinned.add(
+            200 + 2 * sum(len(sample[key]) for key in ("prompt", "response", "answer", "columns")),
+            sample,
+        )
     return thinned
 
 
@@ -46,7 +59,10 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
     """Return what the page shows of a record, with every field there whatever the record holds."""
     prompt, prompt_length = text_of(record.get("prompt"))
     response, response_length = text_of(record.get("response"))
-    counts = {key: record.get(key) if is_count(record.get(key)) else None for key in ("step", "id", "tokens")}
+    counts = {
+        key: record.get(key) if is_count(record.get(key)) else None
+        for key in ("step", "id", "tokens")
+    }
     parts = record.get("components")
     return {
         **counts,
@@ -56,20 +72,27 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
         "truncated": record.get("truncated") is True,
         "left_out": prompt_length - len(prompt) + response_length - len(response),  # characters
         "advantage": finite(record.get("advantage")),
-        "components": {name: finite(value) for name, value in parts.items()} if isinstance(parts, dict) else {},
+        "components": {name: finite(value) for name, value in parts.items()}
+        if isinstance(parts, dict)
+        else {},
         "answer": text_of(record.get("answer"), ANSWER_LENGTH)[0],
         "columns": text_of(record.get("columns") or None, COLUMNS_LENGTH)[0],
     }
 
 
 def in_columns(samples: list[dict[str, Any]], texts: dict[str, int]) -> dict[str, list[Any]]:
-    """Return the samples by column, with each prompt as its number in `texts`, to which new prompts are added."""
-    numbered = [sample | {"prompt": texts.setdefault(sample["prompt"], len(texts))} for sample in samples]
+    """Return the samples by column, with each prompt as its number in `texts`, to which new prompts
+    are added.
+    """
+    numbered = [
+        sample | {"prompt": texts.setdefault(sample["prompt"], len(texts))} for sample in samples
+    ]
     return {key: [sample[key] for sample in numbered] for key in numbered[0]} if numbered else {}
 
 
 def packed(content: dict[str, Any]) -> str:
-    """Return JSON as base64 of gzip, which the page unpacks when it is needed: texts of samples become about 20 times smaller.
+    """Return JSON as base64 of gzip, which the page unpacks when it is needed: texts of samples
+    become about 20 times smaller.
 
     The letters of base64 have no meaning in HTML, whatever the content.
     """

@@ -1,4 +1,6 @@
-"""Runs of one configuration with different seeds, which the page shows as their mean and its standard error."""
+"""Runs of one configuration with different seeds, which the page shows as their mean and its
+standard error.
+"""
 
 import json
 from collections import Counter
@@ -11,9 +13,11 @@ _NAMED_OPTIONS = 3
 
 
 def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
-    """Return the groups of at least two runs whose options differ in their seeds alone: their places and a name.
+    """Return the groups of at least two runs whose options differ in their seeds alone: their
+    places and a name.
 
-    The same seed twice is a repetition, which says nothing about other seeds: it does not count in the group.
+    The same seed twice is a repetition, which says nothing about other seeds: it does not count in
+    the group.
 
     Args:
         named: the options in which runs differ, of which the first make the name.
@@ -23,20 +27,34 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     for i, folder in enumerate(folders):
         if folder.kind != "run" or not folder.options:
             continue
-        own = {key: value for key, value in folder.options.items() if key not in (*OF_ONE_START, "seed")}
-        configuration, seed = json.dumps(own, sort_keys=True), json.dumps(folder.options.get("seed"))
+        own = {
+            key: value
+            for key, value in folder.options.items()
+            if key not in (*OF_ONE_START, "seed")
+        }
+        configuration, seed = (
+            json.dumps(own, sort_keys=True),
+            json.dumps(folder.options.get("seed")),
+        )
         seeds[configuration, seed] += 1
         if seeds[configuration, seed] == 1:
             members.setdefault(configuration, []).append(i)
     found = [places for places in members.values() if len(places) > 1]
     options = [folders[places[0]].options for places in found]
-    differing = [key for key in named if key != "seed" and len({json.dumps(own.get(key)) for own in options}) > 1]
+    differing = [
+        key
+        for key in named
+        if key != "seed" and len({json.dumps(own.get(key)) for own in options}) > 1
+    ]
     for number in range(1, _NAMED_OPTIONS + 1):  # as few options as tell the groups apart
         names = [_name(own, differing[:number] or ["objective"]) for own in options]
         if len(set(names)) == len(names):
             break
     return [
-        {"runs": places, "name": f"{name if names.count(name) == 1 else folders[places[0]].name}, {len(places)} seeds"}
+        {
+            "runs": places,
+            "name": f"{name if names.count(name) == 1 else folders[places[0]].name}, {len(places)} seeds",
+        }
         for name, places in zip(names, found, strict=True)
     ]
 
@@ -44,4 +62,9 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
 def _name(options: dict[str, Any], keys: list[str]) -> str:
     """Return the values of these options as a name, for example "maxrl, k 4"."""
     known = [(key, options[key]) for key in keys if options.get(key) is not None]
-    return ", ".join(f"{value if key == 'objective' else f'{key} {value}'}"[:40] for key, value in known) or "one configuration"
+    return (
+        ", ".join(
+            f"{value if key == 'objective' else f'{key} {value}'}"[:40] for key, value in known
+        )
+        or "one configuration"
+    )

@@ -12,10 +12,14 @@ PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(
 
 
 def weight_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return {"values": W_N(p) at PASS_RATES, exact at the N of these options}, or {"reason": why there is none}."""
+    """Return {"values": W_N(p) at PASS_RATES, exact at the N of these options}, or {"reason": why
+    there is none}.
+    """
     name, n = options.get("objective"), options.get("rollouts")
     if not isinstance(name, str) or (name not in OBJECTIVES and not is_custom(name)):
-        return {"reason": "the objective is not known" + ("" if name is None else f": {name!r:.80}")}
+        return {
+            "reason": "the objective is not known" + ("" if name is None else f": {name!r:.80}")
+        }
     if is_custom(name):
         return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
     if name not in ESTIMATORS:
@@ -23,9 +27,15 @@ def weight_of(options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_ROLLOUTS:
         return {"reason": f"rollouts per prompt must be 1 to {MOST_ROLLOUTS:,}, got {n!r:.80}"}
     try:
-        more = {option: options[option] for option in ESTIMATORS[name].options if options.get(option) is not None}
+        more = {
+            option: options[option]
+            for option in ESTIMATORS[name].options
+            if options.get(option) is not None
+        }
         rates = torch.tensor(PASS_RATES, dtype=torch.float64)
-        weights = effective_weight(name, n, rates, k=options.get("k"), order=options.get("order"), **more)
+        weights = effective_weight(
+            name, n, rates, k=options.get("k"), order=options.get("order"), **more
+        )
     except (ValueError, TypeError) as error:
         return {"reason": str(error)}
     return {"values": weights.tolist()}

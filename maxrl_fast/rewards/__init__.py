@@ -1,4 +1,5 @@
-"""What gives responses their rewards: the records that all sources share. `scoring.py` asks them, the other modules are them.
+"""What gives responses their rewards: the records that all sources share. `scoring.py` asks them,
+the other modules are them.
 
 Every reward worker imports this package at its start, so nothing slow may be imported here.
 """
@@ -25,9 +26,9 @@ class Failure:
     """The reason why a response has no reward.
 
     Args:
-        index: index of the response in its batch.
-        kind: "exception", "timeout", "crash" (the process ended), "memory", or "invalid" (the result is not a finite number).
-        message: one printable line.
+        index: index of the response in its batch. kind: "exception", "timeout", "crash" (the
+        process ended), "memory", or "invalid" (the result is not a finite number). message: one
+        printable line.
     """
 
     index: int
@@ -53,11 +54,19 @@ class Scores:
         return cls([0.0] * num_rows, [], num_rows, [{} for _ in range(num_rows)])
 
     def add(self, rows: range, results: Sequence[dict[str, Any]]) -> None:
-        """Keep the results (`function.py`) of these rows. One failure of a whole call is that of all its rows."""
+        """Keep the results (`function.py`) of these rows. One failure of a whole call is that of
+        all its rows.
+        """
         self.num_left -= len(rows)
-        for row, result in zip(rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True):
+        for row, result in zip(
+            rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True
+        ):
             if "kind" in result:
-                insort(self.failures, Failure(row, result["kind"], printable(result["message"])), key=lambda other: other.index)
+                insort(
+                    self.failures,
+                    Failure(row, result["kind"], printable(result["message"])),
+                    key=lambda other: other.index,
+                )
             else:
                 self.rewards[row] = math.nan if result["reward"] is None else result["reward"]
                 self.components[row] = result.get("components", {})
@@ -75,8 +84,15 @@ class RewardSource(Protocol):
 
     name: str  # as in --reward
 
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
-        """Return the rewards of rows, each with "prompt", "response" and columns; `group` rows have the same prompt.
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
+        """Return the rewards of rows, each with "prompt", "response" and columns; `group` rows have
+        the same prompt.
 
         Args:
             max_failures: after more failures than this the remaining rows are left.
@@ -104,7 +120,9 @@ class RewardSource(Protocol):
 
 
 def printable(text: str) -> str:
-    """Return text of the reward code as one short printable line: it may contain escape sequences."""
+    """Return text of the reward code as one short printable line: it may contain escape
+    sequences.
+    """
     return "".join(c if c.isprintable() else " " for c in text[:LONGEST_MESSAGE])
 
 

@@ -1,8 +1,10 @@
-"""How a user's reward function is loaded and called, and what it may return: in a worker or in a thread of the trainer.
+"""How a user's reward function is loaded and called, and what it may return: in a worker or in a
+thread of the trainer.
 
-The parameters' names say how it is called (`signature_of`). A result is a dict of JSON: {"reward": x}, with "components" if the
-function returned a dict, or {"kind": ..., "message": ...} for a failure. A reward of None does not apply to its response. Each
-worker imports this module at its start, so it imports only a few standard modules.
+The parameters' names say how it is called (`signature_of`). A result is a dict of JSON: {"reward":
+x}, with "components" if the function returned a dict, or {"kind": ..., "message": ...} for a
+failure. A reward of None does not apply to its response. Each worker imports this module at its
+start, so it imports only a few standard modules.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
 ROW = "row"  # f(prompt, response, **columns) -> number
 ROWS = "rows"  # async def f(prompt, response, **columns) -> number: several run at a time
-BATCH = "batch"  # f(completions, prompts, **columns) -> list of numbers, for all responses to a prompt
+# f(completions, prompts, **columns) -> list of numbers, for all responses to a prompt
+BATCH = "batch"
 STYLES = {
     ROW: "called with each response",
     ROWS: "async, called with each response, at most {concurrency} at a time in each process",
@@ -30,10 +33,21 @@ STYLES = {
 OF_BATCHES = ("completions", "responses", "prompts")
 # What other trainers and other people call the arguments.
 RENAMED = {
-    **dict.fromkeys(("completion", "solution_str", "solution", "output", "generation", "generated", "text"), "response"),
+    **dict.fromkeys(
+        ("completion", "solution_str", "solution", "output", "generation", "generated", "text"),
+        "response",
+    ),
     **dict.fromkeys(("prompt_str", "input", "query", "instruction"), "prompt"),
 }
-NOT_GIVEN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "extra_info")
+NOT_GIVEN = (
+    "completion_ids",
+    "completions_ids",
+    "prompt_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "extra_info",
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +65,8 @@ class InvalidReward(Exception):
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return how to call a function, by its parameters and by whether it is async.
 
-    One that names `response` is called with each response, and one that names `completions`, `responses` or `prompts` with
-    lists.
+    One that names `response` is called with each response, and one that names `completions`,
+    `responses` or `prompts` with lists.
     """
     import inspect  # the workers of data sets of prompts need not wait for it
 
@@ -60,7 +74,11 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # written in C
         return {"style": ROW, "names": [], "required": [], "takes_any": True}
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     names = [p.name for p in named]
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     takes_lists = "response" not in names and any(name in names for name in OF_BATCHES)
@@ -73,21 +91,27 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def work_items(signature: Signature, rows: Rows, group: int, concurrency: int) -> list[WorkItem]:
-    """Return the calls for these rows: one for each row, or each group, or as many rows as run side by side."""
+    """Return the calls for these rows: one for each row, or each group, or as many rows as run side
+    by side.
+    """
     style = signature["style"]
     size = {ROW: 1, ROWS: concurrency, BATCH: group}[style]
     items = []
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        arguments = part[0] if style == ROW else part if style == ROWS else batch_arguments(part, signature)
+        arguments = (
+            part[0] if style == ROW else part if style == ROWS else batch_arguments(part, signature)
+        )
         items.append(WorkItem(range(start, start + len(part)), arguments))
     return items
 
 
 def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, Any]:
-    """Return the arguments of a function of lists: `prompts`, every column, and `completions`, or `responses` if it names them.
+    """Return the arguments of a function of lists: `prompts`, every column, and `completions`, or
+    `responses` if it names them.
 
-    As in TRL, a completion of a chat prompt is a list with the assistant's message. Responses are always text.
+    As in TRL, a completion of a chat prompt is a list with the assistant's message. Responses are
+    always text.
     """
     columns = dict.fromkeys(key for row in rows for key in row if key not in ("prompt", "response"))
     arguments = {key: [row.get(key) for row in rows] for key in columns}
@@ -96,28 +120,32 @@ def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> 
         arguments["responses"] = [row["response"] for row in rows]
     if "completions" in signature["names"] or "responses" not in signature["names"]:
         arguments["completions"] = [
-            row["response"] if isinstance(row["prompt"], str) else [{"role": "assistant", "content": row["response"]}]
+            row["response"]
+            if isinstance(row["prompt"], str)
+            else [{"role": "assistant", "content": row["response"]}]
             for row in rows
         ]
     return arguments
 
 
 def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
-    """Return a sentence on the first parameter that does not fit a row, with the nearest fix; "" if all fit."""
+    """Return a sentence on the first parameter that does not fit a row, with the nearest fix; "" if
+    all fit.
+    """
     given = [*(batch_arguments([row], signature) if signature["style"] == BATCH else row)]
     extra = [name for name in given if name not in signature["names"]]
     for name in signature["required"]:
         if name not in given:
             return f"your function asks for `{name}`: {_fix(name, given, extra)}"
     if extra and not signature["takes_any"]:
-        return (
-            f"your function does not take `{extra[0]}`: add **columns to its parameters, which collects what they do not name"
-        )
+        return f"your function does not take `{extra[0]}`: add **columns to its parameters, which collects what they do not name"
     return ""
 
 
 def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
-    """Return the nearest fix. A new name must be one of `extra`: those that the function has already cannot be given twice."""
+    """Return the nearest fix. A new name must be one of `extra`: those that the function has
+    already cannot be given twice.
+    """
     if (own := RENAMED.get(name)) in extra:
         return f"rename it to `{own}`"
     if (one := name.removesuffix("s")) in extra:
@@ -133,11 +161,18 @@ class Caller:
     """Calls a function in its style. Coroutines run in one event loop, which clients may keep.
 
     Args:
-        file: whose lines errors name.
-        is_optional: whether None and NaN mean that the function does not apply to a response; otherwise they are failures.
+        file: whose lines errors name. is_optional: whether None and NaN mean that the function does
+        not apply to a response; otherwise they are failures.
     """
 
-    def __init__(self, function: Callable[..., Any], file: str, style: str, time_limit: float, is_optional: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        file: str,
+        style: str,
+        time_limit: float,
+        is_optional: bool,
+    ) -> None:
         self._function, self._file, self._style = function, file, style
         self._time_limit, self._is_optional = time_limit, is_optional
         if style != ROW:
@@ -169,7 +204,9 @@ class Caller:
             self._loop.close()
 
     async def _call_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Call an async function for all rows at the same time. Each has the time limit for itself."""
+        """Call an async function for all rows at the same time. Each has the time limit for
+        itself.
+        """
 
         async def call(row: dict[str, Any]) -> dict[str, Any]:
             try:
@@ -195,7 +232,11 @@ class Caller:
         listed = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(listed, (list, tuple)) or len(listed) != count:
             wanted = f"a function of `completions` must return a list with a number for each of the {count} completions"
-            given = f"a list of {len(listed)}" if isinstance(listed, (list, tuple)) else SHORT_REPR.repr(result)
+            given = (
+                f"a list of {len(listed)}"
+                if isinstance(listed, (list, tuple))
+                else SHORT_REPR.repr(result)
+            )
             raise InvalidReward(f"{wanted}, got {given}")
         results = []
         for item in listed:
@@ -209,17 +250,25 @@ class Caller:
 def to_result(result: Any, is_optional: bool = False) -> dict[str, Any]:
     """Return the result that what a function returned for a response means.
 
-    A dict of components has its reward under "reward", else it is their sum. Components that are None or NaN are left out.
+    A dict of components has its reward under "reward", else it is their sum. Components that are
+    None or NaN are left out.
 
     Raises:
-        InvalidReward: if it is not a float32 number or a dict of them. None and NaN are allowed if it is optional.
+        InvalidReward: if it is not a float32 number or a dict of them. None and NaN are allowed if
+        it is optional.
     """
     if not isinstance(result, dict):
         value = to_number(result)
         if value is None and not is_optional:
-            raise InvalidReward(_NO_NUMBER.format("None", "NoneType") if result is None else _NOT_FINITE.format("nan"))
+            raise InvalidReward(
+                _NO_NUMBER.format("None", "NoneType")
+                if result is None
+                else _NOT_FINITE.format("nan")
+            )
         return {"reward": value}
-    if len(result) > MOST_COMPONENTS or not all(isinstance(name, str) and len(name) <= NAME_LENGTH for name in result):
+    if len(result) > MOST_COMPONENTS or not all(
+        isinstance(name, str) and len(name) <= NAME_LENGTH for name in result
+    ):
         raise InvalidReward(
             f"a dict of components must have at most {MOST_COMPONENTS} names of at most {NAME_LENGTH} characters, "
             f"got {SHORT_REPR.repr(result)}"
@@ -229,9 +278,15 @@ def to_result(result: Any, is_optional: bool = False) -> dict[str, Any]:
     if "reward" in values:
         reward = components.pop("reward", None)
     else:
-        reward = to_number(sum(components.values()), "the sum of the components: ") if components else None
+        reward = (
+            to_number(sum(components.values()), "the sum of the components: ")
+            if components
+            else None
+        )
     if reward is None and not is_optional:
-        raise InvalidReward(f"the function must return a reward, got a dict without one: {SHORT_REPR.repr(result)}")
+        raise InvalidReward(
+            f"the function must return a reward, got a dict without one: {SHORT_REPR.repr(result)}"
+        )
     return {"reward": reward, "components": components}
 
 
@@ -247,12 +302,15 @@ def to_number(result: Any, where: str = "") -> float | None:
     """
     value = result
     if not isinstance(result, (int, float)) and hasattr(result, "item"):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it has more than one element
+        # it has more than one element
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
             value = result.item()
     if value is None:
         return None
     if not isinstance(value, (int, float)):
-        raise InvalidReward(where + _NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__))
+        raise InvalidReward(
+            where + _NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__)
+        )
     try:
         number = float(value)
     except OverflowError:

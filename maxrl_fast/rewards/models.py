@@ -20,7 +20,15 @@ import torch
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress, power_of_two
+from maxrl_fast.rewards import (
+    PROGRESS_INTERVAL,
+    Progress,
+    RewardSource,
+    Rows,
+    Scores,
+    no_progress,
+    power_of_two,
+)
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
@@ -28,28 +36,29 @@ SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # as in "Score: 8/10" or "8"
 TRIES = 4  # of a request
 PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds after the first try, doubled after each other; the longest
 REPLY_BYTES, SHOWN = 1 << 20, 200
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses of HTTP: the server is busy or not ready
+# statuses of HTTP: the server is busy or not ready
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class RequestError(Exception):
-    """A question has no score. It holds the kind of its failure, the cause, and the least pause before another try, if any."""
+    """A question has no score. It holds the kind of its failure, the cause, and the least pause
+    before another try, if any.
+    """
 
     def __init__(self, kind: str, cause: str, pause: float | None = None) -> None:
         self.kind, self.cause, self.pause = kind, cause, pause
 
 
 class Judge(RewardSource):
-    """Asks a model for the score of each response. The same question is asked once, in this run and in later ones.
+    """Asks a model for the score of each response. The same question is asked once, in this run and
+    in later ones.
 
     Args:
-        name: openai:URL/MODEL; the URL ends with /v1, or before the last slash.
-        template: the question, with {prompt}, {response} and other columns in braces; braces around anything else are text.
-        pattern: regular expression; the first group of its last match in a reply is the score.
-        time_limit: seconds of a request.
-        concurrency: requests at the same time.
-        rate: requests in a second; 0: no limit.
-        key: sent as a bearer token.
-        cache: folder of replies.
+        name: openai:URL/MODEL; the URL ends with /v1, or before the last slash. template: the
+        question, with {prompt}, {response} and other columns in braces; braces around anything else
+        are text. pattern: regular expression; the first group of its last match in a reply is the
+        score. time_limit: seconds of a request. concurrency: requests at the same time. rate:
+        requests in a second; 0: no limit. key: sent as a bearer token. cache: folder of replies.
 
     Raises:
         InputError: if one of these cannot be used.
@@ -75,16 +84,28 @@ class Judge(RewardSource):
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise InputError(f"--judge-score must be a regular expression, got {pattern!r}: {error}") from error
+            raise InputError(
+                f"--judge-score must be a regular expression, got {pattern!r}: {error}"
+            ) from error
         if self._pattern.groups < 1:
             raise InputError(f"--judge-score must have a group around the score, got {pattern!r}")
         if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
-            raise InputError("the key of the judge must be printable ASCII")  # http.client's message would show it
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+            # http.client's message would show it
+            raise InputError("the key of the judge must be printable ASCII")
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
         self._lock, self._next = Lock(), 0.0  # when the next request may start
 
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
-        """Return the scores of rows. Requests that fail after all tries, and replies without a score, are failures.
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
+        """Return the scores of rows. Requests that fail after all tries, and replies without a
+        score, are failures.
 
         Raises:
             StorageError: if a reply cannot be kept.
@@ -92,7 +113,11 @@ class Judge(RewardSource):
         asked: dict[str, list[int]] = {}  # rows by question
         for i, row in enumerate(rows):
             asked.setdefault(self._question(row), []).append(i)
-        waiting, outcomes, stop = deque(asked), SimpleQueue[tuple[str, dict[str, Any] | Exception]](), Event()
+        waiting, outcomes, stop = (
+            deque(asked),
+            SimpleQueue[tuple[str, dict[str, Any] | Exception]](),
+            Event(),
+        )
 
         def answer() -> None:
             with suppress(IndexError):  # another thread has taken the last question
@@ -122,8 +147,14 @@ class Judge(RewardSource):
         return scores
 
     def _question(self, row: dict[str, Any]) -> str:
-        """Return the template with the row's columns, in one pass: braces in a response are text."""
-        return re.sub(r"\{(\w+)\}", lambda name: _text(row[name[1]]) if name[1] in row else name[0], self._template)
+        """Return the template with the row's columns, in one pass: braces in a response are
+        text.
+        """
+        return re.sub(
+            r"\{(\w+)\}",
+            lambda name: _text(row[name[1]]) if name[1] in row else name[0],
+            self._template,
+        )
 
     def _answer(self, question: str, stop: Event) -> float:
         """Return the score of a question, from the cache or the server.
@@ -131,7 +162,9 @@ class Judge(RewardSource):
         Raises:
             RequestError: if there is none.
         """
-        identity = hashlib.sha256(json.dumps([self._url, self._model, question]).encode()).hexdigest()
+        identity = hashlib.sha256(
+            json.dumps([self._url, self._model, question]).encode()
+        ).hexdigest()
         path = self._cache / identity[:2] / f"{identity}.txt"
         try:
             if path.exists():
@@ -151,7 +184,10 @@ class Judge(RewardSource):
         with suppress(ValueError, TypeError):  # the group has no number, or has not matched
             if found and math.isfinite(score := float(found[-1][1])):
                 return score
-        raise RequestError("invalid", f"the judge's reply must have a score as --judge-score finds it, got {reply[-SHOWN:]!r}")
+        raise RequestError(
+            "invalid",
+            f"the judge's reply must have a score as --judge-score finds it, got {reply[-SHOWN:]!r}",
+        )
 
     def _ask(self, question: str, stop: Event) -> str:
         """Return the reply to a question, after several tries if need be."""
@@ -177,17 +213,31 @@ class Judge(RewardSource):
             stop.wait(start - time.monotonic())
 
     def _request(self, question: str) -> str:
-        """Return the reply to one request. A redirection is an error: the key is sent to no other server."""
+        """Return the reply to one request. A redirection is an error: the key is sent to no other
+        server.
+        """
         url, deadline = urlsplit(self._url), time.monotonic() + self._time_limit
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection, content = kind(url.netloc, timeout=self._time_limit), b""  # the time-out of connecting, and of each read
-        body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
-        late = RequestError("timeout", f"the judge took longer than {self._time_limit:g} s", pause=0.0)
+        # the time-out of connecting, and of each read
+        connection, content = kind(url.netloc, timeout=self._time_limit), b""
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+        }
+        late = RequestError(
+            "timeout", f"the judge took longer than {self._time_limit:g} s", pause=0.0
+        )
         try:
-            connection.request("POST", f"{url.path}/chat/completions", json.dumps(body), self._headers)
+            connection.request(
+                "POST", f"{url.path}/chat/completions", json.dumps(body), self._headers
+            )
             response = connection.getresponse()
-            while (part := response.read1(REPLY_BYTES - len(content))) and time.monotonic() < deadline:
-                content += part  # a server that sends a byte now and then exceeds no time-out of a read
+            while (
+                part := response.read1(REPLY_BYTES - len(content))
+            ) and time.monotonic() < deadline:
+                # a server that sends a byte now and then exceeds no time-out of a read
+                content += part
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise late from error
@@ -199,43 +249,66 @@ class Judge(RewardSource):
             raise late
         if response.status != 200:
             cause = f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}"
-            pause = _seconds(response.getheader("Retry-After")) if response.status in RETRIED else None
+            pause = (
+                _seconds(response.getheader("Retry-After")) if response.status in RETRIED else None
+            )
             raise RequestError("exception", cause, pause)
         try:
             reply = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             reply = None
         if not isinstance(reply, str):
-            raise RequestError("invalid", f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}")
+            raise RequestError(
+                "invalid",
+                f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}",
+            )
         return reply
 
     def lines(self) -> list[str]:
         rate = f", at most {self._rate:g} a second" if self._rate else ""
         how = f"up to {self._concurrency} requests at a time{rate}"
-        return [f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in {self._cache}"]
+        return [
+            f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in {self._cache}"
+        ]
 
     def faster(self, factor: float) -> str:
-        return "a higher --judge-rate" if self._rate else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
+        return (
+            "a higher --judge-rate"
+            if self._rate
+            else f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
+        )
 
 
 def _parse_name(name: str) -> tuple[str, str]:
-    """Return the URL and the model of openai:URL/MODEL, where a model may have slashes behind a URL that ends with /v1."""
+    """Return the URL and the model of openai:URL/MODEL, where a model may have slashes behind a URL
+    that ends with /v1.
+    """
     place = name.removeprefix(JUDGE)
     url, end, model = place.partition("/v1/")
-    url, model = (url + "/v1", model) if end else (place.rpartition("/")[0], place.rpartition("/")[2])
+    url, model = (
+        (url + "/v1", model) if end else (place.rpartition("/")[0], place.rpartition("/")[2])
+    )
     parts = urlsplit(url)
     try:
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        is_url = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:  # the port is no number
         is_url = False
     if not is_url or not model or "@" in parts.netloc or parts.query or parts.fragment:
-        raise InputError(f"--reward must be {JUDGE}URL/MODEL, such as {JUDGE}http://localhost:8000/v1/MODEL, got {name}")
+        raise InputError(
+            f"--reward must be {JUDGE}URL/MODEL, such as {JUDGE}http://localhost:8000/v1/MODEL, got {name}"
+        )
     return url, model
 
 
 def _text(value: Any) -> str:
     """Return a column as text; chat messages one after another."""
-    if isinstance(value, list) and all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value):
+    if isinstance(value, list) and all(
+        isinstance(x, dict) and {"role", "content"} <= x.keys() for x in value
+    ):
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in value)
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -253,10 +326,13 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxrl_fast" / "judge"
 
 
-def read_model(directory: Path, kind: str, what: str, dtype: torch.dtype) -> tuple[Any, Any, list[str]]:
+def read_model(
+    directory: Path, kind: str, what: str, dtype: torch.dtype
+) -> tuple[Any, Any, list[str]]:
     """Return the tokenizer and the model in a directory, and the names of weights that it lacks.
 
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors only.
+    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors
+    only.
 
     Args:
         kind: name of a class of transformers, such as "AutoModel".
@@ -268,10 +344,17 @@ def read_model(directory: Path, kind: str, what: str, dtype: torch.dtype) -> tup
     tokenizer = load_tokenizer(directory)
     import transformers  # load_tokenizer has checked that it is installed
 
-    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype}
+    options = {
+        "local_files_only": True,
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "dtype": dtype,
+    }
     try:
         with Quiet():
-            model, loaded = getattr(transformers, kind).from_pretrained(directory, output_loading_info=True, **options)
+            model, loaded = getattr(transformers, kind).from_pretrained(
+                directory, output_loading_info=True, **options
+            )
     except Exception as error:  # transformers raises many kinds of errors
         raise InputError(f"cannot read {what}: {type(error).__name__}: {error}") from error
     return tokenizer, model.eval(), sorted(loaded["missing_keys"])
@@ -284,37 +367,55 @@ def longest_text(tokenizer: Any, model: Any) -> int:
 
 
 class Classifier(RewardSource):
-    """Scores a response by the logit of a classifier with one label, or the probability of the second of two labels.
+    """Scores a response by the logit of a classifier with one label, or the probability of the
+    second of two labels.
 
-    Its text is the conversation that the chat template writes, or the prompt and the response where there is no template.
+    Its text is the conversation that the chat template writes, or the prompt and the response where
+    there is no template.
 
     Args:
         name: hf:DIR.
 
     Raises:
-        InputError: if transformers is missing or cannot read the directory, or the model has more than two labels.
+        InputError: if transformers is missing or cannot read the directory, or the model has more
+        than two labels.
     """
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self._device = name, device
         directory = Path(name.removeprefix(CLASSIFIER))
         if not directory.is_dir():
-            raise InputError(f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}")
+            raise InputError(
+                f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}"
+            )
         what = f"the classifier of --reward {name}"
-        self._tokenizer, model, missing = read_model(directory, "AutoModelForSequenceClassification", what, dtype)
+        self._tokenizer, model, missing = read_model(
+            directory, "AutoModelForSequenceClassification", what, dtype
+        )
         if missing:  # transformers would draw them at random
-            raise InputError(f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}")
+            raise InputError(
+                f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}"
+            )
         if model.config.num_labels not in (1, 2):
-            raise InputError(f"--reward {name} must have one label, or two, got {model.config.num_labels}")
+            raise InputError(
+                f"--reward {name} must have one label, or two, got {model.config.num_labels}"
+            )
         self._model, self._longest = model.to(device), longest_text(self._tokenizer, model)
-        # A decoder reads its score at the last token that is not padding, so padding must be a token that ends no text.
+        # A decoder reads its score at the last token that is not padding, so padding must be a
+        # token that ends no text.
         pad = self._tokenizer.pad_token_id
         self._can_pad = pad is not None and pad != self._tokenizer.eos_token_id
         self._model.config.pad_token_id = pad if self._can_pad else None
         self._tokenizer.padding_side = "right"
 
     @torch.no_grad()
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
         """Return the scores of rows. Texts that are longer than the model takes are failures."""
         encoded, scores = [self._encode(row) for row in rows], Scores.of_rows(len(rows))
         for i, tokens in enumerate(encoded):
@@ -327,30 +428,51 @@ class Classifier(RewardSource):
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             on_progress()
             for i, reward in zip(batch, self._forward([encoded[i] for i in batch]), strict=True):
-                wrong = {"kind": "invalid", "message": f"the reward model must give a finite number, got {reward}"}
-                scores.add(range(i, i + 1), [{"reward": reward} if math.isfinite(reward) else wrong])
+                wrong = {
+                    "kind": "invalid",
+                    "message": f"the reward model must give a finite number, got {reward}",
+                }
+                scores.add(
+                    range(i, i + 1), [{"reward": reward} if math.isfinite(reward) else wrong]
+                )
         return scores
 
     def _encode(self, row: dict[str, Any]) -> list[int]:
         prompt, response, tokenizer = row["prompt"], row["response"], self._tokenizer
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": response}], tokenize=False)
+            text = tokenizer.apply_chat_template(
+                [*messages, {"role": "assistant", "content": response}], tokenize=False
+            )
         else:
             text = "\n\n".join(message["content"] for message in messages) + response
-        tokens: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        tokens: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)[
+            "input_ids"
+        ]
         return tokens
 
     def _forward(self, batch: list[list[int]]) -> list[float]:
-        padded = self._tokenizer.pad({"input_ids": batch}, return_tensors="pt") if self._can_pad else None
+        padded = (
+            self._tokenizer.pad({"input_ids": batch}, return_tensors="pt")
+            if self._can_pad
+            else None
+        )
         if padded is None:
             tokens = torch.tensor(batch)
             padded = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         inputs = {key: padded[key].to(self._device) for key in ("input_ids", "attention_mask")}
         logits = self._model(**inputs).logits.float().cpu()
-        values: list[float] = (logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]).tolist()
+        values: list[float] = (
+            logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]
+        ).tolist()
         return values
 
     def lines(self) -> list[str]:
-        labels = "the logit of its label" if self._model.config.num_labels == 1 else "the probability of its second label"
-        return [f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {labels}"]
+        labels = (
+            "the logit of its label"
+            if self._model.config.num_labels == 1
+            else "the probability of its second label"
+        )
+        return [
+            f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {labels}"
+        ]

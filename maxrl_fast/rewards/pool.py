@@ -1,8 +1,10 @@
-"""Python reward functions: in worker processes that can neither hang nor corrupt a run, or in a thread of this process.
+"""Python reward functions: in worker processes that can neither hang nor corrupt a run, or in a
+thread of this process.
 
-The pool is the trainer's side; `supervisor.py` is the other. There is no library below it: those for pools of processes
-(multiprocessing, pebble) run the user's script again in each worker unless it has a __main__ guard, pickle results, and neither
-give a worker an environment of its own nor kill what it has started.
+The pool is the trainer's side; `supervisor.py` is the other. There is no library below it: those
+for pools of processes (multiprocessing, pebble) run the user's script again in each worker unless
+it has a __main__ guard, pickle results, and neither give a worker an environment of its own nor
+kill what it has started.
 """
 
 import contextlib
@@ -25,24 +27,47 @@ from types import TracebackType
 from typing import Any, Literal
 
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress, power_of_two
-from maxrl_fast.rewards.function import ROWS, STYLES, Caller, Signature, WorkItem, mismatch, signature_of, work_items
+from maxrl_fast.rewards import (
+    PROGRESS_INTERVAL,
+    Progress,
+    RewardSource,
+    Rows,
+    Scores,
+    no_progress,
+    power_of_two,
+)
+from maxrl_fast.rewards.function import (
+    ROWS,
+    STYLES,
+    Caller,
+    Signature,
+    WorkItem,
+    mismatch,
+    signature_of,
+    work_items,
+)
 from maxrl_fast.rewards.supervisor import WROTE, describe_exit
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
-BOOTSTRAP = "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.supervisor import main; main()"
+BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.supervisor import main; main()"
+)
 MAX_FAILED_STARTS = 3  # after this many `score` raises RewardError
 MAX_HUNG = 3  # threads that a call never gave back, after which no other is started
-MOST_SENT, SENT_BYTES = 64, 1 << 20  # for each worker: calls that the supervisor has at a time, fewer if they are large
+# for each worker: calls that the supervisor has at a time, fewer if they are large
+MOST_SENT, SENT_BYTES = 64, 1 << 20
 KILL_LIMIT = 5.0  # seconds for the supervisor to kill everything and end
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
-# Names of the environment variables that every function sees: how programs are found and how text is read, but no keys, no
-# tokens, and no proxies, whose addresses can hold passwords.
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
+)
+# Names of the environment variables that every function sees: how programs are found and how text
+# is read, but no keys, no tokens, and no proxies, whose addresses can hold passwords.
 ENVIRONMENT = (
     "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD"
     "|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
 )
-HASH_SEED = {"PYTHONHASHSEED": "0"}  # unless the user sets it: the order of a set must not depend on the process
+# unless the user sets it: the order of a set must not depend on the process
+HASH_SEED = {"PYTHONHASHSEED": "0"}
 
 
 class StartError(Exception):
@@ -52,23 +77,25 @@ class StartError(Exception):
 class RewardPool(RewardSource):
     """Calls a reward function in several processes.
 
-    A call that exceeds its time or memory limit or crashes its process fails alone: the process is replaced while the others
-    keep working. State that the function keeps between calls belongs to one worker and is lost when that worker is replaced.
-    Only one thread may use the pool, except for `stacks`.
+    A call that exceeds its time or memory limit or crashes its process fails alone: the process is
+    replaced while the others keep working. State that the function keeps between calls belongs to
+    one worker and is lost when that worker is replaced. Only one thread may use the pool, except
+    for `stacks`.
 
     Args:
-        function: "path/to/file.py:name" or "package.module:name".
-        workers: number of processes, each with one call at a time.
-        time_limit: seconds for a call, from when its worker has received it.
-        memory_limit: bytes that a worker may allocate beyond its memory after loading the function.
-        start_limit: seconds for starting a process and loading the function.
+        function: "path/to/file.py:name" or "package.module:name". workers: number of processes,
+        each with one call at a time. time_limit: seconds for a call, from when its worker has
+        received it. memory_limit: bytes that a worker may allocate beyond its memory after loading
+        the function. start_limit: seconds for starting a process and loading the function.
         isolation: whether a process makes calls until one fails, or each call has a fresh process.
         environment: names of variables that the function sees in addition to `ENVIRONMENT`.
-        concurrency: calls of an async function that one process makes at a time.
-        is_optional: whether None and NaN mean that the function does not apply to a response; otherwise they are failures.
+        concurrency: calls of an async function that one process makes at a time. is_optional:
+        whether None and NaN mean that the function does not apply to a response; otherwise they are
+        failures.
 
     Raises:
-        InputError: if the function cannot be loaded, a number is not positive and finite, or a variable does not exist.
+        InputError: if the function cannot be loaded, a number is not positive and finite, or a
+        variable does not exist.
     """
 
     def __init__(
@@ -86,16 +113,30 @@ class RewardPool(RewardSource):
     ) -> None:
         module, _, attribute = function.rpartition(":")
         if not module or not attribute:
-            raise InputError(f'a reward function must be "path/to/file.py:name" or "package.module:name", got "{function}"')
-        limits = {"number of workers": workers, "time limit": time_limit, "memory limit": memory_limit}
+            raise InputError(
+                f'a reward function must be "path/to/file.py:name" or "package.module:name", got "{function}"'
+            )
+        limits = {
+            "number of workers": workers,
+            "time limit": time_limit,
+            "memory limit": memory_limit,
+        }
         for name, value in (limits | {"concurrency": concurrency}).items():
             if not 0 < value < math.inf:
-                raise InputError(f"the {name} of the reward pool must be positive and finite, got {value}")
+                raise InputError(
+                    f"the {name} of the reward pool must be positive and finite, got {value}"
+                )
         for name in environment:
             if name not in os.environ:
-                raise InputError(f"the reward function needs the environment variable {name}, which is not set")
+                raise InputError(
+                    f"the reward function needs the environment variable {name}, which is not set"
+                )
         self.name, self._concurrency = function, concurrency if isolation == "process" else 1
-        environ = {name: value for name, value in os.environ.items() if name in environment or re.fullmatch(ENVIRONMENT, name)}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if name in environment or re.fullmatch(ENVIRONMENT, name)
+        }
         self._environment = HASH_SEED | environ | ONE_THREAD
         self._settings: dict[str, Any] = {
             "function": function,
@@ -131,13 +172,26 @@ class RewardPool(RewardSource):
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
-        """Call the function with each of `rows`, its keyword arguments (JSON values: a tuple arrives as a list).
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
+        """Call the function with each of `rows`, its keyword arguments (JSON values: a tuple
+        arrives as a list).
 
-        A function of lists is called with `group` rows at a time, and an async one with several rows side by side.
+        A function of lists is called with `group` rows at a time, and an async one with several
+        rows side by side.
 
         Args:
             max_failures: after more failures than this the remaining calls are not made.
@@ -149,7 +203,10 @@ class RewardPool(RewardSource):
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
-        waiting, sent = deque(work_items(self.signature, rows, group, self._concurrency)), dict[int, WorkItem]()
+        waiting, sent = (
+            deque(work_items(self.signature, rows, group, self._concurrency)),
+            dict[int, WorkItem](),
+        )
         scores, num_failed_starts, workers = Scores.of_rows(len(rows)), 0, self._settings["workers"]
         most = 2 * workers
         try:
@@ -177,7 +234,8 @@ class RewardPool(RewardSource):
                         cause = f"the workers of the reward function {self.name} cannot be restarted: {error}"
                         raise RewardError(cause) from error
         finally:
-            if sent or self._unsent:  # after too many failures, or an interrupt: the calls must not go on
+            # after too many failures, or an interrupt: the calls must not go on
+            if sent or self._unsent:
                 self._end()
         return scores
 
@@ -211,7 +269,8 @@ class RewardPool(RewardSource):
         raise StartError(f"loading it took longer than {limit:g} s")
 
     def _exchange(self) -> list[tuple[str, Any]]:
-        """Send what the supervisor takes, wait at most a second, and return what it has sent: words and values.
+        """Send what the supervisor takes, wait at most a second, and return what it has sent: words
+        and values.
 
         Raises:
             StartError: if it has ended, or workers cannot be started.
@@ -262,18 +321,24 @@ class RewardPool(RewardSource):
         return f"--reward-workers {power_of_two(self._settings['workers'] * factor)}"
 
     def stacks(self) -> None:
-        """Have the stack of each worker written to standard error, within a second. A watchdog may call it in any thread."""
+        """Have the stack of each worker written to standard error, within a second. A watchdog may
+        call it in any thread.
+        """
         if self._supervisor is not None:
             self._supervisor.send_signal(signal.SIGUSR2)
             time.sleep(1.0)
 
     def close(self) -> None:
-        """Kill all workers and what they have started in their process groups. Without `close` they end with the trainer."""
+        """Kill all workers and what they have started in their process groups. Without `close` they
+        end with the trainer.
+        """
         self._is_closed = True
         self._end()
 
     def _end(self) -> int:
-        """Have the supervisor kill everything, wait until it has ended, and return its exit code; 0 where there is none."""
+        """Have the supervisor kill everything, wait until it has ended, and return its exit code; 0
+        where there is none.
+        """
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return 0
@@ -286,23 +351,39 @@ class RewardPool(RewardSource):
 
 
 class InProcessReward(RewardSource):
-    """A Python function of this process that scores responses, called as in worker processes, one call at a time, in a thread.
+    """A Python function of this process that scores responses, called as in worker processes, one
+    call at a time, in a thread.
 
-    Its arguments are copies. A call that takes longer than its limit counts as failed, and its thread is given up: it ends when
-    the function returns. A call that holds the interpreter's lock, as a regular expression does, cannot be interrupted.
+    Its arguments are copies. A call that takes longer than its limit counts as failed, and its
+    thread is given up: it ends when the function returns. A call that holds the interpreter's lock,
+    as a regular expression does, cannot be interrupted.
 
     Args:
-        name: of the function, as in --reward.
-        time_limit: seconds of a call.
-        is_optional: whether None and NaN mean that the function does not apply to a response; otherwise they are failures.
+        name: of the function, as in --reward. time_limit: seconds of a call. is_optional: whether
+        None and NaN mean that the function does not apply to a response; otherwise they are
+        failures.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False):
-        self.name, self._function, self._time_limit, self._is_optional = name, function, time_limit, is_optional
+    def __init__(
+        self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False
+    ):
+        self.name, self._function, self._time_limit, self._is_optional = (
+            name,
+            function,
+            time_limit,
+            is_optional,
+        )
         self._signature, self._num_hung = signature_of(function), 0
-        self._queues: tuple[SimpleQueue[Any], SimpleQueue[list[dict[str, Any]]]] | None = None  # to and from the thread
+        # to and from the thread
+        self._queues: tuple[SimpleQueue[Any], SimpleQueue[list[dict[str, Any]]]] | None = None
 
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
         """Return the rewards of rows, as `RewardSource.score`.
 
         Raises:
@@ -321,10 +402,14 @@ class InProcessReward(RewardSource):
         if self._queues is None:
             if self._num_hung >= MAX_HUNG:
                 hung = f"{MAX_HUNG} calls of the reward function {self.name} have not ended after {self._time_limit:g} s"
-                raise RewardError(f"{hung}, and a thread cannot be killed; a function in a file, FILE.py:FUNCTION, can be")
+                raise RewardError(
+                    f"{hung}, and a thread cannot be killed; a function in a file, FILE.py:FUNCTION, can be"
+                )
             self._queues = SimpleQueue(), SimpleQueue()
             # A call that never ends does not keep the process from ending.
-            threading.Thread(target=self._make_calls, args=self._queues, name="reward", daemon=True).start()
+            threading.Thread(
+                target=self._make_calls, args=self._queues, name="reward", daemon=True
+            ).start()
         requests, outcomes = self._queues
         requests.put(arguments)
         end = time.monotonic() + self._time_limit
@@ -336,11 +421,15 @@ class InProcessReward(RewardSource):
         self._num_hung += 1
         return [{"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}]
 
-    def _make_calls(self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]) -> None:
+    def _make_calls(
+        self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]
+    ) -> None:
         """Make one call after the other, in the thread, until one with the arguments None."""
         code = getattr(self._function, "__code__", None)
         file = code.co_filename if code is not None else ""
-        caller = Caller(self._function, file, self._signature["style"], self._time_limit, self._is_optional)
+        caller = Caller(
+            self._function, file, self._signature["style"], self._time_limit, self._is_optional
+        )
         while (arguments := requests.get()) is not None:
             outcomes.put(caller.call(arguments))
         caller.close()

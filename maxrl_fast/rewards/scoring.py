@@ -1,4 +1,6 @@
-"""Who scores responses: the task itself, or a source of rewards, several as a weighted sum, or a vote of the responses."""
+"""Who scores responses: the task itself, or a source of rewards, several as a weighted sum, or a
+vote of the responses.
+"""
 
 import json
 import math
@@ -56,24 +58,27 @@ class MetricAccumulator:
             sums, counts = json.loads(line)
             for name, total in sums.items():
                 whole.add(name, total, counts[name])
-        return {f"reward/{name}": total / whole._counts[name] for name, total in whole._sums.items()}
+        return {
+            f"reward/{name}": total / whole._counts[name] for name, total in whole._sums.items()
+        }
 
 
 class Scorer:
     """Gives every response its reward.
 
     Args:
-        source: gives the rewards, such as a reward pool; None: the task scores.
-        max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two calls of `failures`.
-        threshold: rewards above it become 1, others 0; None: rewards are unchanged.
-        answer_limit: the longest answer in characters; responses with a longer answer or without one get reward 0 without a
+        source: gives the rewards, such as a reward pool; None: the task scores. max_error_rate: the
+        largest fraction of rewards that may fail in one `score`, or between two calls of
+        `failures`. threshold: rewards above it become 1, others 0; None: rewards are unchanged.
+        answer_limit: the longest answer in characters; responses with a longer answer or without
+        one get reward 0 without a
             call. None: all responses are scored.
-        num_ranks: processes that score a part each. A process gives up early only where its failures alone are more than
-            all of them together may have.
+        num_ranks: processes that score a part each. A process gives up early only where its
+            failures alone are more than all of them together may have.
 
     Attributes:
-        beat: called while responses are scored, for a watchdog.
-        components: the components of each reward [S] of the last `score`, by name; {} where there are none.
+        beat: called while responses are scored, for a watchdog. components: the components of each
+        reward [S] of the last `score`, by name; {} where there are none.
     """
 
     def __init__(
@@ -86,7 +91,11 @@ class Scorer:
         num_ranks: int = 1,
     ):
         self._task, self._source, self._threshold = task, source, threshold
-        self._max_error_rate, self._answer_limit, self._num_ranks = max_error_rate, answer_limit, num_ranks
+        self._max_error_rate, self._answer_limit, self._num_ranks = (
+            max_error_rate,
+            answer_limit,
+            num_ranks,
+        )
         self.beat: Callable[[], None] = lambda: None
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
@@ -96,7 +105,9 @@ class Scorer:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of several rewards, by the names of their components; {} where there is one, or the task scores."""
+        """The weights of several rewards, by the names of their components; {} where there is one,
+        or the task scores.
+        """
         return getattr(self._source, "weights", {})
 
     @property
@@ -105,13 +116,21 @@ class Scorer:
         return self._source is not None
 
     def rehearsal(self) -> "Scorer":
-        """Return a scorer of the same rewards that scores every response, and gives up only if all rewards fail."""
+        """Return a scorer of the same rewards that scores every response, and gives up only if all
+        rewards fail.
+        """
         return Scorer(self._task, self._source, threshold=self._threshold)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Return rewards [S] float32 of N responses to each prompt; NaN where the function failed."""
+        """Return rewards [S] float32 of N responses to each prompt; NaN where the function
+        failed.
+        """
         self.components = [{} for _ in range(len(rollouts))]
-        rewards = self._task.score(prompts, rollouts) if self._source is None else self._ask(self._source, prompts, rollouts)
+        rewards = (
+            self._task.score(prompts, rollouts)
+            if self._source is None
+            else self._ask(self._source, prompts, rollouts)
+        )
         if self._threshold is None:
             return rewards
         return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
@@ -119,9 +138,12 @@ class Scorer:
     def _ask(self, source: RewardSource, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         num_rollouts = len(rollouts.lengths) // len(prompts)
         columns = self._columns(prompts)
-        responses = [self._task.decode(tokens) for tokens in unpack(rollouts.tokens, rollouts.lengths)]
+        responses = [
+            self._task.decode(tokens) for tokens in unpack(rollouts.tokens, rollouts.lengths)
+        ]
         rewards = torch.zeros(len(responses))
-        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]  # of the rows
+        # of the rows
+        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
         rewards[indices] = float("nan")
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
         try:
@@ -146,16 +168,22 @@ class Scorer:
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
-        columns = prompts.columns or tuple({"prompt": self._task.decode(tokens)} for tokens in texts)
+        columns = prompts.columns or tuple(
+            {"prompt": self._task.decode(tokens)} for tokens in texts
+        )
         for name, value in ((name, value) for row in columns for name, value in row.items()):
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:  # of a task of the user's own
-                raise InputError(f"the column {name} of a prompt must be a JSON value, for rewards: {error}") from error
+                raise InputError(
+                    f"the column {name} of a prompt must be a JSON value, for rewards: {error}"
+                ) from error
         return columns
 
     def check(self, prompts: Prompts) -> None:
-        """Raise InputError, with the nearest fix, if a reward can take the columns of none of these prompts."""
+        """Raise InputError, with the nearest fix, if a reward can take the columns of none of these
+        prompts.
+        """
         if self._source is None:
             return
         errors = []
@@ -168,11 +196,15 @@ class Scorer:
             raise errors[0]
 
     def _needs_scoring(self, response: str) -> bool:
-        """Return whether to call the function: with an answer limit, not for an answer that is missing or too long."""
+        """Return whether to call the function: with an answer limit, not for an answer that is
+        missing or too long.
+        """
         if self._answer_limit is None:
             return True
         length = len(self._task.answer(response))
-        self._answers.update({"all": 1, "missing": length == 0, "too_long": length > self._answer_limit})
+        self._answers.update(
+            {"all": 1, "missing": length == 0, "too_long": length > self._answer_limit}
+        )
         return 0 < length <= self._answer_limit
 
     def pop_components(self) -> MetricAccumulator:
@@ -181,7 +213,8 @@ class Scorer:
         return components
 
     def take_answers(self) -> Counter[str]:
-        """Return counts of this rank's responses since the last call: "all", and answers that were "missing" or "too_long".
+        """Return counts of this rank's responses since the last call: "all", and answers that were
+        "missing" or "too_long".
 
         The counter is empty without an answer limit.
         """
@@ -189,26 +222,40 @@ class Scorer:
         return counts
 
     def answer_rates(self, counts: Counter[str], ranks: Ranks) -> dict[str, float]:
-        """Return the fractions of missing and too long answers over all ranks, by metric; none without an answer limit."""
+        """Return the fractions of missing and too long answers over all ranks, by metric; none
+        without an answer limit.
+        """
         if self._answer_limit is None:
             return {}
-        total, *kinds = ranks.sum(torch.tensor([counts[kind] for kind in ("all", "missing", "too_long")])).tolist()
-        return {f"answers_{kind}": count / max(total, 1) for kind, count in zip(("missing", "too_long"), kinds, strict=True)}
+        total, *kinds = ranks.sum(
+            torch.tensor([counts[kind] for kind in ("all", "missing", "too_long")])
+        ).tolist()
+        return {
+            f"answers_{kind}": count / max(total, 1)
+            for kind, count in zip(("missing", "too_long"), kinds, strict=True)
+        }
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
-        """Return the number of failed rewards on all ranks since the last call, by kind, and a warning with an example.
+        """Return the number of failed rewards on all ranks since the last call, by kind, and a
+        warning with an example.
 
         The warning is empty if no reward failed.
 
         Raises:
-            RewardError: if more than max_error_rate of the rewards failed, or the function can no longer be called.
+            RewardError: if more than max_error_rate of the rewards failed, or the function can no
+            longer be called.
         """
         if self._source is None:
             return {}, ""
         num_scored, failures = self._num_scored, self._failures
         self._num_scored, self._failures = 0, []
         own = Counter(failure.kind for failure in failures)
-        counts = [num_scored, bool(self._source_error), self._gave_up, *(own[kind] for kind in FAILURE_KINDS)]
+        counts = [
+            num_scored,
+            bool(self._source_error),
+            self._gave_up,
+            *(own[kind] for kind in FAILURE_KINDS),
+        ]
         num_scored, has_source_error, gave_up, *totals = ranks.sum(torch.tensor(counts)).tolist()
         by_kind = dict(zip(FAILURE_KINDS, totals, strict=True))
         num_failed = sum(totals)
@@ -229,7 +276,9 @@ class Scorer:
         return "" if self._source is None else "\n".join(self._source.lines())
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes rewards about this many times as fast; "" if there is none."""
+        """Return the option that makes rewards about this many times as fast; "" if there is
+        none.
+        """
         return "" if self._source is None else self._source.faster(factor)
 
     def dump_stacks(self) -> None:
@@ -246,28 +295,42 @@ class Scorer:
 class WeightedRewards(RewardSource):
     """The weighted sum of several rewards.
 
-    A reward that is NaN does not apply to its response and is left out of the sum, as in TRL. A response to which none applies,
-    or for which one fails, has no reward: it counts as a failure.
+    A reward that is NaN does not apply to its response and is left out of the sum, as in TRL. A
+    response to which none applies, or for which one fails, has no reward: it counts as a failure.
 
     Args:
         sources: in the order of `weights`.
     """
 
     def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
-        self._sources = [*zip(short_names([source.name for source in sources]), sources, weights, strict=True)]
+        self._sources = [
+            *zip(short_names([source.name for source in sources]), sources, weights, strict=True)
+        ]
         self.name = " ".join(source.name for source in sources)
-        self.weights = {name: weight for name, _, weight in self._sources}  # by the names that the components have
+        # by the names that the components have
+        self.weights = {name: weight for name, _, weight in self._sources}
         self._seconds = [0.0] * len(sources)  # of each, so far
 
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
-        """Return the sums. The components are each source's value, by its name, and its components, by NAME.COMPONENT."""
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
+        """Return the sums. The components are each source's value, by its name, and its components,
+        by NAME.COMPONENT.
+        """
         sums, components = [math.nan] * len(rows), [dict[str, float]() for _ in rows]
         failures = dict[int, Failure]()  # by row
         for s, (name, source, weight) in enumerate(self._sources):
             start = time.perf_counter()
             scores = source.score(rows, max_failures, on_progress, group)
             self._seconds[s] += time.perf_counter() - start
-            own = [replace(failure, message=f"{name}: {failure.message}") for failure in scores.failures]
+            own = [
+                replace(failure, message=f"{name}: {failure.message}")
+                for failure in scores.failures
+            ]
             if scores.num_left:
                 return Scores([0.0] * len(rows), own, scores.num_left, components)
             failures = {failure.index: failure for failure in own} | failures
@@ -275,10 +338,17 @@ class WeightedRewards(RewardSource):
                 if i not in failures and not math.isnan(reward):
                     sums[i] = weight * reward + (0.0 if math.isnan(sums[i]) else sums[i])
                     components[i][name] = reward
-                    components[i] |= {f"{name}.{part}": x for part, x in scores.components[i].items()}
+                    components[i] |= {
+                        f"{name}.{part}": x for part, x in scores.components[i].items()
+                    }
         for i, reward in enumerate(sums):
             if math.isnan(reward):
-                failures.setdefault(i, Failure(i, "invalid", "no reward applies to this response: all are None or NaN"))
+                failures.setdefault(
+                    i,
+                    Failure(
+                        i, "invalid", "no reward applies to this response: all are None or NaN"
+                    ),
+                )
         rewards = [0.0 if i in failures else reward for i, reward in enumerate(sums)]
         return Scores(rewards, [failures[i] for i in sorted(failures)], 0, components)
 
@@ -288,7 +358,10 @@ class WeightedRewards(RewardSource):
 
     def lines(self) -> list[str]:
         lines = [line for _, source, _ in self._sources for line in source.lines()]
-        return [*dict.fromkeys(lines), "reward: " + " + ".join(f"{weight:g} {name}" for name, _, weight in self._sources)]
+        return [
+            *dict.fromkeys(lines),
+            "reward: " + " + ".join(f"{weight:g} {name}" for name, _, weight in self._sources),
+        ]
 
     def faster(self, factor: float) -> str:
         return self._sources[self._seconds.index(max(self._seconds))][1].faster(factor)
@@ -303,7 +376,8 @@ class WeightedRewards(RewardSource):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return a short name for each reward: its function or model, with its file or a number where two would be the same.
+    """Return a short name for each reward: its function or model, with its file or a number where
+    two would be the same.
 
     Raises:
         InputError: if a reward is named twice.
@@ -313,16 +387,23 @@ def short_names(names: Sequence[str]) -> list[str]:
             raise InputError(f"--reward must name each function once, got {name} twice")
     short = [name.rpartition(":")[2].rpartition("/")[2] for name in names]
     if len(set(short)) < len(short):
-        short = [f"{Path(name.rpartition(':')[0]).stem}.{last}" for name, last in zip(names, short, strict=True)]
-    return short if len(set(short)) == len(short) else [f"{last}_{i}" for i, last in enumerate(short, start=1)]
+        short = [
+            f"{Path(name.rpartition(':')[0]).stem}.{last}"
+            for name, last in zip(names, short, strict=True)
+        ]
+    return (
+        short
+        if len(set(short)) == len(short)
+        else [f"{last}_{i}" for i, last in enumerate(short, start=1)]
+    )
 
 
 class MajorityVote(RewardSource):
-    """Reward 1 for the most frequent answer among the responses to a prompt, 0 for the others (SRT, Shafayat et al. 2025; TTRL,
-    Zuo et al. 2025).
+    """Reward 1 for the most frequent answer among the responses to a prompt, 0 for the others (SRT,
+    Shafayat et al. 2025; TTRL, Zuo et al. 2025).
 
-    Answers are compared as text. Responses without an answer do not vote and get 0; of equally frequent answers the one that
-    was sampled first wins.
+    Answers are compared as text. Responses without an answer do not vote and get 0; of equally
+    frequent answers the one that was sampled first wins.
 
     Args:
         answer: returns the answer in a response, "" if it has none, such as Task.answer.
@@ -333,14 +414,23 @@ class MajorityVote(RewardSource):
     def __init__(self, answer: Callable[[str], str]) -> None:
         self._answer = answer
 
-    def score(self, rows: Rows, max_failures: int | None = None, on_progress: Progress = no_progress, group: int = 1) -> Scores:
+    def score(
+        self,
+        rows: Rows,
+        max_failures: int | None = None,
+        on_progress: Progress = no_progress,
+        group: int = 1,
+    ) -> Scores:
         answers, rewards = [self._answer(row["response"]) for row in rows], list[float]()
         for start in range(0, len(answers), group):
             of_prompt = answers[start : start + group]
-            votes = Counter(answer for answer in of_prompt if answer).most_common(1)  # of a tie, the first
+            # of a tie, the first
+            votes = Counter(answer for answer in of_prompt if answer).most_common(1)
             rewards += [float(bool(votes) and answer == votes[0][0]) for answer in of_prompt]
             on_progress()
         return Scores(rewards, [], components=[{} for _ in rows])
 
     def lines(self) -> list[str]:
-        return ["reward: 1 for the answer that most responses to the prompt give; evaluation has labels"]
+        return [
+            "reward: 1 for the answer that most responses to the prompt give; evaluation has labels"
+        ]

@@ -1,17 +1,21 @@
-"""The processes of a reward pool: a supervisor, and the children that it forks. Only children make calls.
+"""The processes of a reward pool: a supervisor, and the children that it forks. Only children make
+calls.
 
-The supervisor loads the function once, gives calls of the trainer to its children, and kills a child that is late or has failed
-with its process group and forks another. A process in which loading has started threads cannot be forked safely: then the
-trainer starts another supervisor, which loads nothing, and each child loads the function.
+The supervisor loads the function once, gives calls of the trainer to its children, and kills a
+child that is late or has failed with its process group and forks another. A process in which
+loading has started threads cannot be forked safely: then the trainer starts another supervisor,
+which loads nothing, and each child loads the function.
 
-A socket connects the trainer with the supervisor, and another one each child. All send lines "WORD JSON":
+A socket connects the trainer with the supervisor, and another one each child. All send lines "WORD
+JSON":
 
     trainer      NUMBER arguments
     supervisor   NUMBER [result, ...]         ready {"file", "signature", "can_fork"}    error "cause"
     child        keep NUMBER [result, ...]    ready null                                 error "cause"
 
-with a result of `function.py` for each response. A child says "last" for "keep" if it must make no more calls. At SIGUSR2 the
-supervisor writes the stacks of its children to the trainer's standard error.
+with a result of `function.py` for each response. A child says "last" for "keep" if it must make no
+more calls. At SIGUSR2 the supervisor writes the stacks of its children to the trainer's standard
+error.
 """
 
 import contextlib
@@ -33,7 +37,19 @@ from dataclasses import dataclass, field
 
 # By name: a reward function that replaces attributes of these modules does not break its worker.
 from json import dumps, loads
-from os import P_ALL, P_PID, WEXITED, WNOHANG, WNOWAIT, _exit, getpid, getppid, killpg, waitid, waitpid
+from os import (
+    P_ALL,
+    P_PID,
+    WEXITED,
+    WNOHANG,
+    WNOWAIT,
+    _exit,
+    getpid,
+    getppid,
+    killpg,
+    waitid,
+    waitpid,
+)
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +60,11 @@ FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
 QUICK = 1e-3  # seconds of a call. Of quicker ones a child is given several at a time,
 MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many, which it reads at once
 SEND_LIMIT = 10.0  # seconds for an idle child to read a call
-LOOK_INTERVAL = 1.0  # seconds between two looks at the trainer's pid and at children whose connection others keep open
+# seconds between two looks at the trainer's pid and at children whose connection others keep open
+LOOK_INTERVAL = 1.0
 GRACE = 1.0  # seconds for a child to answer after its async calls have reached the time limit
-STACK_LIMIT, STACK_PAUSE = 0.2, 0.02  # seconds to wait for a child's stack, and of silence that end it
+# seconds to wait for a child's stack, and of silence that end it
+STACK_LIMIT, STACK_PAUSE = 0.2, 0.02
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 WROTE = "the reward code wrote to the connection between worker and trainer"
 LIBC = ctypes.CDLL(None)
@@ -71,16 +89,21 @@ def main() -> None:
     settings = loads(sys.argv[1])
     del sys.argv[1:]
     trainer = socket.socket(fileno=settings["connection"])
-    os.set_inheritable(trainer.fileno(), False)  # programs that the function starts do not inherit it
-    # While the function is loaded nothing else notices the trainer's end. Afterwards `run` does, and kills all groups.
+    # programs that the function starts do not inherit it
+    os.set_inheritable(trainer.fileno(), False)
+    # While the function is loaded nothing else notices the trainer's end. Afterwards `run` does,
+    # and kills all groups.
     end_with(settings["trainer"])
     stderr = os.dup(2)
     os.dup2(1, 2)  # what the function prints is discarded
-    # A scheduler sends SIGTERM and SIGINT to the whole job. The trainer stops its workers itself, when it has no more calls.
+    # A scheduler sends SIGTERM and SIGINT to the whole job. The trainer stops its workers itself,
+    # when it has no more calls.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the function starts would inherit
+        # not SIG_IGN, which programs that the function starts would inherit
+        signal.signal(number, lambda *_: None)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel kills a worker, not the trainer
+        # out of memory, the kernel kills a worker, not the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000")
     set_soft_limit(resource.RLIMIT_CORE, 0)
     set_soft_limit(resource.RLIMIT_FSIZE, FILE_LIMIT)
     function, ready = None, settings["ready"]
@@ -90,7 +113,9 @@ def main() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
         trainer.sendall(f"ready {dumps(ready)}\n".encode())
         if function is None or ready["can_fork"]:
-            gc.freeze()  # otherwise garbage collection in a child would copy all pages with objects of the supervisor
+            # otherwise garbage collection in a child would copy all pages with objects of the
+            # supervisor
+            gc.freeze()
             Supervisor(settings, trainer, stderr, function, ready).run()
         else:
             trainer.recv(1)  # until the trainer closes it
@@ -130,23 +155,36 @@ class Supervisor:
         function: Callable[..., Any] | None,
         ready: dict[str, Any],
     ) -> None:
-        self._settings, self._trainer, self._stderr, self._function, self._ready = settings, trainer, stderr, function, ready
+        self._settings, self._trainer, self._stderr, self._function, self._ready = (
+            settings,
+            trainer,
+            stderr,
+            function,
+            ready,
+        )
         # Each of several async calls has the time limit for itself.
-        self._limit = settings["time_limit"] + (GRACE if ready["signature"]["style"] == ROWS else 0.0)
+        self._limit = settings["time_limit"] + (
+            GRACE if ready["signature"]["style"] == ROWS else 0.0
+        )
         self._call_seconds = math.inf  # of the last call; nothing is known of the first
         self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
-        self._num_unread = Counter[bytes]()  # by number of a call: processes that ended before they read it
-        self._received, self._results = bytearray(), bytearray()  # from the trainer; for the trainer
+        # by number of a call: processes that ended before they read it
+        self._num_unread = Counter[bytes]()
+        # from the trainer; for the trainer
+        self._received, self._results = bytearray(), bytearray()
         self._children: dict[int, Child] = {}  # by the descriptor of the connection
         self._poll = select.poll()
         self._poll.register(trainer, select.POLLIN)
-        self._stacks, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # a full pipe must not stop a child
+        # a full pipe must not stop a child
+        self._stacks, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         faulthandler.register(signal.SIGUSR1, file=write, all_threads=False)
         signal.signal(signal.SIGUSR2, lambda *_: self._show_stacks())
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the trainer ignores it, the exit codes of children would be lost
+        # where the trainer ignores it, the exit codes of children would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def run(self) -> None:
-        """Make calls until the trainer closes the connection or has ended; then kill all children with their groups.
+        """Make calls until the trainer closes the connection or has ended; then kill all children
+        with their groups.
 
         Raises:
             LoadError: if a child cannot load the function.
@@ -154,9 +192,14 @@ class Supervisor:
         try:
             for _ in range(self._settings["workers"]):
                 self._start_child()
-            while getppid() == self._settings["trainer"]:  # a fork of the trainer would keep the connection open
+            # a fork of the trainer would keep the connection open
+            while getppid() == self._settings["trainer"]:
                 self._send_calls()
-                busy = [child.deadline for child in self._children.values() if child.calls or not child.is_ready]
+                busy = [
+                    child.deadline
+                    for child in self._children.values()
+                    if child.calls or not child.is_ready
+                ]
                 pause = min([*busy, time.monotonic() + LOOK_INTERVAL]) - time.monotonic()
                 ready = self._poll.poll(max(0.0, 1000 * pause))
                 for fd, _ in ready:
@@ -181,7 +224,11 @@ class Supervisor:
             try:
                 os.setpgid(0, 0)
                 end_with(parent)
-                for connection in (ours, self._trainer, *(child.connection for child in self._children.values())):
+                for connection in (
+                    ours,
+                    self._trainer,
+                    *(child.connection for child in self._children.values()),
+                ):
                     connection.close()
                 os.close(self._stderr)
                 serve(self._settings, theirs, self._function, self._ready)
@@ -192,7 +239,9 @@ class Supervisor:
         theirs.close()
         ours.settimeout(SEND_LIMIT)
         self._poll.register(ours, select.POLLIN)
-        self._children[ours.fileno()] = Child(pid, ours, time.monotonic() + self._settings["start_limit"])
+        self._children[ours.fileno()] = Child(
+            pid, ours, time.monotonic() + self._settings["start_limit"]
+        )
 
     def _receive_calls(self) -> bool:
         """Read what the trainer asks for; return whether it is still connected."""
@@ -203,19 +252,27 @@ class Supervisor:
         self._received += data
         if b"\n" in data:
             *lines, self._received = self._received.split(b"\n")
-            self._waiting.extend((bytes(line.partition(b" ")[0]), bytes(line + b"\n")) for line in lines)
+            self._waiting.extend(
+                (bytes(line.partition(b" ")[0]), bytes(line + b"\n")) for line in lines
+            )
         return bool(data)
 
     def _send_calls(self) -> None:
         """Give each child that has none a call, or several that are quick while many wait."""
-        for child in [child for child in self._children.values() if child.is_ready and not child.calls]:
+        for child in [
+            child for child in self._children.values() if child.is_ready and not child.calls
+        ]:
             if not self._waiting:
                 return
             has_many = self._call_seconds < QUICK and self._settings["isolation"] == "process"
-            count = min(len(self._waiting) // (4 * len(self._children)), MOST_CALLS) if has_many else 1
+            count = (
+                min(len(self._waiting) // (4 * len(self._children)), MOST_CALLS) if has_many else 1
+            )
             child.calls.append(self._waiting.popleft())
             size = len(child.calls[0][1])
-            while len(child.calls) < count and (size := size + len(self._waiting[0][1])) < MOST_BYTES:
+            while (
+                len(child.calls) < count and (size := size + len(self._waiting[0][1])) < MOST_BYTES
+            ):
                 child.calls.append(self._waiting.popleft())
             try:
                 child.connection.sendall(b"".join(line for _, line in child.calls))
@@ -226,7 +283,9 @@ class Supervisor:
             child.deadline = time.monotonic() + self._limit
 
     def _receive_results(self, child: Child) -> None:
-        """Pass on the results that a child has sent, and replace it if they are its last or it has ended."""
+        """Pass on the results that a child has sent, and replace it if they are its last or it has
+        ended.
+        """
         try:
             data = child.connection.recv(1 << 16)
         except OSError:  # ECONNRESET
@@ -235,7 +294,12 @@ class Supervisor:
         num_results, is_last = 0, False
         for line in lines:
             word, _, rest = line.partition(b" ")
-            if is_last or word not in (b"keep", b"last") or not child.calls or not rest.startswith(child.calls[0][0] + b" "):
+            if (
+                is_last
+                or word not in (b"keep", b"last")
+                or not child.calls
+                or not rest.startswith(child.calls[0][0] + b" ")
+            ):
                 break
             child.calls.popleft()
             num_results, is_last = num_results + 1, word == b"last"
@@ -245,7 +309,8 @@ class Supervisor:
         if num_results:
             end = time.monotonic() + self._limit
             self._call_seconds, child.deadline = (end - child.deadline) / num_results, end
-            if is_last or not child.calls:  # not at every quick call, which would wake the trainer each time
+            # not at every quick call, which would wake the trainer each time
+            if is_last or not child.calls:
                 self._send_results()
         if line == b"ready null":
             child.is_ready = True
@@ -255,7 +320,12 @@ class Supervisor:
             self._replace(child)
         elif line:
             self._fail(child, "crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
-        elif not data and child.has_unread and child.calls and self._num_unread[child.calls[0][0]] < self._settings["workers"]:
+        elif (
+            not data
+            and child.has_unread
+            and child.calls
+            and self._num_unread[child.calls[0][0]] < self._settings["workers"]
+        ):
             self._num_unread[child.calls[0][0]] += 1
             self._replace(child)
         elif not data:
@@ -270,11 +340,19 @@ class Supervisor:
         elif child.deadline <= now and child.calls:
             frames = FRAME.findall(self._stack(child))
             own = [frame for frame in frames if frame[0] == self._ready["file"]] or frames
-            place = f", in {own[0][2]} ({os.path.basename(own[0][0])}, line {own[0][1]})" if own else ""
-            self._fail(child, "timeout", f"the call ran longer than {self._settings['time_limit']:g} s{place}")
+            place = (
+                f", in {own[0][2]} ({os.path.basename(own[0][0])}, line {own[0][1]})" if own else ""
+            )
+            self._fail(
+                child,
+                "timeout",
+                f"the call ran longer than {self._settings['time_limit']:g} s{place}",
+            )
 
     def _fail(self, child: Child, kind: str, message: str = "") -> None:
-        """Fail the call that a child makes, by default because the child has ended, and replace the child."""
+        """Fail the call that a child makes, by default because the child has ended, and replace the
+        child.
+        """
         call = child.calls.popleft() if child.calls else None
         code = self._replace(child)
         if call:
@@ -283,7 +361,8 @@ class Supervisor:
             self._send_results()
 
     def _replace(self, child: Child) -> int:
-        """Kill a child with its process group and start another, and return its exit code. Its calls are made by others.
+        """Kill a child with its process group and start another, and return its exit code. Its
+        calls are made by others.
 
         Raises:
             LoadError: if it has ended while it loaded the function.
@@ -309,10 +388,15 @@ class Supervisor:
         for child in [*self._children.values()]:
             state = f"runs call {child.calls[0][0].decode()}" if child.calls else "is idle"
             with contextlib.suppress(OSError):  # nobody reads it
-                os.write(self._stderr, f"reward worker {child.pid} {state}\n{self._stack(child)}\n".encode())
+                os.write(
+                    self._stderr,
+                    f"reward worker {child.pid} {state}\n{self._stack(child)}\n".encode(),
+                )
 
     def _stack(self, child: Child) -> str:
-        """Return the stack of a child's main thread, innermost frame first; "" if the child does not answer."""
+        """Return the stack of a child's main thread, innermost frame first; "" if the child does
+        not answer.
+        """
         text, end = b"", time.monotonic() + STACK_LIMIT
         poll = select.poll()
         poll.register(self._stacks, select.POLLIN)
@@ -325,7 +409,10 @@ class Supervisor:
 
 
 def serve(
-    settings: dict[str, Any], connection: socket.socket, function: Callable[..., Any] | None, ready: dict[str, Any]
+    settings: dict[str, Any],
+    connection: socket.socket,
+    function: Callable[..., Any] | None,
+    ready: dict[str, Any],
 ) -> None:
     """Make calls in a child until one fails or leaves processes behind."""
     if function is None:
@@ -336,7 +423,13 @@ def serve(
             return
     home, own_pid = os.open(".", os.O_PATH), getpid()
     set_soft_limit(resource.RLIMIT_DATA, data_size() + settings["memory_limit"])
-    caller = Caller(function, ready["file"], ready["signature"]["style"], settings["time_limit"], settings["is_optional"])
+    caller = Caller(
+        function,
+        ready["file"],
+        ready["signature"]["style"],
+        settings["time_limit"],
+        settings["is_optional"],
+    )
     lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
     send(b"ready null\n")
     while line := lines.readline():
@@ -344,18 +437,21 @@ def serve(
         results = caller.call(loads(arguments))
         if getpid() != own_pid:
             _exit(0)  # this is a process that the function forked and that returned from it too
-        # Undo what is cheap to undo. The descriptor of the directory is there even if a call has deleted the directory.
+        # Undo what is cheap to undo. The descriptor of the directory is there even if a call has
+        # deleted the directory.
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.fchdir(home)
         is_last = settings["isolation"] == "call" or any("kind" in result for result in results)
-        is_last = is_last or (ready["can_fork"] and has_children())  # otherwise loading may have started some
+        # otherwise loading may have started some
+        is_last = is_last or (ready["can_fork"] and has_children())
         send(b"%s %s %s\n" % (b"last" if is_last else b"keep", number, dumps(results).encode()))
         if is_last:
             return
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, which must be the process with this pid.
+    """Have the kernel kill this process when its parent ends, which must be the process with this
+    pid.
 
     More exactly, when the thread ends that has started this process.
     """
@@ -399,4 +495,6 @@ def describe_exit(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = f"signal {-code}"
-    return f"was killed by {name}" + " (by the kernel if the machine ran out of memory)" * (name == "SIGKILL")
+    return f"was killed by {name}" + " (by the kernel if the machine ran out of memory)" * (
+        name == "SIGKILL"
+    )

@@ -1,6 +1,8 @@
-"""Built-in reward functions: boxed answers compared by math-verify, and the scores of reasoning-gym's data sets.
+"""Built-in reward functions: boxed answers compared by math-verify, and the scores of
+reasoning-gym's data sets.
 
-They run in worker processes (`pool.py`), because comparing can take long, and many data sets execute code or search.
+They run in worker processes (`pool.py`), because comparing can take long, and many data sets
+execute code or search.
 """
 
 import importlib
@@ -12,7 +14,9 @@ OPEN = "\\boxed{"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library of a reward function where the function is loaded, before a call and its limits."""
+    """Import the library of a reward function where the function is loaded, before a call and its
+    limits.
+    """
     if name == "mathematics":
         importlib.import_module("math_verify")  # with sympy, it takes a second
 
@@ -25,9 +29,11 @@ def __getattr__(name: str) -> Any:
 
 
 def boxed(text: str) -> str:
-    """Return the content of the last \\boxed{...}, stripped; "" if there is no box, or the last one is not closed.
+    """Return the content of the last \\boxed{...}, stripped; "" if there is no box, or the last one
+    is not closed.
 
-    Braces in the content are balanced, and escaped braces are not counted. A box inside another box is part of its content.
+    Braces in the content are balanced, and escaped braces are not counted. A box inside another box
+    is part of its content.
     """
     found, start = "", text.find(OPEN)
     while start >= 0:
@@ -44,7 +50,9 @@ def boxed(text: str) -> str:
 
 
 def _score_mathematics(prompt: Any, response: str, answer: str, **line: Any) -> float:
-    """Return 1 if the last \\boxed{} of the response equals the answer, as text or mathematically; else 0."""
+    """Return 1 if the last \\boxed{} of the response equals the answer, as text or mathematically;
+    else 0.
+    """
     from math_verify import verify
 
     given = boxed(response)
@@ -52,7 +60,8 @@ def _score_mathematics(prompt: Any, response: str, answer: str, **line: Any) -> 
         return 0.0
     if given == answer:
         return 1.0
-    # The correct answer comes first: verify is not symmetric. math-verify's own time limits use signals; the pool has its own.
+    # The correct answer comes first: verify is not symmetric. math-verify's own time limits use
+    # signals; the pool has its own.
     return float(verify(_parsed(answer), _parsed(given), timeout_seconds=None))
 
 
@@ -68,7 +77,8 @@ def gym_dataset(name: str, config: str, seed: int) -> Any:
     """Return a data set of reasoning-gym.
 
     Args:
-        config: JSON object of its options. For the data set composite, "datasets" is a list of objects, each with a name, a
+        config: JSON object of its options. For the data set composite, "datasets" is a list of
+        objects, each with a name, a
             weight and a config.
     """
     import reasoning_gym
@@ -76,7 +86,9 @@ def gym_dataset(name: str, config: str, seed: int) -> Any:
 
     options = json.loads(config)
     if name == "composite":
-        options["datasets"] = [composite.DatasetSpec(**part) for part in options.get("datasets", [])]
+        options["datasets"] = [
+            composite.DatasetSpec(**part) for part in options.get("datasets", [])
+        ]
     return reasoning_gym.create_dataset(name, seed=seed, **options)
 
 
@@ -88,7 +100,9 @@ def gym_entry(name: str, config: str, seed: int, index: int) -> dict[str, Any]:
 
 
 def gym_answer(response: str) -> str:
-    """Return the content of the last <answer>...</answer>, else of the last \\boxed{}, else the whole response."""
+    """Return the content of the last <answer>...</answer>, else of the last \\boxed{}, else the
+    whole response.
+    """
     from reasoning_gym.utils import extract_answer
 
     tagged: str | None = extract_answer(response)
@@ -96,10 +110,21 @@ def gym_answer(response: str) -> str:
 
 
 def _score_gym(
-    prompt: Any, response: str, question: str, name: str, config: str, seed: int, index: int, **columns: Any
+    prompt: Any,
+    response: str,
+    question: str,
+    name: str,
+    config: str,
+    seed: int,
+    index: int,
+    **columns: Any,
 ) -> float:
-    """Return the data set's own score, in [0, 1], of the response to question `index` of a data set."""
+    """Return the data set's own score, in [0, 1], of the response to question `index` of a data
+    set.
+    """
     expected = gym_entry(name, config, seed, index)
     if expected["question"] != question:
-        raise ValueError(f"reasoning-gym's {name} must repeat its question for seed {seed} and index {index}, got another one")
+        raise ValueError(
+            f"reasoning-gym's {name} must repeat its question for seed {seed} and index {index}, got another one"
+        )
     return float(gym_dataset(name, config, seed).score_answer(gym_answer(response), expected))

@@ -13,14 +13,17 @@ from maxrl_fast.records import Prompts, Rollouts
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. The filters apply in the order top_k, top_p, min_p, after the temperature."""
+    """How responses are sampled. The filters apply in the order top_k, top_p, min_p, after the
+    temperature.
+    """
 
     temperature: float  # 0: greedy decoding
     max_new_tokens: int  # of one response
     stop_ids: tuple[int, ...]  # a response ends with the first of these tokens
     top_k: int = 0  # keep the k most probable tokens; 0: all
     top_p: float = 1.0  # nucleus sampling
-    min_p: float = 0.0  # keep tokens with at least min_p times the probability of the most probable one
+    # keep tokens with at least min_p times the probability of the most probable one
+    min_p: float = 0.0
 
     @property
     def greedy(self) -> "Sampling":
@@ -42,7 +45,9 @@ class RolloutStatistics:
     decode_steps: int = 0  # forward passes after the prefill
     prompt_tokens: int = 0
     response_tokens: int = 0
-    cache_bytes: int = 0  # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not report it
+    # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not
+    # report it
+    cache_bytes: int = 0
 
 
 class Engine(Protocol):
@@ -57,33 +62,44 @@ class Engine(Protocol):
         """Copy the policy's weights into the engine."""
 
     def sleep(self) -> None:
-        """Free memory, if the engine can. The weights may be lost, so `load_weights` must follow before `generate`."""
+        """Free memory, if the engine can. The weights may be lost, so `load_weights` must follow
+        before `generate`.
+        """
 
-    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
         """Sample `num_samples` responses to each prompt.
 
-        Log-probs are under the whole distribution at the temperature, before top-k, top-p and min-p, so that they equal the
-        policy's own where engine and policy compute the same; at temperature 0 they are 0. Those that the engine cannot know
-        are NaN, and no training accepts them.
+        Log-probs are under the whole distribution at the temperature, before top-k, top-p and
+        min-p, so that they equal the policy's own where engine and policy compute the same; at
+        temperature 0 they are 0. Those that the engine cannot know are NaN, and no training accepts
+        them.
 
         Raises:
             InputError: if the engine cannot serve the request.
         """
 
 
-def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes) -> None:
+def check_request(
+    prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes
+) -> None:
     """Raise InputError for a request that no engine can serve.
 
-    These are empty prompts, token ids outside the vocabulary, prompts too long for the model's context, and sampling options
-    out of range.
+    These are empty prompts, token ids outside the vocabulary, prompts too long for the model's
+    context, and sampling options out of range.
     """
     lengths = prompts.lengths
     if num_samples < 1 or len(prompts) < 1:
-        raise InputError(f"rollout needs at least one prompt and one sample, got {len(prompts)} and {num_samples}")
+        raise InputError(
+            f"rollout needs at least one prompt and one sample, got {len(prompts)} and {num_samples}"
+        )
     if sampling.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if int(lengths.min()) < 1:
-        raise InputError(f"prompts must have at least one token, got prompt {int(prompts.ids[lengths.argmin()])} with none")
+        raise InputError(
+            f"prompts must have at least one token, got prompt {int(prompts.ids[lengths.argmin()])} with none"
+        )
     lowest, highest = int(prompts.tokens.min()), int(prompts.tokens.max())
     if lowest < 0 or highest >= model.vocab_size:
         raise InputError(
@@ -97,7 +113,9 @@ def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model:
         )
     for stop in sampling.stop_ids:
         if not 0 <= stop < model.vocab_size:
-            raise InputError(f"stop ids must be in the vocabulary, 0 to {model.vocab_size - 1}, got {stop}")
+            raise InputError(
+                f"stop ids must be in the vocabulary, 0 to {model.vocab_size - 1}, got {stop}"
+            )
     if not (
         0 <= sampling.temperature < float("inf")
         and sampling.top_k >= 0
@@ -110,8 +128,12 @@ def check_request(prompts: Prompts, num_samples: int, sampling: Sampling, model:
         )
 
 
-def check_cache(cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int) -> None:
-    """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and tokens."""
+def check_cache(
+    cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int
+) -> None:
+    """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and
+    tokens.
+    """
     if prompt + response > cache_bytes:
         raise InputError(
             f"kv_cache_gb must hold the longest prompt and a response, {(prompt + response) / 1e9:.3g} GB at {prompt_length} "
@@ -125,7 +147,9 @@ def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
     if len(broken):
         group, rollout = broken[0].tolist()
         reward = float(rewards[group, rollout])
-        raise NonFiniteError(f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is {reward}")
+        raise NonFiniteError(
+            f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is {reward}"
+        )
 
 
 def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:
@@ -134,4 +158,6 @@ def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:
     if len(broken):
         sequence = int(torch.searchsorted(rollouts.cu_seqlens, broken[0], right=True)) - 1
         prompt = int(prompts.ids[sequence // (len(rollouts) // len(prompts))])
-        raise NonFiniteError(f"step {step}: the log-probs sampled for prompt {prompt} are not finite")
+        raise NonFiniteError(
+            f"step {step}: the log-probs sampled for prompt {prompt} are not finite"
+        )

@@ -1,4 +1,5 @@
-"""Decoding on a CPU with the C++ decoder of csrc/cpu/, in float32 or with bfloat16 matrix multiplications.
+"""Decoding on a CPU with the C++ decoder of csrc/cpu/, in float32 or with bfloat16 matrix
+multiplications.
 
 Each thread runs its part of the batch through the whole model.
 """
@@ -17,27 +18,38 @@ from maxrl_fast.rollout import RolloutStatistics, Sampling
 CPU = torch.device("cpu")
 TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
 # The weights of a layer by their names in csrc/.
-_LAYER = {f"{x}{own}": f"self_attn.{x}_proj.{name}" for x in "qkv" for own, name in (("", "weight"), ("_bias", "bias"))}
-_LAYER |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight", "o": "self_attn.o_proj.weight"}
+_LAYER = {
+    f"{x}{own}": f"self_attn.{x}_proj.{name}"
+    for x in "qkv"
+    for own, name in (("", "weight"), ("_bias", "bias"))
+}
+_LAYER |= {
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "o": "self_attn.o_proj.weight",
+}
 _LAYER |= {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
 _LAYER |= {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def arithmetic_of(dtype: torch.dtype) -> str:
-    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has faster instructions for it, else in float32."""
+    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has faster instructions
+    for it, else in float32.
+    """
     return _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
 
 
 class CpuDecoder:
     """The C++ decoder with its own packed copy of the policy's weights.
 
-    A sample is bitwise identical whatever else is in the batch and whatever the number of slots and threads: each of its
-    numbers is computed by one chain of operations over its own row.
+    A sample is bitwise identical whatever else is in the batch and whatever the number of slots and
+    threads: each of its numbers is computed by one chain of operations over its own row.
 
     Args:
-        config: the policy's sizes.
-        arithmetic: "float32" or one of `_C.bfloat16_arithmetics()`: matrices, keys and values in bfloat16, and the rows that
-            they are multiplied with rounded to it. Sums, the residual stream, norms, softmax and sampling are float32 in all.
+        config: the policy's sizes. arithmetic: "float32" or one of `_C.bfloat16_arithmetics()`:
+        matrices, keys and values in bfloat16, and the rows that
+            they are multiplied with rounded to it. Sums, the residual stream, norms, softmax and
+            sampling are float32 in all.
     """
 
     def __init__(self, config: DecoderConfig, arithmetic: str = "float32"):
@@ -67,18 +79,29 @@ class CpuDecoder:
     def load_weights(self, model: Decoder) -> None:
         """Copy the policy's weights and pack them for the matrix kernels."""
         if replace(model.config, dtype=self.config.dtype) != self.config:
-            raise ValueError(f"the policy must have the decoder's sizes, {self.config}, got {model.config}")
-        weights = {name: weight.detach().to(CPU, torch.float32).contiguous() for name, weight in model.weights()}
+            raise ValueError(
+                f"the policy must have the decoder's sizes, {self.config}, got {model.config}"
+            )
+        weights = {
+            name: weight.detach().to(CPU, torch.float32).contiguous()
+            for name, weight in model.weights()
+        }
         call, layers = KernelLaunch(CPU), range(self.config.num_hidden_layers)
 
         def at(name: str) -> int:
-            return call.keep(weights[name]) if name in weights else 0  # families differ in biases and norms of q, k and v
+            # families differ in biases and norms of q, k and v
+            return call.keep(weights[name]) if name in weights else 0
 
         self._decoder.load(
             embedding=at("model.embed_tokens.weight"),
             norm=at("model.norm.weight"),
-            head=at("model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"),
-            layers=[{own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()} for i in layers],
+            head=at(
+                "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+            ),
+            layers=[
+                {own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()}
+                for i in layers
+            ],
             num_threads=torch.get_num_threads(),
         )
 
@@ -93,21 +116,36 @@ class CpuDecoder:
         """Do nothing: the cache exists only while samples are decoded."""
 
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, budget: int, max_batch: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        keys: Tensor,
+        budget: int,
+        max_batch: int,
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most `max_batch` at a time, with at most `budget` bytes of KV cache.
+        """Sample responses to checked prompts, at most `max_batch` at a time, with at most `budget`
+        bytes of KV cache.
 
         keys [S] int64 select the random numbers.
         """
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
-        num_slots = min(max(1, int((budget - 2 * prompt) / (own + prompt / num_samples))), max_batch)
+        num_slots = min(
+            max(1, int((budget - 2 * prompt) / (own + prompt / num_samples))), max_batch
+        )
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
-        lengths, truncated = torch.zeros(shape[0], dtype=torch.int64), torch.zeros(shape[0], dtype=torch.bool)
-        prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys))
-        call = KernelLaunch(CPU)  # keeps the tensors until this function returns, because the generation has their addresses
+        lengths, truncated = (
+            torch.zeros(shape[0], dtype=torch.int64),
+            torch.zeros(shape[0], dtype=torch.bool),
+        )
+        prompt_tokens, cu_seqlens, keys = (
+            x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys)
+        )
+        # keeps the tensors until this function returns, because the generation has their addresses
+        call = KernelLaunch(CPU)
         generation = _C.CpuGeneration(
             self._decoder,
             num_prompts=len(prompts),

@@ -1,8 +1,9 @@
-"""Attention of one decoding step: each sample's newest token attends to the group's prompt and to the sample's own tokens.
+"""Attention of one decoding step: each sample's newest token attends to the group's prompt and to
+the sample's own tokens.
 
-On a GPU the prompt part is one FlashAttention launch with all samples of a group in one sequence; the own part and the merge
-are one launch of csrc/cuda/decode_attention.cu, or two where few samples have long responses. Elsewhere both parts are
-flash.attend with masks.
+On a GPU the prompt part is one FlashAttention launch with all samples of a group in one sequence;
+the own part and the merge are one launch of csrc/cuda/decode_attention.cu, or two where few samples
+have long responses. Elsewhere both parts are flash.attend with masks.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ _KEYS_PER_SPLIT = 256  # at least, for one block
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the CUDA kernel supports the model.
 
-    A head must be a multiple of 16 bytes, at most 512, and at most 8 query heads may share a key/value head.
+    A head must be a multiple of 16 bytes, at most 512, and at most 8 query heads may share a
+    key/value head.
     """
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
@@ -35,7 +37,8 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def num_splits(rows: int, kv_heads: int, limit: int) -> int:
-    """Return how many blocks share a row's own keys, so that few rows with long responses fill a GPU too.
+    """Return how many blocks share a row's own keys, so that few rows with long responses fill a
+    GPU too.
 
     It depends on sizes alone, so every GPU sums in the same order.
     """
@@ -69,7 +72,9 @@ class Step:
 
     @cached_property
     def tile(self) -> tuple[Tensor, Tensor]:
-        """The row of each place of a tile with a line for each prompt, [G, size], and the place of each row, [A]."""
+        """The row of each place of a tile with a line for each prompt, [G, size], and the place of
+        each row, [A].
+        """
         groups, rows = self.groups, len(self.lengths)
         places = torch.arange(groups.size, device=self.lengths.device)
         tile = (groups.starts[:-1, None] + places).clamp_max(rows - 1)
@@ -77,10 +82,12 @@ class Step:
         return tile, groups.prompt * groups.size + place.clamp(0, groups.size - 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Cache, own: Cache) -> Tensor:
-        """Write k and v of the newest tokens to the samples' cache, and return the attention of q to prompts and samples.
+        """Write k and v of the newest tokens to the samples' cache, and return the attention of q
+        to prompts and samples.
 
-        Shapes: q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv, D], `own` [A, limit, Hkv, D].
-        A row of q, k and v must be contiguous, but rows need not follow each other.
+        Shapes: q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv,
+        D], `own` [A, limit, Hkv, D]. A row of q, k and v must be contiguous, but rows need not
+        follow each other.
         """
         o, lse = self._to_prompts(q, prompt)
         return (self._to_own_in_kernel if self.in_kernel else self._to_own)(q, k, v, own, o, lse)
@@ -88,34 +95,50 @@ class Step:
     def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
         """Return the attention to the prompts, [A, Hq, D], and its log-sum-exp, [A, Hq]."""
         groups, (slots, width) = self.groups, prompt[0].shape[:2]
-        if flash.kernel_for(q.device, q.dtype, q.shape[-1]) in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
+        if flash.kernel_for(q.device, q.dtype, q.shape[-1]) in (
+            flash.TORCH_VARLEN,
+            flash.FLASH_ATTN,
+        ):
             # With a maximum query length of 1 the kernel reorders heads.
             sizes = (groups.starts, groups.cache_starts, max(groups.size, 2), width)
             k, v = (x.flatten(0, 1) for x in prompt)
             flash_attention = torch.ops.aten._flash_attention_forward
-            o, lse, *_ = flash_attention(q, k, v, *sizes, 0.0, False, False, seqused_k=groups.prompt_lengths)
+            o, lse, *_ = flash_attention(
+                q, k, v, *sizes, 0.0, False, False, seqused_k=groups.prompt_lengths
+            )
             return o, lse.t()
         # Treat the query heads that share a key/value head as additional queries of that head.
         tile, place = self.tile
         q = _by_key_head(q, prompt[0].shape[2])[tile].flatten(1, 2)  # [G, size * R, Hkv, D]
         o, lse = flash.attend(q, *prompt, mask=_mask(groups.prompt_lengths, width))
-        o, lse = (_by_query_head(x.reshape(slots * groups.size, -1, *x.shape[2:])[place]) for x in (o, lse))
+        o, lse = (
+            _by_query_head(x.reshape(slots * groups.size, -1, *x.shape[2:])[place])
+            for x in (o, lse)
+        )
         return o, lse
 
-    def _to_own(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
+    def _to_own(
+        self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor
+    ) -> Tensor:
         rows = torch.arange(len(q), device=q.device)
         for cache, x in zip(own, (k, v), strict=True):
             cache[rows, self.lengths - 1] = x
         keys, values = (cache[:, : self.width] for cache in own)
-        o, lse = flash.attend(_by_key_head(q, k.shape[1]), keys, values, mask=_mask(self.lengths, self.width))
+        o, lse = flash.attend(
+            _by_key_head(q, k.shape[1]), keys, values, mask=_mask(self.lengths, self.width)
+        )
         return merge(prompt_o, prompt_lse, _by_query_head(o), _by_query_head(lse))[0]
 
-    def _to_own_in_kernel(self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor) -> Tensor:
+    def _to_own_in_kernel(
+        self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor
+    ) -> Tensor:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
         splits = num_splits(batch, kv_heads, limit)
-        partial = None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
+        partial = (
+            None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
+        )
 
         def at(name: str, x: Tensor, *shape: int) -> int:
             return call.address(name, x, q.dtype, shape)
@@ -148,23 +171,33 @@ class Step:
         return out
 
 
-def _rows_address(call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> int:
-    """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16 bytes apart."""
+def _rows_address(
+    call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> int:
+    """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16
+    bytes apart.
+    """
     if x.stride(0) * x.element_size() % 16:
-        raise ValueError(f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides {x.stride()}")
+        raise ValueError(
+            f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides {x.stride()}"
+        )
     return call.rows(name, x, dtype, shape)
 
 
 def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int:
     """Return the address of a float32 tensor with any strides."""
     if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
-        raise ValueError(f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        raise ValueError(
+            f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
     return call.keep(x)
 
 
 def _mask(lengths: Tensor, width: int) -> Tensor:
     padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[:, None, None]
+    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[
+        :, None, None
+    ]
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:

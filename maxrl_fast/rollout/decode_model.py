@@ -1,7 +1,9 @@
-"""The policy as decoding on a device computes it: weights in the compute dtype, packed so that a layer takes few launches.
+"""The policy as decoding on a device computes it: weights in the compute dtype, packed so that a
+layer takes few launches.
 
-A layer is one matrix multiplication for q, k and v, the rotary embedding, attention, the multiplication by o, addition and
-norm, one multiplication for gate and up, SwiGLU, the multiplication by down, and addition with the next layer's norm.
+A layer is one matrix multiplication for q, k and v, the rotary embedding, attention, the
+multiplication by o, addition and norm, one multiplication for gate and up, SwiGLU, the
+multiplication by down, and addition with the next layer's norm.
 """
 
 from collections.abc import Iterator
@@ -31,17 +33,27 @@ class DecodeLayer:
 
 
 class DecodeModel:
-    """A decoder without gradients. Its weights keep their addresses, so that CUDA graphs read those that are copied into them.
+    """A decoder without gradients. Its weights keep their addresses, so that CUDA graphs read those
+    that are copied into them.
 
     Args:
-        compiled: run torch.compile on the parts of a layer before and after attention; the kernels of layer_kernels.py, which
+        compiled: run torch.compile on the parts of a layer before and after attention; the kernels
+        of layer_kernels.py, which
             fuse the same operations, do not run then.
     """
 
-    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype, compiled: bool = False):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        compiled: bool = False,
+    ):
         c, self.config, self.device, self.dtype = config, config, device, dtype
         self.head_counts = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
-        in_kernels = not compiled and has_kernels(c.hidden_size, c.intermediate_size, c.head_dim, dtype, device)
+        in_kernels = not compiled and has_kernels(
+            c.hidden_size, c.intermediate_size, c.head_dim, dtype, device
+        )
         self.ops = KERNELS if in_kernels else TORCH_OPS
         self._before, self._after = before_attention, after_attention
         if compiled:
@@ -51,13 +63,19 @@ class DecodeModel:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        hidden, queries, width = c.hidden_size, c.num_attention_heads * c.head_dim, sum(self.head_counts) * c.head_dim
+        hidden, queries, width = (
+            c.hidden_size,
+            c.num_attention_heads * c.head_dim,
+            sum(self.head_counts) * c.head_dim,
+        )
         self.layers = [
             DecodeLayer(
                 input_norm=empty(hidden),
                 qkv=empty(width, hidden),
                 qkv_bias=empty(width) if c.has_qkv_bias else None,
-                head_norms=HeadNorms(empty(c.head_dim), empty(c.head_dim), c.rms_norm_eps) if c.has_qk_norm else None,
+                head_norms=HeadNorms(empty(c.head_dim), empty(c.head_dim), c.rms_norm_eps)
+                if c.has_qk_norm
+                else None,
                 o=empty(hidden, queries),
                 post_norm=empty(hidden),
                 gate_up=empty(2 * c.intermediate_size, hidden),
@@ -71,7 +89,9 @@ class DecodeModel:
         self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints, tied weights once; parts of packed weights are views."""
+        """Yield every weight with its name in checkpoints, tied weights once; parts of packed
+        weights are views.
+        """
         sizes = [count * self.config.head_dim for count in self.head_counts]
         yield "model.embed_tokens.weight", self.embedding
         for i, layer in enumerate(self.layers):
@@ -94,13 +114,16 @@ class DecodeModel:
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self.output
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
-        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a packed stream.
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a
+        packed stream.
 
         Args:
             tokens, positions: [U] int64; positions below the model's max_position_embeddings.
-            attention: called once per layer.
-            rows: int64 [R]; after the last layer's attention only these rows are computed. None: all, in order.
+            attention: called once per layer. rows: int64 [R]; after the last layer's attention only
+            these rows are computed. None: all, in order.
         """
         eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
         x = F.embedding(tokens, self.embedding)  # [U, H]
@@ -126,7 +149,11 @@ class DecodeModel:
 
 
 def before_attention(
-    layer: DecodeLayer, normed: Tensor, rotary: Rotary, head_counts: tuple[int, int, int], ops: LayerOps
+    layer: DecodeLayer,
+    normed: Tensor,
+    rotary: Rotary,
+    head_counts: tuple[int, int, int],
+    ops: LayerOps,
 ) -> Heads:
     """Return q [U, Hq, D], k and v [U, Hkv, D] of the normed input [U, H] of a layer."""
     heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (sum(head_counts), -1))
@@ -137,7 +164,9 @@ def before_attention(
 def after_attention(
     layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, ops: LayerOps
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's output [U, H] and the next norm of it, from its input [U, H] and attention [U, Hq * D]."""
+    """Return a layer's output [U, H] and the next norm of it, from its input [U, H] and attention
+    [U, Hq * D].
+    """
     x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
     gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
     return ops.add_rms_norm(x, F.linear(ops.swiglu(gate, up), layer.down), next_norm, eps)

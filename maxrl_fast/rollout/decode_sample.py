@@ -1,4 +1,6 @@
-"""Sampling of the next token of every sample on a GPU, in one launch of csrc/cuda/decode_sample.cu."""
+"""Sampling of the next token of every sample on a GPU, in one launch of
+csrc/cuda/decode_sample.cu.
+"""
 
 import torch
 from torch import Tensor
@@ -9,8 +11,15 @@ from maxrl_fast.rollout import Sampling
 
 
 def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the CUDA kernel can sample so from logits of this dtype; it supports no top-k, top-p or min-p."""
-    return not sampling.filters_tokens and dtype in DEVICE_DTYPES and dispatch.is_gpu(device) and dispatch.has_kernels(device)
+    """Return whether the CUDA kernel can sample so from logits of this dtype; it supports no top-k,
+    top-p or min-p.
+    """
+    return (
+        not sampling.filters_tokens
+        and dtype in DEVICE_DTYPES
+        and dispatch.is_gpu(device)
+        and dispatch.has_kernels(device)
+    )
 
 
 def sample_and_append(
@@ -25,21 +34,24 @@ def sample_and_append(
     logprobs: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Sample one token per row as `sampling.sample` does in float32, and append it to the rows that are not done.
+    """Sample one token per row as `sampling.sample` does in float32, and append it to the rows that
+    are not done.
 
     Args:
-        logits: [A, V] float32, bfloat16 or float16; with `rows`, [g, V].
-        keys: [A] int64; with length they select the uniform random numbers.
-        stops: [V] bool, the tokens that end a response.
-        last, length, done: [A], updated in place: newest token, number of tokens, whether the response has ended.
-        tokens, logprobs: [A, limit], written in place at column `length`.
-        rows: [g n] int64, different rows of the state: each n in turn are sampled from the same logits. None: all rows, each
+        logits: [A, V] float32, bfloat16 or float16; with `rows`, [g, V]. keys: [A] int64; with
+        length they select the uniform random numbers. stops: [V] bool, the tokens that end a
+        response. last, length, done: [A], updated in place: newest token, number of tokens, whether
+        the response has ended. tokens, logprobs: [A, limit], written in place at column `length`.
+        rows: [g n] int64, different rows of the state: each n in turn are sampled from the same
+        logits. None: all rows, each
             from its own logits.
     """
     (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
     num_rows = batch if rows is None else len(rows)
     if count == 0 or num_rows % count:
-        raise ValueError(f"the number of rows must be a multiple of the number of logits, got {num_rows} and {count}")
+        raise ValueError(
+            f"the number of rows must be a multiple of the number of logits, got {num_rows} and {count}"
+        )
     call.launch(
         "decode_sample",
         dtype=DEVICE_DTYPES[logits.dtype],

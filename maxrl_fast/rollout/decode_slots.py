@@ -1,4 +1,6 @@
-"""The batch of the PyTorch decoder: slots with their KV cache, on the device, and its CUDA graphs."""
+"""The batch of the PyTorch decoder: slots with their KV cache, on the device, and its CUDA
+graphs.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,7 +32,9 @@ class Shape(NamedTuple):
 
     def holds(self, other: "Shape") -> bool:
         """Return whether a batch of the other shape can be decoded in slots of this one."""
-        return self.limit == other.limit and all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
+        return self.limit == other.limit and all(
+            mine >= theirs for mine, theirs in zip(self, other, strict=True)
+        )
 
     def joined(self, other: "Shape") -> "Shape":
         """Return the smallest shape that holds both, where their limits are equal."""
@@ -38,18 +42,27 @@ class Shape(NamedTuple):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The numbers of rows to decode at a time, descending: few, so that all CUDA graphs are captured at the start."""
+        """The numbers of rows to decode at a time, descending: few, so that all CUDA graphs are
+        captured at the start.
+        """
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
     def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
-        """Return the size of the KV cache, and of the tensors within a step, which the CUDA graphs keep."""
+        """Return the size of the KV cache, and of the tensors within a step, which the CUDA graphs
+        keep.
+        """
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
-        step = config.vocab_size + 4 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
+        step = (
+            config.vocab_size
+            + 4 * config.hidden_size
+            + 3 * config.intermediate_size
+            + 4 * heads * config.head_dim
+        )
         tokens = self.slots * self.prompt_width + self.rows * self.limit
         return element * (tokens * token + self.rows * step)
 
@@ -59,26 +72,33 @@ def uses_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def captured(step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any) -> torch.cuda.CUDAGraph:
-    """Run a step once, which loads its kernels, and return a graph of it. Tests replace this function."""
+def captured(
+    step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any
+) -> torch.cuda.CUDAGraph:
+    """Run a step once, which loads its kernels, and return a graph of it. Tests replace this
+    function.
+    """
     assert stream is not None
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     graph = torch.cuda.CUDAGraph()
-    # Waits for the device first. By default, a call of another thread that may not happen in a capture, such as the allocation
-    # of pinned memory or the query of an event, would fail, and the capture with it.
+    # Waits for the device first. By default, a call of another thread that may not happen in a
+    # capture, such as the allocation of pinned memory or the query of an event, would fail, and the
+    # capture with it.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
 
 
 class DecodeSlots:
-    """KV cache and state of the groups that are decoded together, allocated once and used by one job after another.
+    """KV cache and state of the groups that are decoded together, allocated once and used by one
+    job after another.
 
-    A group of the job, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never move. Row
-    `slot * group_size + i` of the batch is sample i of the group in that slot, until `compact` moves the rows of samples that
-    are not done into the first `rows` rows. A step computes only these.
+    A group of the job, a prompt and up to `group_size` of its samples, has a slot, whose keys and
+    values never move. Row `slot * group_size + i` of the batch is sample i of the group in that
+    slot, until `compact` moves the rows of samples that are not done into the first `rows` rows. A
+    step computes only these.
     """
 
     STATE = ("sample", "keys", "prompt", "shift", "last", "length", "done", "tokens", "logprobs")
@@ -88,10 +108,14 @@ class DecodeSlots:
         device = model.device
         self.bytes = shape.cache_bytes(c, dtype)
 
-        def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:  # zeros: masked keys and values must be finite
+        # zeros: masked keys and values must be finite
+        def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
             sizes = (*sizes, c.num_key_value_heads, c.head_dim)
             return [
-                (torch.zeros(sizes, dtype=dtype, device=device), torch.zeros(sizes, dtype=dtype, device=device))
+                (
+                    torch.zeros(sizes, dtype=dtype, device=device),
+                    torch.zeros(sizes, dtype=dtype, device=device),
+                )
                 for _ in range(c.num_hidden_layers)
             ]
 
@@ -102,9 +126,15 @@ class DecodeSlots:
         self.prompts, self.own = caches(shape.slots, shape.prompt_width), caches(batch, shape.limit)
         self.prompt_lengths = torch.ones(shape.slots, dtype=torch.int32, device=device)
         self.starts, self.cache_starts = slots.int(), (slots * shape.prompt_width).int()
-        self.sample = integers(batch, value=-1)  # the sample's index in the job; -1: none, or its result is stored
-        self.prompt, self.shift = integers(batch), integers(batch)  # the row's slot; its prompt's length - 1
-        self.keys, self.last, self.length = integers(batch), integers(batch), integers(batch, value=1)
+        # the sample's index in the job; -1: none, or its result is stored
+        self.sample = integers(batch, value=-1)
+        # the row's slot; its prompt's length - 1
+        self.prompt, self.shift = integers(batch), integers(batch)
+        self.keys, self.last, self.length = (
+            integers(batch),
+            integers(batch),
+            integers(batch, value=1),
+        )
         self.done = torch.ones(batch, dtype=torch.bool, device=device)
         self.tokens = integers(batch, shape.limit)
         self.logprobs = torch.zeros(batch, shape.limit, device=device)
@@ -112,18 +142,23 @@ class DecodeSlots:
         self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, batch
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph] = {}
-        # The graphs write only to these slots and never run concurrently, so they share one memory pool. They are captured on a
-        # stream of this device: PyTorch's default for captures is a stream of the device of the first capture.
+        # The graphs write only to these slots and never run concurrently, so they share one memory
+        # pool. They are captured on a stream of this device: PyTorch's default for captures is a
+        # stream of the device of the first capture.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
-        """Remove all samples, and prepare for a job with so many groups at a time of so many samples."""
+        """Remove all samples, and prepare for a job with so many groups at a time of so many
+        samples.
+        """
         rows = num_slots * group_size
         self.num_slots, self.group_size = num_slots, group_size
         self.rows = min(size for size in self.shape.batch_sizes if size >= rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
-        self.starts.copy_((torch.arange(len(self.starts), device=self.starts.device) * group_size).clamp_max(rows))
+        self.starts.copy_(
+            (torch.arange(len(self.starts), device=self.starts.device) * group_size).clamp_max(rows)
+        )
         self.sample.fill_(-1)
         self.done.fill_(True)
         self.length.fill_(1)  # also in rows without a sample: attention needs at least one key
@@ -132,7 +167,9 @@ class DecodeSlots:
         self._capture(sampling)
 
     def _capture(self, sampling: Sampling) -> None:
-        """Capture the steps of this job that have no graph yet. All rows are done, so a step changes nothing that is read."""
+        """Capture the steps of this job that have no graph yet. All rows are done, so a step
+        changes nothing that is read.
+        """
         if not uses_graphs(self.last.device):
             return
         starts, most = self.starts.clone(), self.rows
@@ -140,7 +177,9 @@ class DecodeSlots:
             if rows <= most and (sampling, rows) not in self.graphs:
                 self.rows = rows
                 self.starts.copy_(starts.clamp_max(rows))
-                self.graphs[sampling, rows] = captured(lambda: self.step(sampling, self.shape.limit), self.stream, self.pool)
+                self.graphs[sampling, rows] = captured(
+                    lambda: self.step(sampling, self.shape.limit), self.stream, self.pool
+                )
         self.rows = most
         self.starts.copy_(starts)
 
@@ -156,8 +195,11 @@ class DecodeSlots:
         """Append one token to every sample that has not ended."""
         rows = slice(self.rows)
         length = self.length[rows]
-        size = (self.shape if uses_graphs(length.device) else self).group_size  # a graph serves every job
-        groups = Groups(self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size)
+        # a graph serves every job
+        size = (self.shape if uses_graphs(length.device) else self).group_size
+        groups = Groups(
+            self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size
+        )
         step = Step(groups, length, width, self.in_kernel)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,10 +209,18 @@ class DecodeSlots:
         hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
         logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
-            state = (self.last[rows], length, self.done[rows], self.tokens[rows], self.logprobs[rows])
+            state = (
+                self.last[rows],
+                length,
+                self.done[rows],
+                self.tokens[rows],
+                self.logprobs[rows],
+            )
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
         else:
-            token, log_p = sample(logits.float(), uniforms(self.keys[rows], length)[:, None], sampling)
+            token, log_p = sample(
+                logits.float(), uniforms(self.keys[rows], length)[:, None], sampling
+            )
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
@@ -183,8 +233,12 @@ class DecodeSlots:
         self.length[rows] = torch.where(done, length, at + 1)
         self.done[rows] = done | self.stops[token] | (at + 1 == self.shape.limit)
 
-    def admit(self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling) -> None:
-        """Prefill slots [g] with prompts [g], and sample the first token of samples [g, group_size] (-1: none)."""
+    def admit(
+        self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling
+    ) -> None:
+        """Prefill slots [g] with prompts [g], and sample the first token of samples [g, group_size]
+        (-1: none).
+        """
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
         layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
@@ -198,16 +252,24 @@ class DecodeSlots:
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1)
-        rows = (slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)).flatten()
+        rows = (
+            slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)
+        ).flatten()
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths.int()
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
-        self.sample[rows], self.keys[rows], self.done[rows] = samples, keys[samples.clamp_min(0)], samples < 0
+        self.sample[rows], self.keys[rows], self.done[rows] = (
+            samples,
+            keys[samples.clamp_min(0)],
+            samples < 0,
+        )
         self.length[rows] = (samples < 0).long()
         logits = self.model.logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             state = (self.last, self.length, self.done, self.tokens, self.logprobs)
-            decode_sample.sample_and_append(logits, sampling, self.keys, self.stops, *state, rows=rows)
+            decode_sample.sample_and_append(
+                logits, sampling, self.keys, self.stops, *state, rows=rows
+            )
         else:
             u = uniforms(self.keys[rows], 0).view(-1, self.group_size)
             token, log_p = sample(logits.float(), u, sampling)
@@ -219,15 +281,22 @@ class DecodeSlots:
         self.length.index_fill_(0, rows, 1)
 
     def compact(self, active: Tensor, longest: int) -> None:
-        """Move the active rows, [rows] bool on the host, into the smallest number of rows that holds them.
+        """Move the active rows, [rows] bool on the host, into the smallest number of rows that
+        holds them.
 
         longest: the most tokens of an active row; only so many positions of the cache are moved.
         """
         rows = min(size for size in self.shape.batch_sizes if size >= int(active.sum()))
         if rows == self.rows:
             return
-        # Active rows, and as many others as there is place for, in their order: the rows of a prompt stay together.
-        kept = active.long().argsort(descending=True, stable=True)[:rows].sort().values.to(self.last.device)
+        # Active rows, and as many others as there is place for, in their order: the rows of a
+        # prompt stay together.
+        kept = (
+            active.long()
+            .argsort(descending=True, stable=True)[:rows]
+            .sort()
+            .values.to(self.last.device)
+        )
         for name in self.STATE:
             state = getattr(self, name)
             state[:rows] = state[kept]

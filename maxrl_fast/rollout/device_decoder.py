@@ -1,9 +1,11 @@
-"""Decoding in plain PyTorch, on any device and in any dtype; on a GPU every step is a replayed CUDA graph.
+"""Decoding in plain PyTorch, on any device and in any dtype; on a GPU every step is a replayed CUDA
+graph.
 
-The batch has slots. A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
-multiplication scores a prompt's keys for all of them. When a group has finished, its slot admits the next one; when none is
-waiting, steps compute half of the rows, a quarter, and so on, as samples finish. The device alone knows which samples have
-finished, and the host asks once every BURST steps.
+The batch has slots. A slot holds one group: a prompt and up to `group_size` of its samples, so that
+one matrix multiplication scores a prompt's keys for all of them. When a group has finished, its
+slot admits the next one; when none is waiting, steps compute half of the rows, a quarter, and so
+on, as samples finish. The device alone knows which samples have finished, and the host asks once
+every BURST steps.
 """
 
 import contextlib
@@ -22,23 +24,30 @@ from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.runtime.device import memory_bytes
 
 BURST = 8  # steps between two synchronisations with the device
-PREFILL_TOKENS = 32768  # of prompts computed together; more are no faster, and their tensors are not counted in the limit
-KEPT_SHARE = 0.1  # of the device's memory: a KV cache that takes more is freed while the policy trains
+# of prompts computed together; more are no faster, and their tensors are not counted in the limit
+PREFILL_TOKENS = 32768
+# of the device's memory: a KV cache that takes more is freed while the policy trains
+KEPT_SHARE = 0.1
 
 
 def _rounded(n: int) -> int:
-    """Round up to a power of two or three quarters of one, so that a longer prompt rarely needs a new KV cache."""
+    """Round up to a power of two or three quarters of one, so that a longer prompt rarely needs a
+    new KV cache.
+    """
     power = 1 << max(n - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and its slots, which grow to hold the largest call."""
+    """A copy of the policy in the compute dtype, and its slots, which grow to hold the largest
+    call.
+    """
 
     def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
         self.dtype, self.device, self.compiled = dtype, model.lm_head.weight.device, compiled
         self.model = DecodeModel(model.config, self.device, dtype, compiled)
-        self.in_kernel = has_kernel(model.config, dtype, self.device)  # whether attention runs in the CUDA kernel
+        # whether attention runs in the CUDA kernel
+        self.in_kernel = has_kernel(model.config, dtype, self.device)
         self.batch: DecodeSlots | None = None
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
@@ -49,7 +58,9 @@ class DeviceDecoder:
         how = f"PyTorch, {str(self.dtype).removeprefix('torch.')}{', compiled' if self.compiled else ''}"
         if self.device.type == "cuda":
             own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
-            how += ", CUDA graphs" + "".join(f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items())
+            how += ", CUDA graphs" + "".join(
+                f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
+            )
         return f"{how}, key/value cache and tensors of a step"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
@@ -57,38 +68,53 @@ class DeviceDecoder:
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
-        """Free a KV cache that takes much of the device's memory; the next call allocates it and captures its graphs again.
+        """Free a KV cache that takes much of the device's memory; the next call allocates it and
+        captures its graphs again.
 
-        By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a cache, but much beside a
-        small one.
+        By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a
+        cache, but much beside a small one.
         """
         if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.batch = None
 
     def load_weights(self, model: Decoder) -> None:
-        """Copy the policy's weights, rounded to the compute dtype once instead of at every token."""
+        """Copy the policy's weights, rounded to the compute dtype once instead of at every
+        token.
+        """
         own = dict(self.model.weights())
         for name, weight in model.weights():
             own[name].copy_(weight)
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, budget: int, max_batch: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        keys: Tensor,
+        budget: int,
+        max_batch: int,
     ) -> tuple[Rollouts, RolloutStatistics]:
         """Sample responses to checked prompts, at most `max_batch` at a time.
 
         Args:
-            keys: [S] int64, which select the random numbers.
-            budget: the most bytes of the KV cache and of the tensors of a step; the longest prompt and a response fit.
+            keys: [S] int64, which select the random numbers. budget: the most bytes of the KV cache
+            and of the tensors of a step; the longest prompt and a response fit.
         """
         # Graphs are captured and replayed on the current device.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with (
+            torch.cuda.device(self.device)
+            if self.device.type == "cuda"
+            else contextlib.nullcontext()
+        ):
             shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
             batch = self._batch_for(shape, budget)
             batch.begin(shape.slots, shape.group_size, sampling)
             return _Job(prompts, num_samples, sampling, keys, batch).run()
 
-    def _shape(self, prompts: Prompts, num_samples: int, limit: int, budget: int, max_batch: int) -> Shape:
+    def _shape(
+        self, prompts: Prompts, num_samples: int, limit: int, budget: int, max_batch: int
+    ) -> Shape:
         """Return the largest shape within the budget that a call can use."""
         row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
         width = min(_rounded(int(prompts.lengths.max())), (budget - row) // token)
@@ -98,7 +124,9 @@ class DeviceDecoder:
         return Shape(slots, slots * group_size, group_size, width, limit)
 
     def _batch_for(self, shape: Shape, budget: int) -> DecodeSlots:
-        """Return the slots if they hold this shape, else new ones that hold what the old ones did too, if they may."""
+        """Return the slots if they hold this shape, else new ones that hold what the old ones did
+        too, if they may.
+        """
         if self.batch is None or not self.batch.shape.holds(shape):
             if self.batch is not None and self.batch.shape.limit == shape.limit:
                 both = shape.joined(self.batch.shape)
@@ -111,7 +139,14 @@ class DeviceDecoder:
 class _Job:
     """One call of `generate`: the groups that wait, and the results so far."""
 
-    def __init__(self, prompts: Prompts, num_samples: int, sampling: Sampling, keys: Tensor, batch: DecodeSlots):
+    def __init__(
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        keys: Tensor,
+        batch: DecodeSlots,
+    ):
         self.prompts, self.sampling, self.keys, self.batch = prompts, sampling, keys, batch
         shape, device = (len(keys), sampling.max_new_tokens), keys.device
         self.results = {
@@ -119,10 +154,13 @@ class _Job:
             "logprobs": torch.zeros(shape, device=device),
             "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
         }
-        # A prompt with more than group_size samples has several groups, the last one padded with -1.
+        # A prompt with more than group_size samples has several groups, the last one padded with
+        # -1.
         samples = torch.arange(len(keys), device=device).view(len(prompts), num_samples)
         padding = -num_samples % batch.group_size
-        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(-1, batch.group_size)
+        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(
+            -1, batch.group_size
+        )
         self.groups_per_prompt = (num_samples + padding) // batch.group_size
         self.next_group = self.steps = 0
         self.prefill_seconds = 0.0
@@ -159,41 +197,59 @@ class _Job:
         )
 
     def _slots_to_fill(self, active: Tensor, waiting: int) -> Tensor:
-        """Return empty slots for waiting groups: at least a quarter of all, because small batches cost more per token."""
+        """Return empty slots for waiting groups: at least a quarter of all, because small batches
+        cost more per token.
+        """
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
-        empty = (~active[: num_slots * group_size].view(num_slots, group_size).any(1)).nonzero()[:, 0]
+        empty = (~active[: num_slots * group_size].view(num_slots, group_size).any(1)).nonzero()[
+            :, 0
+        ]
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """Admit waiting groups into these slots, so many at a time that a layer's tensors stay small beside the cache."""
+        """Admit waiting groups into these slots, so many at a time that a layer's tensors stay
+        small beside the cache.
+        """
         start = time.perf_counter()
         for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
             self._admit_together(part)
         self.prefill_seconds += time.perf_counter() - start
 
     def _admit_together(self, slots: Tensor) -> None:
-        """Admit waiting groups in one forward pass; a prompt with several groups is computed once for each of them."""
+        """Admit waiting groups in one forward pass; a prompt with several groups is computed once
+        for each of them.
+        """
         groups = torch.arange(self.next_group, self.next_group + len(slots))
         lengths = self.prompts.lengths.cpu()
         chosen = groups // self.groups_per_prompt
         starts = self.prompts.cu_seqlens.cpu()[chosen]
         cu_seqlens = cumulative(lengths[chosen])
-        index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(lengths[chosen])
+        index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(
+            lengths[chosen]
+        )
         device = self.keys.device
-        prompts = Prompts(self.prompts.tokens[index.to(device)], cu_seqlens.to(device), self.prompts.ids[chosen.to(device)])
-        self.batch.admit(slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling)
+        prompts = Prompts(
+            self.prompts.tokens[index.to(device)],
+            cu_seqlens.to(device),
+            self.prompts.ids[chosen.to(device)],
+        )
+        self.batch.admit(
+            slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling
+        )
         self.next_group += len(slots)
 
     def _finish(self) -> tuple[Tensor, Tensor]:
         """Store the results of samples that have ended since the last call.
 
-        Returns which rows are still active, and their lengths, both [rows] on the host. This is the one place that waits for
-        the device.
+        Returns which rows are still active, and their lengths, both [rows] on the host. This is the
+        one place that waits for the device.
         """
         batch = self.batch
-        done, samples, lengths = torch.stack([batch.done.long(), batch.sample, batch.length])[:, : batch.rows].cpu()
+        done, samples, lengths = torch.stack([batch.done.long(), batch.sample, batch.length])[
+            :, : batch.rows
+        ].cpu()
         ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
             rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))

@@ -7,7 +7,9 @@ ENGINES = ("native", "vllm")
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether an engine is a class of the user's: FILE.py:CLASS, or the name of an installed one."""
+    """Return whether an engine is a class of the user's: FILE.py:CLASS, or the name of an installed
+    one.
+    """
     return name not in ENGINES and (is_file(name) or is_installed("rollout", name))
 
 

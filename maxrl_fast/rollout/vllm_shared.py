@@ -1,4 +1,6 @@
-"""What both vLLM engines share: versions, requests, what an answer becomes, and the names of weights."""
+"""What both vLLM engines share: versions, requests, what an answer becomes, and the names of
+weights.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,11 +14,14 @@ from maxrl_fast.records import Rollouts, pack
 from maxrl_fast.rollout import Sampling
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
-NEEDS = ((0, 32), (0, 34))  # the first version that --rollout vllm supports, and the first one that it does not
-WITHOUT_HEAD = ("gemma2", "gemma3n_text")  # whose logits vLLM reads from the embedding: it refuses a weight lm_head
+# the first version that --rollout vllm supports, and the first one that it does not
+NEEDS = ((0, 32), (0, 34))
+# whose logits vLLM reads from the embedding: it refuses a weight lm_head
+WITHOUT_HEAD = ("gemma2", "gemma3n_text")
 VERSIONS = tuple(".".join(map(str, version)) for version in NEEDS)
 
-Sample = tuple[list[int], Sequence[float], bool]  # tokens, their log-probs, and whether the length limit ended it
+# tokens, their log-probs, and whether the length limit ended it
+Sample = tuple[list[int], Sequence[float], bool]
 
 
 def check_version(version: str, advice: str = "") -> None:
@@ -28,16 +33,20 @@ def check_version(version: str, advice: str = "") -> None:
 
 
 def logprobs_mode(filters_tokens: bool) -> str:
-    """Return vLLM's --logprobs-mode that gives log-probs under the whole distribution at the temperature.
+    """Return vLLM's --logprobs-mode that gives log-probs under the whole distribution at the
+    temperature.
 
-    vLLM's processed log-probs are after the temperature, top-k, top-p and min-p, and renormalised. The raw ones are before all
-    of these: with a filter they are the wanted ones at temperature 1, and at other temperatures vLLM has none.
+    vLLM's processed log-probs are after the temperature, top-k, top-p and min-p, and renormalised.
+    The raw ones are before all of these: with a filter they are the wanted ones at temperature 1,
+    and at other temperatures vLLM has none.
     """
     return RAW if filters_tokens else PROCESSED
 
 
 def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a prompt: all greedy samples are equal, so it computes one."""
+    """Return vLLM's sampling parameters of a prompt: all greedy samples are equal, so it computes
+    one.
+    """
     return {
         "n": 1 if sampling.temperature == 0 else num_samples,
         "temperature": sampling.temperature,
@@ -48,28 +57,38 @@ def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_ids),
         "logprobs": 0,  # only of the sampled token
         "detokenize": False,
-        "ignore_eos": True,  # the end-of-text token of the configuration; stop_token_ids still apply
+        # the end-of-text token of the configuration; stop_token_ids still apply
+        "ignore_eos": True,
     }
 
 
-def rollouts_of(samples: list[list[Sample]], num_samples: int, sampling: Sampling, mode: str) -> Rollouts:
-    """Return the rollouts of what vLLM has sampled for each prompt; a greedy sample stands for all `num_samples`.
+def rollouts_of(
+    samples: list[list[Sample]], num_samples: int, sampling: Sampling, mode: str
+) -> Rollouts:
+    """Return the rollouts of what vLLM has sampled for each prompt; a greedy sample stands for all
+    `num_samples`.
 
-    Log-probs are 0 for greedy ones, and NaN where vLLM's mode gives others than those of the whole distribution.
+    Log-probs are 0 for greedy ones, and NaN where vLLM's mode gives others than those of the whole
+    distribution.
     """
     is_greedy = sampling.temperature == 0
-    chosen = [sample for of_prompt in samples for sample in of_prompt * (num_samples if is_greedy else 1)]
+    chosen = [
+        sample for of_prompt in samples for sample in of_prompt * (num_samples if is_greedy else 1)
+    ]
     packed, cu_seqlens = pack([tokens for tokens, _, _ in chosen])
     logprobs = torch.tensor([x for _, of_sample, _ in chosen for x in of_sample])
     if is_greedy:
         logprobs.zero_()
     elif sampling.temperature != 1 if mode == RAW else sampling.filters_tokens:
         logprobs.fill_(torch.nan)
-    return Rollouts(packed, cu_seqlens, logprobs, torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool))
+    return Rollouts(
+        packed, cu_seqlens, logprobs, torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
+    )
 
 
 def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second copy of them all.
+    """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second
+    copy of them all.
 
     With sharded weights, all ranks must iterate together.
     """
@@ -84,8 +103,12 @@ def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 def _tied_name(model: PolicyModel) -> str:
-    """Return the name of the embedding that vLLM also needs as the output matrix, which it may store separately; "" if none."""
+    """Return the name of the embedding that vLLM also needs as the output matrix, which it may
+    store separately; "" if none.
+    """
     if not model.config.tie_word_embeddings or model.config.model_type in WITHOUT_HEAD:
         return ""
-    names = (name for name, parameter in model.named_parameters() if parameter is model.lm_head.weight)
+    names = (
+        name for name, parameter in model.named_parameters() if parameter is model.lm_head.weight
+    )
     return next(names).removeprefix("hf.")  # where transformers keeps the model in its policy

@@ -1,4 +1,5 @@
-"""Device and dtype of the computation, a description of this machine, and copies between host and GPU.
+"""Device and dtype of the computation, a description of this machine, and copies between host and
+GPU.
 
 A copy that waits for the GPU leaves it idle, so there are few of them.
 """
@@ -18,17 +19,21 @@ from maxrl_fast.errors import InputError
 
 def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs without one")
+        raise InputError(
+            "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs without one"
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for "float32", "bfloat16" or "auto": bfloat16 on a GPU that supports it, else float32.
+    """Return the dtype for "float32", "bfloat16" or "auto": bfloat16 on a GPU that supports it,
+    else float32.
 
-    "auto" is never bfloat16 on a CPU: even with bfloat16 instructions, which make matrix multiplications faster, a small
-    policy's whole step was slower (bench/README.md). Nothing is timed, so a machine always computes the same numbers.
+    "auto" is never bfloat16 on a CPU: even with bfloat16 instructions, which make matrix
+    multiplications faster, a small policy's whole step was slower (bench/README.md). Nothing is
+    timed, so a machine always computes the same numbers.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -56,7 +61,9 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of a run, for memory estimates: processes with a GPU each, or with a share of the CPU's memory."""
+    """The hardware of a run, for memory estimates: processes with a GPU each, or with a share of
+    the CPU's memory.
+    """
 
     device: str  # "cpu" or "cuda"
     processes: int
@@ -64,21 +71,37 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, processes: int) -> "Machine":
-        return cls(device.type, processes, memory_bytes(device) // (processes if device.type == "cpu" else 1))
+        return cls(
+            device.type,
+            processes,
+            memory_bytes(device) // (processes if device.type == "cpu" else 1),
+        )
 
     @classmethod
     def named(cls, text: str) -> "Machine":
-        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each. Raises InputError for other texts."""
+        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each. Raises InputError for other
+        texts.
+        """
         found = re.fullmatch(r"([1-9]\d{0,5})x(\d{1,5}(?:\.\d{1,3})?)", text)
         if found is None or float(found[2]) == 0:
-            raise InputError(f"--dry-run takes GPUs x GB of each, such as 8x80, or nothing, got {text!r:.80}")
+            raise InputError(
+                f"--dry-run takes GPUs x GB of each, such as 8x80, or nothing, got {text!r:.80}"
+            )
         return cls("cuda", int(found[1]), int(float(found[2]) * 1e9))
 
     def describe(self) -> str:
         size = f"{self.memory / 1e9:.4g} GB"
         if self.device == "cpu":
-            return f"a CPU with {size} for each of {self.processes} processes" if self.processes > 1 else f"a CPU with {size}"
-        return f"each of {self.processes} GPUs of {size}" if self.processes > 1 else f"one GPU of {size}"
+            return (
+                f"a CPU with {size} for each of {self.processes} processes"
+                if self.processes > 1
+                else f"a CPU with {size}"
+            )
+        return (
+            f"each of {self.processes} GPUs of {size}"
+            if self.processes > 1
+            else f"one GPU of {size}"
+        )
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
@@ -88,16 +111,22 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     """
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
-    values = torch.cat([x.flatten().double() for x in tensors]).cpu().split([x.numel() for x in tensors])
+    values = (
+        torch.cat([x.flatten().double() for x in tensors]).cpu().split([x.numel() for x in tensors])
+    )
     return [part.to(x.dtype).view(x.shape) for part, x in zip(values, tensors, strict=True)]
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy host tensors of one dtype to the device, in one asynchronous copy.
 
-    The copy is from pinned memory; from other memory the host would wait until the GPU has finished all queued work.
+    The copy is from pinned memory; from other memory the host would wait until the GPU has finished
+    all queued work.
     """
     if device.type == "cpu":
         return list(tensors)
     packed = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)
-    return [part.view(x.shape) for part, x in zip(packed.split([x.numel() for x in tensors]), tensors, strict=True)]
+    return [
+        part.view(x.shape)
+        for part, x in zip(packed.split([x.numel() for x in tensors]), tensors, strict=True)
+    ]

@@ -1,8 +1,8 @@
-"""Files that survive a kill (written to a temporary file, flushed to the disk and renamed), folder locks, and checks of
-untrusted files: regular files of a bounded size.
+"""Files that survive a kill (written to a temporary file, flushed to the disk and renamed), folder
+locks, and checks of untrusted files: regular files of a bounded size.
 
-Symbolic links of untrusted files are followed, because the Hugging Face cache stores its files as links to ../../blobs. Their
-targets are read only as JSON, tensors or a tokenizer.
+Symbolic links of untrusted files are followed, because the Hugging Face cache stores its files as
+links to ../../blobs. Their targets are read only as JSON, tensors or a tokenizer.
 """
 
 import contextlib
@@ -42,9 +42,11 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `directory` at the end: a kill leaves the complete folder or none.
+    """Yield a temporary folder, and rename it to `directory` at the end: a kill leaves the complete
+    folder or none.
 
-    `directory` must not exist yet. The temporary folder is removed on an exception; a killed process's folder is replaced.
+    `directory` must not exist yet. The temporary folder is removed on an exception; a killed
+    process's folder is replaced.
     """
     temporary = temporary_path(directory)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -64,7 +66,9 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename it to `path` at the end; on an exception the temporary file is removed."""
+    """Yield a temporary path, and rename it to `path` at the end; on an exception the temporary
+    file is removed.
+    """
     temporary = temporary_path(path)
     try:
         yield temporary
@@ -93,7 +97,10 @@ def point(link: Path, target: Path) -> None:
 
 def write_checksums(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sums = {str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in files}
+    sums = {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in files
+    }
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 
 
@@ -107,7 +114,8 @@ def verify_checksums(directory: Path) -> None:
         raise DamagedError(f"{path} is missing")
     try:
         listed = {
-            str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in json.loads(path.read_bytes()).items()
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in json.loads(path.read_bytes()).items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
@@ -142,9 +150,13 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            owner = (
+                os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            )
             if time.monotonic() >= end:
-                raise InputError(f"{folder} is in use by {owner}: wait for it to end, or stop it") from None
+                raise InputError(
+                    f"{folder} is in use by {owner}: wait for it to end, or stop it"
+                ) from None
             if not is_told:
                 tell(f"{folder} is in use by {owner}: waiting up to {limit:.0f} s for it to end")
             is_told = True
@@ -152,7 +164,9 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
 
 
 def refused(folder: Path, error: OSError) -> InputError | StorageError:
-    """Return the error for an --out folder that cannot be written to: StorageError if the disk is full, else InputError."""
+    """Return the error for an --out folder that cannot be written to: StorageError if the disk is
+    full, else InputError.
+    """
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 
@@ -170,20 +184,23 @@ def is_locked(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(
-    folder: Path, is_owner: bool = True, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None
+    folder: Path,
+    is_owner: bool = True,
+    limit: float = 0.0,
+    tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
     """Hold an exclusive lock on a folder, which is created if needed.
 
     The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
 
     Args:
-        is_owner: whether this process takes the lock; only one of several cooperating processes does.
-        limit: seconds to wait for another process that holds the lock and may be exiting.
+        is_owner: whether this process takes the lock; only one of several cooperating processes
+        does. limit: seconds to wait for another process that holds the lock and may be exiting.
         tell: called with a message before waiting.
 
     Raises:
-        InputError: if another process still holds the lock (the message names it), or the folder cannot be locked.
-        StorageError: if the disk is full.
+        InputError: if another process still holds the lock (the message names it), or the folder
+        cannot be locked. StorageError: if the disk is full.
     """
     if not is_owner:
         yield
@@ -197,7 +214,9 @@ def locked(
         try:
             _flock(descriptor, folder, limit, tell)
         except OSError as error:
-            raise InputError(f"the file system of {folder} does not support locks ({error}); use another --out") from error
+            raise InputError(
+                f"the file system of {folder} does not support locks ({error}); use another --out"
+            ) from error
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -213,7 +232,8 @@ TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Raise InputError if a path is not a regular file (reading a pipe would block), or is larger than `most_bytes`.
+    """Raise InputError if a path is not a regular file (reading a pipe would block), or is larger
+    than `most_bytes`.
 
     Raises OSError or ValueError if the file does not exist, or its name is not valid.
     """
@@ -222,33 +242,45 @@ def check_regular(path: Path, most_bytes: int | None = None) -> None:
 
 def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFSOCK: "a socket"}
+        kind = {
+            stat.S_IFDIR: "a folder",
+            stat.S_IFIFO: "a pipe",
+            stat.S_IFCHR: "a device",
+            stat.S_IFSOCK: "a socket",
+        }
         got = kind.get(stat.S_IFMT(status.st_mode), "something else")
         raise InputError(f"{shown(path)} must be a regular file, got {got}")
     if most_bytes is not None and status.st_size > most_bytes:
-        raise InputError(f"{shown(path)} must have at most {most_bytes} bytes, got {status.st_size}")
+        raise InputError(
+            f"{shown(path)} must have at most {most_bytes} bytes, got {status.st_size}"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises InputError, naming the file, if it cannot be read, is larger than JSON_BYTES, or does not hold an object.
+    Raises InputError, naming the file, if it cannot be read, is larger than JSON_BYTES, or does not
+    hold an object.
     """
     try:
         content = json.loads(_read(path))
-    except (OSError, ValueError) as error:  # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
+    # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
+    except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot read the checkpoint's {shown(path)}: {error}") from error
     except RecursionError as error:
-        raise InputError(f"cannot read the checkpoint's {shown(path)}: it is nested too deeply") from error
+        raise InputError(
+            f"cannot read the checkpoint's {shown(path)}: it is nested too deeply"
+        ) from error
     if not isinstance(content, dict):
         raise InputError(f"{shown(path)} must hold a JSON object, got {content!r:.80}")
     return content
 
 
 def _read(path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for a writer. fstat checks the open file, which cannot be swapped.
+    # O_NONBLOCK: opening a pipe must not wait for a writer. fstat checks the open file, which
+    # cannot be swapped.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         _check_status(path, os.fstat(file.fileno()), JSON_BYTES)
         content = file.read(JSON_BYTES + 1)  # files in /proc report a size of 0

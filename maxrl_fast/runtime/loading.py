@@ -1,4 +1,6 @@
-"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it must not import torch."""
+"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it
+must not import torch.
+"""
 
 import importlib
 import importlib.util
@@ -20,7 +22,9 @@ class LoadError(Exception):
 
 
 def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file. Raises LoadError."""
+    """Return the function "path/to/file.py:name" or "package.module:name", and its file. Raises
+    LoadError.
+    """
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -29,7 +33,9 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
         module = _load_file(path) if path else importlib.import_module(place)
         function = getattr(module, attribute, None)
     except SyntaxError as error:
-        raise LoadError(f"syntax error in {error.filename}, line {error.lineno}: {error.msg}") from error
+        raise LoadError(
+            f"syntax error in {error.filename}, line {error.lineno}: {error.msg}"
+        ) from error
     except SystemExit as error:
         raise LoadError(f"importing {place} called sys.exit({error.code!r})") from error
     except BaseException as error:
@@ -42,10 +48,14 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file that need not be in a package. As in a script, it can import modules in its folder."""
+    """Import a file that need not be in a package. As in a script, it can import modules in its
+    folder.
+    """
     sys.path.insert(0, str(path.parent))
     is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}" if is_taken else path.stem, path)
+    spec = importlib.util.spec_from_file_location(
+        f"reward_{path.stem}" if is_taken else path.stem, path
+    )
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +65,9 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """Return an error's type and message, and the last line in `file` if the traceback passes through it."""
+    """Return an error's type and message, and the last line in `file` if the traceback passes
+    through it.
+    """
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:
@@ -65,4 +77,6 @@ def describe_error(error: BaseException, file: str) -> str:
         if trace.tb_frame.f_code.co_filename == file:
             line = trace.tb_lineno
         trace = trace.tb_next
-    return f"{type(error).__name__}: {text}" + (f" ({os.path.basename(file)}, line {line})" if line else "")
+    return f"{type(error).__name__}: {text}" + (
+        f" ({os.path.basename(file)}, line {line})" if line else ""
+    )

@@ -1,4 +1,6 @@
-"""Protects standard output and standard error: a closed pipe, a lost terminal or a full disk must not stop a command."""
+"""Protects standard output and standard error: a closed pipe, a lost terminal or a full disk must
+not stop a command.
+"""
 
 import contextlib
 import io
@@ -11,7 +13,9 @@ _NAMES = {1: "standard output", 2: "standard error"}
 
 
 class _LossyFile(io.FileIO):
-    """A file descriptor that drops what cannot be written and keeps the first error for `take_errors`."""
+    """A file descriptor that drops what cannot be written and keeps the first error for
+    `take_errors`.
+    """
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "wb", closefd=False)
@@ -32,22 +36,26 @@ _files: list[_LossyFile] = []  # this process's protected streams
 
 
 def protect_output() -> None:
-    """Make sys.stdout and sys.stderr drop what cannot be written instead of raising, also at interpreter exit.
+    """Make sys.stdout and sys.stderr drop what cannot be written instead of raising, also at
+    interpreter exit.
 
-    Later writes succeed again if they can, as on a disk that has space again. Characters that the encoding lacks are escaped.
-    Streams that a caller has replaced, such as a notebook's, are left alone.
+    Later writes succeed again if they can, as on a disk that has space again. Characters that the
+    encoding lacks are escaped. Streams that a caller has replaced, such as a notebook's, are left
+    alone.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed: the next file opened would get this number, and receive error messages
+        # closed: the next file opened would get this number, and receive error messages
+        except OSError:
             os.open(os.devnull, os.O_RDWR)
     for descriptor, name in _STREAMS.items():
         stream: Any = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue
         _files.append(_LossyFile(descriptor))
-        with contextlib.suppress(OSError, AttributeError):  # AttributeError: None, if the descriptor was closed
+        # AttributeError: None, if the descriptor was closed
+        with contextlib.suppress(OSError, AttributeError):
             stream.flush()
         wrapped = io.TextIOWrapper(
             io.BufferedWriter(_files[-1]),
@@ -59,7 +67,9 @@ def protect_output() -> None:
 
 
 def take_errors() -> list[tuple[str, OSError]]:
-    """Return (stream name, first error) of each protected stream whose error was not returned before."""
+    """Return (stream name, first error) of each protected stream whose error was not returned
+    before.
+    """
     taken = []
     for file in _files:
         if file.untold is not None:
@@ -69,6 +79,8 @@ def take_errors() -> list[tuple[str, OSError]]:
 
 
 def write_directly(text: str) -> None:
-    """Write to standard error without Python's buffers, which a signal handler must not use; errors are ignored."""
+    """Write to standard error without Python's buffers, which a signal handler must not use; errors
+    are ignored.
+    """
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

@@ -1,6 +1,8 @@
-"""Custom tasks, objectives, losses and engines: FILE.py:NAME, and the entry points of installed distributions.
+"""Custom tasks, objectives, losses and engines: FILE.py:NAME, and the entry points of installed
+distributions.
 
-Nothing is imported before it is used, and entry points are looked up only for names that are not built in.
+Nothing is imported before it is used, and entry points are looked up only for names that are not
+built in.
 """
 
 import inspect
@@ -39,34 +41,52 @@ def is_installed(option: str, name: str) -> bool:
 
 def owner(point: EntryPoint) -> str:
     """Return the name and version of an entry point's distribution."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
+    return (
+        f"{point.dist.name} {point.dist.version}"
+        if point.dist is not None
+        else "an unknown distribution"
+    )
 
 
 def find(option: str, name: str) -> EntryPoint | None:
-    """Return the entry point of this name; None if there is none. Raises InputError if several distributions have one."""
+    """Return the entry point of this name; None if there is none. Raises InputError if several
+    distributions have one.
+    """
     found = [point for point in installed(option) if point.name == name]
     if len(found) > 1:
         owners = " and ".join(map(owner, found))
-        raise InputError(f"--{option} {name} must be of one distribution, got {owners}; uninstall all but one of them")
+        raise InputError(
+            f"--{option} {name} must be of one distribution, got {owners}; uninstall all but one of them"
+        )
     return found[0] if found else None
 
 
 def describe_installed() -> str:
     """Return a paragraph on the installed plug-ins for --help; "" if there are none."""
     found = entry_points()  # once: it reads the metadata of every distribution
-    points = [(option, point) for option, group in GROUPS.items() for point in found.select(group=group)]
-    return "Installed: " + "; ".join(f"--{option} {point.name} ({owner(point)})" for option, point in points) if points else ""
+    points = [
+        (option, point) for option, group in GROUPS.items() for point in found.select(group=group)
+    ]
+    return (
+        "Installed: "
+        + "; ".join(f"--{option} {point.name} ({owner(point)})" for option, point in points)
+        if points
+        else ""
+    )
 
 
 def place_of(option: str, name: str) -> str:
-    """Return where the code is, FILE.py:NAME or package.module:name, without importing it; "" if built in."""
+    """Return where the code is, FILE.py:NAME or package.module:name, without importing it; "" if
+    built in.
+    """
     point = None if is_file(name) else find(option, name)
     return name if is_file(name) else "" if point is None else f"{point.module}:{point.attr}"
 
 
 @cache
 def load_plugin(option: str, name: str, wanted: str) -> Any:
-    """Return the object that an option's value names. `wanted` is "FUNCTION" or "CLASS", for messages.
+    """Return the object that an option's value names. `wanted` is "FUNCTION" or "CLASS", for
+    messages.
 
     Raises InputError, naming the distribution and the error, if it cannot be loaded.
     """
@@ -104,7 +124,8 @@ def build_plugin(
         hint: added to the message about a parameter without an argument.
 
     Raises:
-        InputError: if it is not a class, its constructor takes other arguments or fails, or a member of the protocol is missing
+        InputError: if it is not a class, its constructor takes other arguments or fails, or a
+        member of the protocol is missing
             or has another signature or type.
     """
     who, cls = f"--{option} {name}", load_plugin(option, name, "CLASS")
@@ -113,15 +134,25 @@ def build_plugin(
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError) as error:
-        raise InputError(f"{who} must have a constructor whose signature Python can read: {error}") from error
+        raise InputError(
+            f"{who} must have a constructor whose signature Python can read: {error}"
+        ) from error
     takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
-    given = {key: value for key, value in offered.items() if key in parameters} | dict(arguments or {})
+    given = {key: value for key, value in offered.items() if key in parameters} | dict(
+        arguments or {}
+    )
     if unknown := [key for key in given if key not in parameters and not takes_all]:
-        raise InputError(f"{who} takes {', '.join(parameters) or 'no arguments'}, got {', '.join(unknown)}")
+        raise InputError(
+            f"{who} takes {', '.join(parameters) or 'no arguments'}, got {', '.join(unknown)}"
+        )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [key for key, x in parameters.items() if x.default is x.empty and x.kind not in variadic]
+    needed = [
+        key for key, x in parameters.items() if x.default is x.empty and x.kind not in variadic
+    ]
     if missing := [key for key in needed if key not in given]:
-        raise InputError(f"{who} has the parameter {missing[0]} without a default, which nothing gives{hint}")
+        raise InputError(
+            f"{who} has the parameter {missing[0]} without a default, which nothing gives{hint}"
+        )
     try:
         plugin = cls(**given)
     except Exception as error:
@@ -138,7 +169,11 @@ def check_protocol(who: str, plugin: object, protocol: type) -> None:
 
     A method that the class only inherits from the protocol counts as missing.
     """
-    methods = {key: value for key, value in vars(protocol).items() if inspect.isfunction(value) and not key.startswith("_")}
+    methods = {
+        key: value
+        for key, value in vars(protocol).items()
+        if inspect.isfunction(value) and not key.startswith("_")
+    }
     for name, asked in methods.items():
         own = getattr(plugin, name, None)
         wanted = f"{who} must have the method {name}{_bare(inspect.signature(asked))}"
@@ -148,13 +183,19 @@ def check_protocol(who: str, plugin: object, protocol: type) -> None:
             raise InputError(f"{wanted}, got {name}{_bare(inspect.signature(own))}")
     for name, hint in get_type_hints(protocol).items():
         if not hasattr(plugin, name):
-            raise InputError(f"{who} must have the attribute {name}, {_shown(hint)}, which it does not")
+            raise InputError(
+                f"{who} must have the attribute {name}, {_shown(hint)}, which it does not"
+            )
         if not _is_of(getattr(plugin, name), hint):
-            raise InputError(f"{who} must have the attribute {name}, {_shown(hint)}, got {getattr(plugin, name)!r:.80}")
+            raise InputError(
+                f"{who} must have the attribute {name}, {_shown(hint)}, got {getattr(plugin, name)!r:.80}"
+            )
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:
-    kept = [x.replace(annotation=x.empty) for x in signature.parameters.values() if x.name != "self"]
+    kept = [
+        x.replace(annotation=x.empty) for x in signature.parameters.values() if x.name != "self"
+    ]
     return signature.replace(parameters=kept, return_annotation=inspect.Signature.empty)
 
 
@@ -169,7 +210,10 @@ def _can_be_called_as(own: Any, asked: Any) -> bool:
     by_name = [x.name for x in parameters if x not in positional]
     try:
         signature.bind(*positional, **dict.fromkeys(by_name))
-        signature.bind(*positional, **{x.name: None for x in parameters if x.kind == x.KEYWORD_ONLY})  # defaults left out
+        # defaults left out
+        signature.bind(
+            *positional, **{x.name: None for x in parameters if x.kind == x.KEYWORD_ONLY}
+        )
     except TypeError:
         return False
     return True
@@ -186,4 +230,10 @@ def _is_of(value: Any, hint: Any) -> bool:
 def _shown(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_shown(part) for part in get_args(hint))
-    return "None" if hint is NoneType else hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)
+    return (
+        "None"
+        if hint is NoneType
+        else hint.__name__
+        if inspect.isclass(hint) and not get_args(hint)
+        else str(hint)
+    )

@@ -1,7 +1,8 @@
 """Several processes started by torchrun, one per GPU.
 
-Every rank has the whole step's records: prompts, rollouts, rewards and advantages. Only the work is divided: prompts for
-sampling, groups for training. Gradients are reduced by DDP, or by FSDP2 if the policy does not fit on one GPU.
+Every rank has the whole step's records: prompts, rollouts, rewards and advantages. Only the work is
+divided: prompts for sampling, groups for training. Gradients are reduced by DDP, or by FSDP2 if the
+policy does not fit on one GPU.
 """
 
 import atexit
@@ -27,7 +28,8 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.runtime.watch import START_LIMIT, RankMonitor
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
-FIRST_RANK_GRACE_SECONDS = 15.0  # seconds for a first rank that started later to find and print the same error
+# seconds for a first rank that started later to find and print the same error
+FIRST_RANK_GRACE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,21 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return the start and length of this rank's share of `count` items. Shares differ by at most one item."""
+        """Return the start and length of this rank's share of `count` items. Shares differ by at
+        most one item.
+        """
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
     def neighbours(self, count: int) -> "Ranks":
-        """Return this process among `count` neighbouring ranks; `count` must divide the world size. All ranks must call
-        this."""
+        """Return this process among `count` neighbouring ranks; `count` must divide the world size.
+        All ranks must call this."""
         if count == 1:
             return Ranks()
         starts = range(0, self.size, count)
-        groups = [dist.new_group(list(range(a, a + count)), timeout=COLLECTIVE_LIMIT) for a in starts]
+        groups = [
+            dist.new_group(list(range(a, a + count)), timeout=COLLECTIVE_LIMIT) for a in starts
+        ]
         return Ranks(self.rank % count, count, groups[self.rank // count])
 
     def sum(self, x: Tensor) -> Tensor:
@@ -110,7 +116,9 @@ class Ranks:
         """Concatenate the prompts of all ranks in rank order, without their columns."""
         if self.size == 1:
             return prompts
-        tokens, lengths, ids = (self.concatenate(x) for x in (prompts.tokens, prompts.lengths, prompts.ids))
+        tokens, lengths, ids = (
+            self.concatenate(x) for x in (prompts.tokens, prompts.lengths, prompts.ids)
+        )
         return Prompts(tokens, cumulative(lengths), ids)
 
     def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
@@ -125,7 +133,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[RankMonitor | None]:
-        """Connect the ranks, so that collectives work inside the block. A rank that fails ends the others within a minute.
+        """Connect the ranks, so that collectives work inside the block. A rank that fails ends the
+        others within a minute.
 
         Yields the RankMonitor, which reports failures to the other ranks, or None with one process.
         """
@@ -133,7 +142,8 @@ class Ranks:
             yield None
             return
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
-        store.set_timeout(COLLECTIVE_LIMIT)  # communicators connect through the store at their first use
+        # communicators connect through the store at their first use
+        store.set_timeout(COLLECTIVE_LIMIT)
         name = f"maxrl_fast/{rendezvous_id(PrefixStore('maxrl_fast', store), self.rank, self.size, START_LIMIT)}"
         watch = RankMonitor(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
         watch.start()
@@ -157,7 +167,10 @@ class Ranks:
             cause = watch.say_failed(f"{type(error).__name__}: {error}")
             if cause is None and not _is_lost_connection(error):
                 raise
-            cause = cause or f"another process of the run has ended, or cannot be reached ({str(error).splitlines()[0]:.200})"
+            cause = (
+                cause
+                or f"another process of the run has ended, or cannot be reached ({str(error).splitlines()[0]:.200})"
+            )
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
             exit_process(1)
         watch.stop()
@@ -167,8 +180,9 @@ class Ranks:
 def exit_process(code: int) -> NoReturn:
     """Exit a torchrun process after its atexit functions, without tearing down the interpreter.
 
-    A gloo thread may still release a Python tensor, which aborts the process during teardown (pytorch issue 190489). Destroying
-    the process group would end the thread, but FSDP2's caches keep the group alive.
+    A gloo thread may still release a Python tensor, which aborts the process during teardown
+    (pytorch issue 190489). Destroying the process group would end the thread, but FSDP2's caches
+    keep the group alive.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -177,8 +191,16 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective failed because another process was killed and could not report it."""
-    texts = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote process exited")
+    """Return whether a collective failed because another process was killed and could not report
+    it.
+    """
+    texts = (
+        "connection closed",
+        "connection reset",
+        "connection refused",
+        "broken pipe",
+        "remote process exited",
+    )
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
@@ -186,17 +208,25 @@ def own_gpu() -> int:
     """Return this process's GPU index: its local rank, or 0 if it sees only one GPU."""
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
-        raise InputError(f"process {number} of this machine needs a GPU of its own, but there are {visible}")
+        raise InputError(
+            f"process {number} of this machine needs a GPU of its own, but there are {visible}"
+        )
     return number if visible > 1 else 0
 
 
 @contextlib.contextmanager
 def rank0_reports(ranks: Ranks) -> Iterator[None]:
-    """Let only the first rank print inside the block, including the message of an error that ends the process."""
+    """Let only the first rank print inside the block, including the message of an error that ends
+    the process.
+    """
     if ranks.is_first:
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         try:
             yield
         except SystemExit as error:
@@ -209,11 +239,12 @@ PAUSE = 0.05  # seconds between polls of the store
 
 
 def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
-    """Return a key prefix that only the ranks of this start use, the same on all of them, once all have arrived.
+    """Return a key prefix that only the ranks of this start use, the same on all of them, once all
+    have arrived.
 
-    Every rank makes up a name. The first rank publishes the names it finds, its own first, until every rank has found its name
-    in the list. So ranks need not agree on how often they were started, which torchrun counts differently on different
-    machines.
+    Every rank makes up a name. The first rank publishes the names it finds, its own first, until
+    every rank has found its name in the list. So ranks need not agree on how often they were
+    started, which torchrun counts differently on different machines.
 
     Raises RuntimeError if a rank has not arrived within `limit` seconds.
     """
@@ -225,7 +256,11 @@ def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
         if rank == 0:
             if store.check([f"{own}/came/{other}" for other in others]):
                 return own
-            names = [store.get(f"name/{other}").decode() for other in others if store.check([f"name/{other}"])]
+            names = [
+                store.get(f"name/{other}").decode()
+                for other in others
+                if store.check([f"name/{other}"])
+            ]
             store.set("names", " ".join([own, *names]))
         elif store.check(["names"]) and own in (names := store.get("names").decode().split()):
             store.set(f"{names[0]}/came/{rank}", "")

@@ -16,20 +16,26 @@ from maxrl_fast.runtime.output import write_directly
 
 SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as dead
 START_LIMIT = 300.0  # the same, before a rank's first heartbeat
-PATIENCE = 3.0  # seconds before this rank repeats another's error; on the same machine torchrun ends it first
+# seconds before this rank repeats another's error; on the same machine torchrun ends it first
+PATIENCE = 3.0
 BEAT = 1.0  # seconds between heartbeats
-STACKS_LIMIT = datetime.timedelta(seconds=20)  # for all ranks to notice that one is stuck, and to write their stacks
-STUCK, SILENT = "the run is stuck", "has not been heard of for"  # messages with one of these make ranks write their stacks
+# for all ranks to notice that one is stuck, and to write their stacks
+STACKS_LIMIT = datetime.timedelta(seconds=20)
+# messages with one of these make ranks write their stacks
+STUCK, SILENT = "the run is stuck", "has not been heard of for"
 
 
 def dump_stacks(who: str) -> None:
-    """Write the stacks of all threads of this process to standard error, even while they are blocked in C code."""
+    """Write the stacks of all threads of this process to standard error, even while they are
+    blocked in C code.
+    """
     write_directly(f"\nstacks of {who} (process {os.getpid()}):\n")
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
 class RankMonitor(threading.Thread):
-    """Sends heartbeats to the other ranks, and ends this process when another rank has failed or stopped sending them.
+    """Sends heartbeats to the other ranks, and ends this process when another rank has failed or
+    stopped sending them.
 
     Without it a rank would wait for a dead rank in the next collective until COLLECTIVE_LIMIT.
     """
@@ -40,10 +46,13 @@ class RankMonitor(threading.Thread):
         self._stopped = threading.Event()
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._turned = time.monotonic()  # when the store last answered this thread
-        self.dump_workers: Callable[[], None] = lambda: None  # makes worker processes write their stacks
+        # makes worker processes write their stacks
+        self.dump_workers: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        """Start the thread, and a second one that watches it: the first waits forever if the store's process is frozen."""
+        """Start the thread, and a second one that watches it: the first waits forever if the
+        store's process is frozen.
+        """
         super().start()
         threading.Thread(target=self._watch_store, name="watch of the store", daemon=True).start()
 
@@ -52,14 +61,18 @@ class RankMonitor(threading.Thread):
             silence = time.monotonic() - self._turned
             if silence > SILENCE_LIMIT:
                 self._write_stacks()
-                self._end(f"the store that connects the ranks, in rank 0 or torchrun, has not answered for {silence:.0f} s")
+                self._end(
+                    f"the store that connects the ranks, in rank 0 or torchrun, has not answered for {silence:.0f} s"
+                )
 
     def _write_stacks(self) -> None:
         dump_stacks(f"rank {self._rank}")
         self.dump_workers()
 
     def _end(self, message: str) -> None:
-        """End this process. An exception would not do: the main thread may wait inside a collective."""
+        """End this process. An exception would not do: the main thread may wait inside a
+        collective.
+        """
         print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -71,7 +84,8 @@ class RankMonitor(threading.Thread):
                 self._store.set(f"alive/{self._rank}", str(beat))
                 message = self._failure()
                 self._turned = time.monotonic()
-            except (RuntimeError, dist.DistError) as error:  # the store runs in torchrun, or on the first machine
+            # the store runs in torchrun, or on the first machine
+            except (RuntimeError, dist.DistError) as error:
                 message = f"the store that connects the ranks does not answer: {error}"
             if message and (STUCK in message or SILENT in message):
                 self._write_stacks()  # immediately: the stuck rank waits for them before it ends
@@ -95,20 +109,24 @@ class RankMonitor(threading.Thread):
         return None
 
     def say_failed(self, message: str) -> str | None:
-        """Make the other ranks end with this rank's message. If another rank failed first, return its message."""
+        """Make the other ranks end with this rank's message. If another rank failed first, return
+        its message.
+        """
         self._stopped.set()
         own = f"rank {self._rank} failed: {message}"
         try:
-            said: str = self._store.compare_set("failed", "", own).decode()  # the first message stays
+            # the first message stays
+            said: str = self._store.compare_set("failed", "", own).decode()
         except (RuntimeError, dist.DistError):  # the store may be what failed
             return None
         return None if said == own else said
 
     def say_stuck(self, message: str) -> None:
-        """Make the other ranks write their stacks and end with this rank's message; return once the stacks are written.
+        """Make the other ranks write their stacks and end with this rank's message; return once the
+        stacks are written.
 
-        This rank must have written its stacks before. When it ends, the collective in which the others wait fails, and their
-        stacks are lost.
+        This rank must have written its stacks before. When it ends, the collective in which the
+        others wait fails, and their stacks are lost.
         """
         self.say_failed(message)
         with contextlib.suppress(RuntimeError, dist.DistError):
@@ -119,5 +137,6 @@ class RankMonitor(threading.Thread):
         """Stop the heartbeats, and tell the other ranks that this rank has finished."""
         self._stopped.set()
         self.join()
-        with contextlib.suppress(RuntimeError, dist.DistError):  # the others may have ended, and the store with them
+        # the others may have ended, and the store with them
+        with contextlib.suppress(RuntimeError, dist.DistError):
             self._store.set(f"alive/{self._rank}", "done")

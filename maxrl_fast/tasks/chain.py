@@ -1,5 +1,5 @@
-"""The chain maze of the MaxPO paper (appendix G.2): one path to the goal, two actions per state, and one action that is usually
-right."""
+"""The chain maze of the MaxPO paper (appendix G.2): one path to the goal, two actions per state,
+and one action that is usually right."""
 
 import hashlib
 import random
@@ -16,17 +16,18 @@ from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "LEFT", "RIGHT")
 PAD, BOS, EOS, UNK, LEFT, RIGHT = range(6)
 VOCAB_SIZE = 8
-# Fraction of states where RIGHT leads on. We do not have the paper's value; any value near 1 makes the same local optimum.
+# Fraction of states where RIGHT leads on. We do not have the paper's value; any value near 1 makes
+# the same local optimum.
 HABIT = 0.9
 
 
 class ChainTask:
     """A chain of `length` states from the start to the goal, the same in every episode.
 
-    In each state one action leads to the next state. The other action ends the episode; in half of the states it first takes a
-    step into a dead end. The reward is the number of steps, including one into a dead end, divided by `length`. A policy that
-    always takes the more frequent action earns some reward but rarely reaches the goal. Tokens after the end of the episode
-    are ignored.
+    In each state one action leads to the next state. The other action ends the episode; in half of
+    the states it first takes a step into a dead end. The reward is the number of steps, including
+    one into a dead end, divided by `length`. A policy that always takes the more frequent action
+    earns some reward but rarely reaches the goal. Tokens after the end of the episode are ignored.
 
     Args:
         length: number of states, and the longest response in tokens.
@@ -50,16 +51,25 @@ class ChainTask:
             raise InputError(f"chain_length must be at least 2, got {length}")
         rng = random.Random(f"chain {length} {seed}")
         # [length], the action that leads on from each state
-        self.actions = torch.tensor([RIGHT if rng.random() < habit else LEFT for _ in range(length)])
+        self.actions = torch.tensor(
+            [RIGHT if rng.random() < habit else LEFT for _ in range(length)]
+        )
         # The last state has no dead end: a step into it would earn as much as the goal.
-        self.has_dead_end = torch.tensor([rng.random() < 0.5 and state < length - 1 for state in range(length)])  # [length]
-        self.fingerprint = hashlib.sha256(bytes([*self.actions.tolist(), *self.has_dead_end.tolist()])).hexdigest()
+        # [length]
+        self.has_dead_end = torch.tensor(
+            [rng.random() < 0.5 and state < length - 1 for state in range(length)]
+        )
+        self.fingerprint = hashlib.sha256(
+            bytes([*self.actions.tolist(), *self.has_dead_end.tolist()])
+        ).hexdigest()
         self.name = f"chain of {length} states"
         self.max_new_tokens = length
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         """Return the start of the chain `count` times; both splits are the same."""
-        return Prompts(torch.full((count,), BOS), torch.arange(count + 1), torch.arange(start, start + count))
+        return Prompts(
+            torch.full((count,), BOS), torch.arange(count + 1), torch.arange(start, start + count)
+        )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         """Raise InputError: a demonstration would give away the only solution."""
@@ -73,7 +83,9 @@ class ChainTask:
         forward = leads_on.long().cumprod(1).sum(1)  # [S], steps before the first wrong token
         wrong = forward.clamp_max(max(width - 1, 0))[:, None]
         # A response may be shorter than the chain, and its first wrong token need not be an action.
-        is_action = torch.isin(tokens, torch.tensor([LEFT, RIGHT], device=device)).gather(1, wrong)[:, 0] & (forward < width)
+        is_action = torch.isin(tokens, torch.tensor([LEFT, RIGHT], device=device)).gather(1, wrong)[
+            :, 0
+        ] & (forward < width)
         into_dead_end = is_action & self.has_dead_end.to(device)[wrong[:, 0]]
         return (forward + into_dead_end) / len(self.actions)
 

@@ -13,11 +13,12 @@ def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Tas
     """Return the task of a class.
 
     Args:
-        arguments: --task-args, a JSON object with arguments of the class.
-        seed, model: given to a class that has a parameter of this name; None: a run without --model.
+        arguments: --task-args, a JSON object with arguments of the class. seed, model: given to a
+        class that has a parameter of this name; None: a run without --model.
 
     Raises:
-        InputError: where it is no class, does not take these arguments, or lacks something of the protocol.
+        InputError: where it is no class, does not take these arguments, or lacks something of the
+        protocol.
     """
     offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
     hint = "" if model is not None else ", or --model if it is model"
@@ -27,11 +28,15 @@ def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Tas
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that is the value of an option, empty for ""; raises InputError where it is none."""
+    """Return the JSON object that is the value of an option, empty for ""; raises InputError where
+    it is none.
+    """
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise InputError(f'{option} must be a JSON object, such as {{"min_terms": 2}}, got {text!r:.80}')
+        raise InputError(
+            f'{option} must be a JSON object, such as {{"min_terms": 2}}, got {text!r:.80}'
+        )
     return value

@@ -1,4 +1,6 @@
-"""Prompts from a file or the Hugging Face hub, encoded with the tokenizer of a checkpoint: any data set, GSM8K, mathematics."""
+"""Prompts from a file or the Hugging Face hub, encoded with the tokenizer of a checkpoint: any data
+set, GSM8K, mathematics.
+"""
 
 import hashlib
 import json
@@ -26,24 +28,24 @@ Fields = dict[str, Any]
 class DatasetTask:
     """The lines of a data set, reshuffled in every epoch.
 
-    Training prompt i is line i mod n of the order of epoch i // n. The order depends only on the seed and the epoch.
+    Training prompt i is line i mod n of the order of epoch i // n. The order depends only on the
+    seed and the epoch.
 
     Args:
-        spec: the format of the lines.
-        seed: seed of the order.
-        model: the checkpoint directory with the tokenizer.
-        data, test_data: files of prompts; without `test_data`, a tenth of `data` is held out.
-        hub: a data set of the Hugging Face hub to use instead of `data`; default: `spec.hub`.
-        prompt_key, answer_key: keys of the prompt and the correct answer in a line; default: the keys of `spec`.
-        prompt_suffix: text added to prompts that are text; default: `spec.suffix`.
-        plain_prompts: do not apply the chat template to prompts that are text.
-        max_prompt_tokens: longer prompts are dropped.
-        allow_special_tokens: encode control tokens in the text of a prompt as such; otherwise its line is refused.
-        sft_data: a file of demonstrations, whose prompts are asked as those of `data` are.
-        max_new_tokens: the response limit; demonstrations with longer responses are left out. Default: `spec.max_new_tokens`.
+        spec: the format of the lines. seed: seed of the order. model: the checkpoint directory with
+        the tokenizer. data, test_data: files of prompts; without `test_data`, a tenth of `data` is
+        held out. hub: a data set of the Hugging Face hub to use instead of `data`; default:
+        `spec.hub`. prompt_key, answer_key: keys of the prompt and the correct answer in a line;
+        default: the keys of `spec`. prompt_suffix: text added to prompts that are text; default:
+        `spec.suffix`. plain_prompts: do not apply the chat template to prompts that are text.
+        max_prompt_tokens: longer prompts are dropped. allow_special_tokens: encode control tokens
+        in the text of a prompt as such; otherwise its line is refused. sft_data: a file of
+        demonstrations, whose prompts are asked as those of `data` are. max_new_tokens: the response
+        limit; demonstrations with longer responses are left out. Default: `spec.max_new_tokens`.
 
     Raises:
-        InputError: if a file cannot be read, a line is invalid, or no prompt or no demonstration is short enough.
+        InputError: if a file cannot be read, a line is invalid, or no prompt or no demonstration is
+        short enough.
     """
 
     num_test_prompts: int | None
@@ -69,17 +71,30 @@ class DatasetTask:
         self._seed, self._spec = seed, spec
         self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
         self._suffix = spec.suffix if prompt_suffix is None else prompt_suffix
-        self.vocab_size, self.stop_ids, self.max_new_tokens = self._text.vocab_size, self._text.stop_ids, spec.max_new_tokens
+        self.vocab_size, self.stop_ids, self.max_new_tokens = (
+            self._text.vocab_size,
+            self._text.stop_ids,
+            spec.max_new_tokens,
+        )
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
         self._key = prompt_key or spec.prompt_key
         source, lines, test = _read(spec, self._key, data, test_data, hub)
         if not test:
-            is_held_out = [zlib.crc32(json.dumps(line[self._key]).encode()) % TEST_SHARE == 0 for _, line in lines]
+            is_held_out = [
+                zlib.crc32(json.dumps(line[self._key]).encode()) % TEST_SHARE == 0
+                for _, line in lines
+            ]
             test = [line for line, is_test in zip(lines, is_held_out, strict=True) if is_test]
             lines = [line for line, is_test in zip(lines, is_held_out, strict=True) if not is_test]
-        lines, test = ([(place, self._columns(line, answer_key)) for place, line in part] for part in (lines, test))
+        lines, test = (
+            [(place, self._columns(line, answer_key)) for place, line in part]
+            for part in (lines, test)
+        )
         self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
-        limit, num_long = max_prompt_tokens, len(lines) + len(test) - sum(map(len, self._lines.values()))
+        limit, num_long = (
+            max_prompt_tokens,
+            len(lines) + len(test) - sum(map(len, self._lines.values())),
+        )
         for split, kept in self._lines.items():
             if not kept:
                 raise InputError(
@@ -92,31 +107,48 @@ class DatasetTask:
         encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
         self._demonstrations, self._sft_name = list[tuple[list[int], list[int]]](), ""
         if sft_data is not None:
-            self._read_demonstrations(sft_data, max_new_tokens or spec.max_new_tokens, max_prompt_tokens)
-            encoded += [[tokens for demonstration in self._demonstrations for tokens in demonstration]]
-        self.num_demonstrations, self.has_demonstrations = len(self._demonstrations), bool(self._demonstrations)
+            self._read_demonstrations(
+                sft_data, max_new_tokens or spec.max_new_tokens, max_prompt_tokens
+            )
+            encoded += [
+                [tokens for demonstration in self._demonstrations for tokens in demonstration]
+            ]
+        self.num_demonstrations, self.has_demonstrations = (
+            len(self._demonstrations),
+            bool(self._demonstrations),
+        )
         self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
         self.num_test_prompts = len(self._lines["test"])
-        self.name = f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out" + (
-            f", {num_long} longer than {limit} tokens left out" if num_long else ""
+        self.name = (
+            f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out"
+            + (f", {num_long} longer than {limit} tokens left out" if num_long else "")
         )
         self.name += self._sft_name
 
     def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
-        """Read and encode the demonstrations that are short enough and not held out, and say how many are not."""
-        # A run lowers its limit to this number, and a resumed run must find the same demonstrations with the lower limit.
+        """Read and encode the demonstrations that are short enough and not held out, and say how
+        many are not.
+        """
+        # A run lowers its limit to this number, and a resumed run must find the same demonstrations
+        # with the lower limit.
         if (room := self._text.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
         places = [place for place, _, _ in lines]
         prompts = self._text.encode([self._asked(prompt) for _, prompt, _ in lines], places)
-        responses = self._text.encode_responses([response for _, _, response in lines], places, most_tokens)
+        responses = self._text.encode_responses(
+            [response for _, _, response in lines], places, most_tokens
+        )
         held_out, num_held_out = {tuple(tokens) for tokens, _ in self._lines["test"]}, 0
         for prompt, response in zip(prompts, responses, strict=True):
             if prompt is not None and tuple(prompt) in held_out:
                 num_held_out += 1
-            elif prompt is not None and response is not None and len(prompt) + len(response) <= self._text.positions:
+            elif (
+                prompt is not None
+                and response is not None
+                and len(prompt) + len(response) <= self._text.positions
+            ):
                 self._demonstrations.append((prompt, response))
         limits = f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {self._text.positions} of both"
         num_long = len(lines) - len(self._demonstrations) - num_held_out
@@ -137,14 +169,26 @@ class DatasetTask:
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
     def _columns(self, line: Fields, answer_key: str | None) -> Fields:
-        """Return a line with its "prompt" as it is asked and its correct "answer", as the reward function gets it."""
+        """Return a line with its "prompt" as it is asked and its correct "answer", as the reward
+        function gets it.
+        """
         columns = {**line, "prompt": self._asked(line[self._key])}
-        return columns if self._spec.gold is None else columns | {"answer": self._spec.gold(line, answer_key)}
+        return (
+            columns
+            if self._spec.gold is None
+            else columns | {"answer": self._spec.gold(line, answer_key)}
+        )
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
         """Return the token ids and lines of the prompts that are not too long."""
-        encoded = self._text.encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
-        return [(tokens, line) for tokens, (_, line) in zip(encoded, lines, strict=True) if tokens is not None]
+        encoded = self._text.encode(
+            [line["prompt"] for _, line in lines], [place for place, _ in lines]
+        )
+        return [
+            (tokens, line)
+            for tokens, (_, line) in zip(encoded, lines, strict=True)
+            if tokens is not None
+        ]
 
     def _shuffle(self, epoch: int, count: int) -> list[int]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {epoch}".encode()))
@@ -161,33 +205,45 @@ class DatasetTask:
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Return the demonstrations `start` to `start + count - 1` of --sft-data, in a new order in every epoch.
+        """Return the demonstrations `start` to `start + count - 1` of --sft-data, in a new order in
+        every epoch.
 
         Raises:
             InputError: if there are none: the lines of prompts have no solution to learn from.
         """
         if not self._demonstrations:
-            raise InputError(f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a warm start")
+            raise InputError(
+                f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a warm start"
+            )
         chosen = [self._shuffled(self._demonstrations, i) for i in range(start, start + count)]
-        prompts = prompts_of([prompt for prompt, _ in chosen], range(start, start + count), [{}] * count)
+        prompts = prompts_of(
+            [prompt for prompt, _ in chosen], range(start, start + count), [{}] * count
+        )
         return prompts, Rollouts.given([response for _, response in chosen])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Raise InputError: `reward` or the user's function scores responses in worker processes."""
+        """Raise InputError: `reward` or the user's function scores responses in worker
+        processes.
+        """
         raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
         """Return the answer of each response's line, behind the first box that the response opens.
 
         Raises:
-            InputError: if only the reward function knows the answers, or an answer has a control token.
+            InputError: if only the reward function knows the answers, or an answer has a control
+            token.
         """
         if self._spec.form is None:
-            raise InputError(f"the reference answer must be known, but only the reward function reads the lines of {self.name}")
+            raise InputError(
+                f"the reference answer must be known, but only the reward function reads the lines of {self.name}"
+            )
         return text_answers(self._text, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the answer in a response, such as the content of its last box; "" if it has none."""
+        """Return the answer in a response, such as the content of its last box; "" if it has
+        none.
+        """
         return self._spec.answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
@@ -200,7 +256,9 @@ class DatasetTask:
 def _read(
     spec: DatasetSpec, key: str, data: Path | None, test_data: Path | None, hub: str | None
 ) -> tuple[str, list[Line], list[Line]]:
-    """Return the name of the data set, its lines, and its test lines; no test lines if they are split off later."""
+    """Return the name of the data set, its lines, and its test lines; no test lines if they are
+    split off later.
+    """
     test = [] if test_data is None else read_lines(test_data, key, "--test-data")
     if data is not None:
         return data.name, read_lines(data, key), test

@@ -1,4 +1,6 @@
-"""The built-in data sets: where they are, how their lines become prompts, and how a response is answered and scored."""
+"""The built-in data sets: where they are, how their lines become prompts, and how a response is
+answered and scored.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +14,12 @@ GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answ
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a response gives its answer: its reasoning ends with `marker`, and `opening`, the answer and `closing` follow.
+    """How a response gives its answer: its reasoning ends with `marker`, and `opening`, the answer
+    and `closing` follow.
 
-    The marker stops before the punctuation that opens the answer, because tokenizers merge that with the answer: the brace and
-    the backslash of "{\\frac12}" are one token of many vocabularies. VeriFree (Zhou et al. 2025) splits responses at "<answer"
-    instead of "<answer>" for this reason.
+    The marker stops before the punctuation that opens the answer, because tokenizers merge that
+    with the answer: the brace and the backslash of "{\\frac12}" are one token of many vocabularies.
+    VeriFree (Zhou et al. 2025) splits responses at "<answer" instead of "<answer>" for this reason.
     """
 
     marker: str
@@ -33,16 +36,15 @@ class DatasetSpec:
     """The format of a data set: its prompts, its correct answers, and how responses are scored.
 
     Args:
-        prompt_key: the default of --prompt-key.
-        is_question: text is a question that becomes the user message of a chat template; otherwise it is the whole prompt.
-        suffix: text added to prompts that are text.
-        hub, test_hub: the default data sets of the Hugging Face hub, as NAME or NAME:CONFIG.
-        gold: returns the correct answer of a line; None: only the user's reward function reads answers.
-        form: how a response gives the answer that `gold` returns; None where there is no `gold`.
-        reward: the function that scores responses in worker processes; None: the user must name one.
-        answer: returns the answer in a response, "" if it has none.
-        answer_limit: the longest answer in characters; longer ones get reward 0 without being scored. None: no limit.
-        max_new_tokens: the default limit of a response, in tokens.
+        prompt_key: the default of --prompt-key. is_question: text is a question that becomes the
+        user message of a chat template; otherwise it is the whole prompt. suffix: text added to
+        prompts that are text. hub, test_hub: the default data sets of the Hugging Face hub, as NAME
+        or NAME:CONFIG. gold: returns the correct answer of a line; None: only the user's reward
+        function reads answers. form: how a response gives the answer that `gold` returns; None
+        where there is no `gold`. reward: the function that scores responses in worker processes;
+        None: the user must name one. answer: returns the answer in a response, "" if it has none.
+        answer_limit: the longest answer in characters; longer ones get reward 0 without being
+        scored. None: no limit. max_new_tokens: the default limit of a response, in tokens.
     """
 
     prompt_key: str = "prompt"
@@ -64,7 +66,9 @@ def keys_of(line: dict[str, Any]) -> str:
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """Return the value of a key, or of a path of keys such as reward_model.ground_truth; None if the line has none."""
+    """Return the value of a key, or of a path of keys such as reward_model.ground_truth; None if
+    the line has none.
+    """
     if key in line:
         return line[key]
     value: Any = line
@@ -75,19 +79,33 @@ def look_up(line: dict[str, Any], key: str) -> Any:
 
 def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
-        raise InputError(f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); {keys_of(line)}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (str, int, float))
+        or not str(value).strip()
+    ):
+        raise InputError(
+            f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); {keys_of(line)}"
+        )
     return str(value).strip()
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the number after the last #### of a GSM8K solution, or the whole text if it has no ####."""
+    """Return the number after the last #### of a GSM8K solution, or the whole text if it has no
+    ####.
+    """
     return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
 def math_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the answer of a line, or the last boxed answer of its solution if the line has no answer."""
-    if key is None and look_up(line, "answer") is None and isinstance(solution := line.get("solution"), str):
+    """Return the answer of a line, or the last boxed answer of its solution if the line has no
+    answer.
+    """
+    if (
+        key is None
+        and look_up(line, "answer") is None
+        and isinstance(solution := line.get("solution"), str)
+    ):
         if answer := boxed(solution):
             return answer
         raise InputError(f"a solution must have its answer in \\boxed{{}}, got {solution!r:.200}")

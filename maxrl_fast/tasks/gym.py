@@ -1,4 +1,6 @@
-"""The procedural data sets of reasoning-gym, as gym:NAME: unlimited generated questions, each with a verifier, no download."""
+"""The procedural data sets of reasoning-gym, as gym:NAME: unlimited generated questions, each with
+a verifier, no download.
+"""
 
 import importlib
 import importlib.metadata
@@ -20,29 +22,28 @@ from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
-TRIES = 200  # draws for a question of its split; all 200 miss the test split with probability 0.8^200 = 4e-20
+# draws for a question of its split; all 200 miss the test split with probability 0.8^200 = 4e-20
+TRIES = 200
 SEEDS = 2**31  # data sets accept seeds below this
-# These iterate over a set of words or terms: in version 0.1.25 their questions differ between two values of PYTHONHASHSEED.
+# These iterate over a set of words or terms: in version 0.1.25 their questions differ between two
+# values of PYTHONHASHSEED.
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
 class GymTask:
     """Questions by index, generated on demand.
 
-    A CRC of a question decides its split, so that no test question appears in training. Question i is the first draw of its own
-    random stream that belongs to its split. Draw t is entry i mod n of a data set whose seed is a CRC of the run's seed, the
-    split, i // n and t. n is the data set's default size: n questions share one data set, because some generate all entries at
-    once.
+    A CRC of a question decides its split, so that no test question appears in training. Question i
+    is the first draw of its own random stream that belongs to its split. Draw t is entry i mod n of
+    a data set whose seed is a CRC of the run's seed, the split, i // n and t. n is the data set's
+    default size: n questions share one data set, because some generate all entries at once.
 
     Args:
-        name: name of the data set.
-        seed: seed of the questions.
-        model: the checkpoint directory with the tokenizer.
-        config: options of the data set, a JSON object as text.
-        prompt_suffix: text added to every question.
-        plain_prompts: do not apply the chat template.
-        max_prompt_tokens: longer questions are skipped.
-        allow_special_tokens: encode control tokens in a question as such; otherwise such a question is refused.
+        name: name of the data set. seed: seed of the questions. model: the checkpoint directory
+        with the tokenizer. config: options of the data set, a JSON object as text. prompt_suffix:
+        text added to every question. plain_prompts: do not apply the chat template.
+        max_prompt_tokens: longer questions are skipped. allow_special_tokens: encode control tokens
+        in a question as such; otherwise such a question is refused.
 
     Raises:
         InputError: if reasoning-gym is missing, or rejects the name or the options.
@@ -68,8 +69,14 @@ class GymTask:
         try:
             importlib.import_module("reasoning_gym")
         except ImportError as error:
-            raise InputError(f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})") from error
-        hashed = [part for part in HASHED if part == name or (name == "composite" and f'"{part}"' in config)]
+            raise InputError(
+                f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})"
+            ) from error
+        hashed = [
+            part
+            for part in HASHED
+            if part == name or (name == "composite" and f'"{part}"' in config)
+        ]
         if hashed and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
             raise InputError(
                 f"reasoning-gym's {hashed[0]} generates other questions in every process unless Python's hash seed is fixed: "
@@ -81,7 +88,9 @@ class GymTask:
             sample = verifiers.gym_entry(name, self._config, 0, 0)
         except Exception as error:  # its checks raise any exception, AssertionError too
             cause = f"{type(error).__name__}: {error}"
-            raise InputError(f"reasoning-gym cannot create {name!r} with --gym-config {self._config!r}: {cause}") from error
+            raise InputError(
+                f"reasoning-gym cannot create {name!r} with --gym-config {self._config!r}: {cause}"
+            ) from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
         self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
@@ -94,10 +103,14 @@ class GymTask:
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
-        self._turn = Lock()  # some generators seed NumPy's global random numbers, and training prompts are made in a thread
+        # some generators seed NumPy's global random numbers, and training prompts are made in a
+        # thread
+        self._turn = Lock()
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the token ids of question i of a split, and its arguments for the reward function."""
+        """Return the token ids of question i of a split, and its arguments for the reward
+        function.
+        """
         for t in range(TRIES):
             seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
             entry = verifiers.gym_entry(self._dataset, self._config, seed, i % self._size)
@@ -107,8 +120,14 @@ class GymTask:
                 prompt = self._text.prompt(question + self._suffix)
                 [tokens] = self._text.encode([prompt], [f"{self.name}, question {i}"])
                 if tokens is not None:
-                    origin = {"name": self._dataset, "config": self._config, "seed": seed, "index": i % self._size}
-                    known = {"answer": answer} if isinstance(answer, str) else {}  # some data sets have none
+                    origin = {
+                        "name": self._dataset,
+                        "config": self._config,
+                        "seed": seed,
+                        "index": i % self._size,
+                    }
+                    # some data sets have none
+                    known = {"answer": answer} if isinstance(answer, str) else {}
                     return tokens, {"prompt": prompt, "question": question, **known, **origin}
         raise InputError(
             f"{self.name} must have questions of at most {self.prompt_length} tokens for the {split} split, got none in "
@@ -116,19 +135,30 @@ class GymTask:
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, each with the data set, seed and index of its question."""
+        """Return prompts `start` to `start + count - 1` of `split`, each with the data set, seed
+        and index of its question.
+        """
         with self._turn:
             found = [self._question(split, i) for i in range(start, start + count)]
-        return prompts_of([tokens for tokens, _ in found], range(start, start + count), [line for _, line in found])
+        return prompts_of(
+            [tokens for tokens, _ in found],
+            range(start, start + count),
+            [line for _, line in found],
+        )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         """Return training prompts and one rollout of each, the data set's answer."""
         prompts = self.prompts("train", start, count)
         assert prompts.columns is not None
-        entries = [verifiers.gym_entry(self._dataset, self._config, line["seed"], line["index"]) for line in prompts.columns]
+        entries = [
+            verifiers.gym_entry(self._dataset, self._config, line["seed"], line["index"])
+            for line in prompts.columns
+        ]
         answers = [entry["answer"] for entry in entries]
         if None in answers:
-            raise InputError(f"--sft-steps must be 0, as {self.name} has questions without an answer")
+            raise InputError(
+                f"--sft-steps must be 0, as {self.name} has questions without an answer"
+            )
         return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
@@ -144,7 +174,9 @@ class GymTask:
         return text_answers(self._text, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the content of the last answer tags or the last box, or the whole response if it has neither."""
+        """Return the content of the last answer tags or the last box, or the whole response if it
+        has neither.
+        """
         return verifiers.gym_answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:

@@ -1,4 +1,6 @@
-"""Read prompts from JSON Lines, Parquet or the Hugging Face hub. The data is untrusted: an error names the invalid line."""
+"""Read prompts from JSON Lines, Parquet or the Hugging Face hub. The data is untrusted: an error
+names the invalid line.
+"""
 
 import itertools
 import json
@@ -11,8 +13,10 @@ from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.runtime.files import check_regular, shown
 from maxrl_fast.tasks.dataset_specs import keys_of
 
-LINE_BYTES = 1 << 20  # limit of one line; the longest prompts of mathematics and code have a tenth of it
-# The rows of a Parquet file may unpack to UNPACKED_BYTES plus UNPACKED_RATIO times the size of the file.
+# limit of one line; the longest prompts of mathematics and code have a tenth of it
+LINE_BYTES = 1 << 20
+# The rows of a Parquet file may unpack to UNPACKED_BYTES plus UNPACKED_RATIO times the size of the
+# file.
 UNPACKED_BYTES, UNPACKED_RATIO = 1 << 26, 100
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -22,7 +26,8 @@ Demonstration = tuple[str, Any, str]  # its place, its prompt (text or messages)
 
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
-    """Return the JSON object of each line of a file, or of each row if its name ends in .parquet, with its place.
+    """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
+    with its place.
 
     Each object has a prompt: text, or chat messages {"role": ..., "content": ...}.
 
@@ -30,22 +35,31 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
         option: the option that named the file, for error messages.
 
     Raises:
-        InputError: if the file cannot be read, or a line is longer than LINE_BYTES, is not a JSON object, or has no prompt. The
+        InputError: if the file cannot be read, or a line is longer than LINE_BYTES, is not a JSON
+        object, or has no prompt. The
             message names the file and the line.
     """
-    return [(location, _checked(fields, location, prompt_key)) for location, fields in _read_objects(path, option)]
+    return [
+        (location, _checked(fields, location, prompt_key))
+        for location, fields in _read_objects(path, option)
+    ]
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
-    """Return the demonstrations in a file of --sft-data, one of each line: a prompt and the response to it.
+    """Return the demonstrations in a file of --sft-data, one of each line: a prompt and the
+    response to it.
 
-    A line has the prompt at `prompt_key`, as in `read_lines`, and text at "response"; or it has messages at `prompt_key` or at
-    "messages", of which the last is the assistant's, and is the response.
+    A line has the prompt at `prompt_key`, as in `read_lines`, and text at "response"; or it has
+    messages at `prompt_key` or at "messages", of which the last is the assistant's, and is the
+    response.
 
     Raises:
         InputError: as `read_lines`, and if a line has no response.
     """
-    return [_demonstration(fields, location, prompt_key) for location, fields in _read_objects(path, "--sft-data")]
+    return [
+        _demonstration(fields, location, prompt_key)
+        for location, fields in _read_objects(path, "--sft-data")
+    ]
 
 
 def _read_objects(path: Path, option: str) -> list[Line]:
@@ -54,19 +68,23 @@ def _read_objects(path: Path, option: str) -> list[Line]:
         check_regular(path)
         lines = [(location, _checked_object(fields, location)) for location, fields in read(path)]
     except OSError as error:
-        raise InputError(f"{option} must be a readable JSON Lines or Parquet file, got {shown(path)}: {error}") from error
+        raise InputError(
+            f"{option} must be a readable JSON Lines or Parquet file, got {shown(path)}: {error}"
+        ) from error
     if not lines:
         raise InputError(f"{shown(path)} must have a JSON object on each line, got none")
     return lines
 
 
 def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
-    """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their places. None of its code is run.
+    """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
+    places. None of its code is run.
 
     Where the hub cannot be reached, they are those that `datasets` has in its cache.
 
     Raises:
-        InputError: as `read_lines`, and if `datasets` is missing, or the rows are neither on the hub nor in the cache.
+        InputError: as `read_lines`, and if `datasets` is missing, or the rows are neither on the
+        hub nor in the cache.
     """
     try:
         import datasets
@@ -85,9 +103,13 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         if offline:
             cause = f"it cannot be reached ({offline}), and the cache has no copy"
-        raise InputError(f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local copy") from error
+        raise InputError(
+            f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local copy"
+        ) from error
     places = (f"{name}, {split} row {i}" for i in itertools.count(1))
-    return [(place, _checked(row, place, prompt_key)) for place, row in zip(places, rows, strict=False)]
+    return [
+        (place, _checked(row, place, prompt_key)) for place, row in zip(places, rows, strict=False)
+    ]
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -98,30 +120,47 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield location, json.loads(line, object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
+                yield (
+                    location,
+                    json.loads(
+                        line, object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
+                    ),
+                )
             except RecursionError:
                 raise InputError(f"{location}: it is nested too deeply") from None
-            except ValueError as error:  # invalid JSON, invalid UTF-8, or an integer of too many digits
-                raise InputError(f"{location}: it must be a JSON object in UTF-8: {error}") from error
+            # invalid JSON, invalid UTF-8, or an integer of too many digits
+            except ValueError as error:
+                raise InputError(
+                    f"{location}: it must be a JSON object in UTF-8: {error}"
+                ) from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location of each row and the row, reading a few rows at a time: a small file may unpack to very large rows."""
+    """Yield the location of each row and the row, reading a few rows at a time: a small file may
+    unpack to very large rows.
+    """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
         from pyarrow.types import is_dictionary
     except ImportError as error:
-        raise InputError(f"reading {shown(path)} needs pyarrow: pip install 'maxrl_fast[data]' ({error})") from error
+        raise InputError(
+            f"reading {shown(path)} needs pyarrow: pip install 'maxrl_fast[data]' ({error})"
+        ) from error
 
     def rows() -> Iterable[Any]:
         remaining = UNPACKED_BYTES + UNPACKED_RATIO * path.stat().st_size
         try:
             with ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=16):
-                    remaining -= sum((x.dictionary_decode() if is_dictionary(x.type) else x).nbytes for x in batch.columns)
+                    remaining -= sum(
+                        (x.dictionary_decode() if is_dictionary(x.type) else x).nbytes
+                        for x in batch.columns
+                    )
                     if remaining < 0:
-                        raise InputError(f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times its size")
+                        raise InputError(
+                            f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times its size"
+                        )
                     yield from batch.to_pylist()
         except InputError:  # it is a ValueError too
             raise
@@ -135,15 +174,26 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _checked(fields: Any, location: str, prompt_key: str) -> dict[str, Any]:
     checked = _checked_object(fields, location)
     if "response" in checked:
-        raise InputError(f"{location}: the key 'response' is reserved for the response that is scored; rename it")
+        raise InputError(
+            f"{location}: the key 'response' is reserved for the response that is scored; rename it"
+        )
     _prompt_of(checked, location, prompt_key)
     return checked
 
 
 def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> Demonstration:
-    prompt = _prompt_of(fields, location, prompt_key if prompt_key in fields or "messages" not in fields else "messages")
+    prompt = _prompt_of(
+        fields,
+        location,
+        prompt_key if prompt_key in fields or "messages" not in fields else "messages",
+    )
     response = fields.get("response")
-    if response is None and isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+    if (
+        response is None
+        and isinstance(prompt, list)
+        and len(prompt) > 1
+        and prompt[-1]["role"] == "assistant"
+    ):
         *prompt, last = prompt
         response = last["content"]
     if not isinstance(response, str) or not response:
@@ -156,14 +206,17 @@ def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> De
 
 def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
     if key not in fields:
-        raise InputError(f"{location}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}")
+        raise InputError(
+            f"{location}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"
+        )
     _check_prompt(fields[key], f"{location}: {key}")
     return fields[key]
 
 
 def _checked_object(fields: Any, location: str) -> dict[str, Any]:
     try:
-        size = len(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode())  # fails on half a surrogate pair
+        # fails on half a surrogate pair
+        size = len(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode())
     except RecursionError:
         raise InputError(f"{location}: it is nested too deeply") from None
     except (TypeError, ValueError) as error:
@@ -193,7 +246,11 @@ def _check_prompt(prompt: Any, name: str) -> None:
         raise InputError(f"{name} must be text or a list of messages, got {prompt!r:.80}")
     for message in prompt:
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise InputError(f"{name} must have messages with a role and a content, got {message!r:.80}")
+            raise InputError(
+                f"{name} must have messages with a role and a content, got {message!r:.80}"
+            )
         if message["role"] not in ROLES or not isinstance(message["content"], str):
             roles = ", ".join(ROLES)
-            raise InputError(f"{name} must have a role in {roles} and text as content in each message, got {message!r:.80}")
+            raise InputError(
+                f"{name} must have a role in {roles} and text as content in each message, got {message!r:.80}"
+            )

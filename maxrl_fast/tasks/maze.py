@@ -1,4 +1,6 @@
-"""The maze task of the MaxRL paper (appendix E.1): the prompt is a maze, the response the moves from start to goal."""
+"""The maze task of the MaxRL paper (appendix E.1): the prompt is a maze, the response the moves
+from start to goal.
+"""
 
 import random
 import zlib
@@ -23,14 +25,17 @@ PAD, BOS, EOS, UNK, GRID_START, GRID_END, PATH_START, DONE = range(8)
 PATH, WALL, GOAL, START, NEWLINE, UP, DOWN, LEFT, RIGHT = range(8, 17)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
 MIN_SIZE, MAX_SIZE = 5, 31
-TEST_SHARE = 5  # about one in this many distinct mazes is held out; at every size both splits have some
+# about one in this many distinct mazes is held out; at every size both splits have some
+TEST_SHARE = 5
 
 Cell = tuple[int, int]
 Grid = list[list[bool]]  # [n][n], True where the cell is open
 
 
 def generate_maze(size: int, rng: random.Random) -> Grid:
-    """Return a spanning tree of the rooms at odd coordinates, by Prim's algorithm; start (1, 1), goal (size-2, size-2)."""
+    """Return a spanning tree of the rooms at odd coordinates, by Prim's algorithm; start (1, 1),
+    goal (size-2, size-2).
+    """
 
     def pop_random(items: list[Cell]) -> Cell:
         # Python guarantees the same stream in every version only for random().
@@ -46,7 +51,9 @@ def generate_maze(size: int, rng: random.Random) -> Grid:
     while frontier:
         room = pop_random(frontier)
         row, column = room
-        near_row, near_column = pop_random([near for near in rooms_around[room] if is_open[near[0]][near[1]]])
+        near_row, near_column = pop_random(
+            [near for near in rooms_around[room] if is_open[near[0]][near[1]]]
+        )
         is_open[row][column] = is_open[(row + near_row) // 2][(column + near_column) // 2] = True
         for near in rooms_around[room]:
             if near not in seen:
@@ -61,11 +68,16 @@ def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
     rooms = [(row, column) for row in range(1, size, 2) for column in range(1, size, 2)]
     moves = [(2 * row, 2 * column) for row, column in MOVES.values()]
     within = set(rooms)
-    return {(r, c): [(r + dr, c + dc) for dr, dc in moves if (r + dr, c + dc) in within] for r, c in rooms}
+    return {
+        (r, c): [(r + dr, c + dc) for dr, dc in moves if (r + dr, c + dc) in within]
+        for r, c in rooms
+    }
 
 
 def shortest_path(is_open: Grid) -> list[int]:
-    """Return the move tokens from start to goal. A generated maze is a tree, so its simple path is unique."""
+    """Return the move tokens from start to goal. A generated maze is a tree, so its simple path is
+    unique.
+    """
     goal = len(is_open) - 2
     moves_into: dict[Cell, int] = {(1, 1): UP}  # the move that reaches each cell
     stack = [(1, 1)]
@@ -85,7 +97,9 @@ def shortest_path(is_open: Grid) -> list[int]:
 
 
 def encode_maze(is_open: Grid) -> list[int]:
-    """Return the size * (size + 1) + 4 prompt tokens: <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
+    """Return the size * (size + 1) + 4 prompt tokens: <bos> GRID_START, each row's cells and
+    NEWLINE, GRID_END PATH_START.
+    """
     size = len(is_open)
     tokens = [BOS, GRID_START]
     for row in is_open:
@@ -99,14 +113,20 @@ def encode_maze(is_open: Grid) -> list[int]:
 def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False) -> Tensor:
     """Return the reward [S] float32 of each response: 1 for a walk to the goal, else 0.
 
-    Every token before DONE must be a move, no move up to the goal may enter a wall or leave the grid, and the goal must be
-    reached; without DONE the reward is 0. Moves after the goal are ignored. With `strict` they must be legal too, and the last
-    move must end on the goal. All sequences are judged in one batch: positions are cumulative sums of moves.
+    Every token before DONE must be a move, no move up to the goal may enter a wall or leave the
+    grid, and the goal must be reached; without DONE the reward is 0. Moves after the goal are
+    ignored. With `strict` they must be legal too, and the last move must end on the goal. All
+    sequences are judged in one batch: positions are cumulative sums of moves.
     """
     device = rollouts.tokens.device
     # [G, size * size]
-    cells = prompts.tokens.view(len(prompts), -1)[:, 2:-2].view(-1, size, size + 1)[:, :, :size].flatten(1)
-    is_open = (cells != WALL).repeat_interleave(len(rollouts) // len(prompts), 0)  # [S, size * size]
+    cells = (
+        prompts.tokens.view(len(prompts), -1)[:, 2:-2]
+        .view(-1, size, size + 1)[:, :, :size]
+        .flatten(1)
+    )
+    # [S, size * size]
+    is_open = (cells != WALL).repeat_interleave(len(rollouts) // len(prompts), 0)
 
     tokens = rollouts.padded_tokens(PAD)  # [S, L]
     is_done = tokens == DONE
@@ -124,15 +144,17 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
     is_move = torch.isin(tokens, torch.tensor(list(MOVES), device=device))
     last = (before_done.sum(1, keepdim=True) - 1).clamp_min(0)
     reached = at_goal.gather(1, last)[:, 0] if strict else at_goal.any(1)
-    solved = is_done.any(1) & (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1) & reached
+    solved = (
+        is_done.any(1) & (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1) & reached
+    )
     return solved.float()
 
 
 class MazeTask:
     """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests.
 
-    A CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever the seeds. Maze i is the
-    first draw of its own random stream that belongs to its split.
+    A CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever
+    the seeds. Maze i is the first draw of its own random stream that belongs to its split.
 
     Args:
         size: cells along one side, odd, 5 to 31.
@@ -153,11 +175,14 @@ class MazeTask:
 
     def __init__(self, size: int = 9, seed: int = 0, strict: bool = False):
         if not MIN_SIZE <= size <= MAX_SIZE or size % 2 == 0:
-            raise InputError(f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}")
+            raise InputError(
+                f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}"
+            )
         self.size, self.seed, self.strict = size, seed, strict
         self.name = f"maze {size}x{size}"
         self.prompt_length = size * (size + 1) + 4
-        longest = 2 * ((size - 1) // 2) ** 2  # any simple path and DONE; 128 at 17x17, where the paper allows 180
+        # any simple path and DONE; 128 at 17x17, where the paper allows 180
+        longest = 2 * ((size - 1) // 2) ** 2
         self.max_new_tokens = longest if size < 17 else max(longest, 180)
 
     def maze(self, split: str, index: int) -> Grid:
@@ -174,16 +199,27 @@ class MazeTask:
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         """Return training prompts and one rollout of each, the solution: its moves, DONE, <eos>."""
         mazes = [self.maze("train", i) for i in range(start, start + count)]
-        return self._encode(start, mazes), Rollouts.given([[*shortest_path(maze), DONE, EOS] for maze in mazes])
+        return self._encode(start, mazes), Rollouts.given(
+            [[*shortest_path(maze), DONE, EOS] for maze in mazes]
+        )
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         return judge(prompts, rollouts, self.size, self.strict)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the solution for each response, its moves and DONE; a response is an answer without reasoning."""
+        """Return the solution for each response, its moves and DONE; a response is an answer
+        without reasoning.
+        """
         # [G, size, size]
-        cells = prompts.tokens.cpu().view(len(prompts), -1)[:, 2:-2].view(-1, self.size, self.size + 1)[:, :, : self.size]
-        solutions = [ReferenceAnswer(0, [], [*shortest_path(maze), DONE]) for maze in (cells != WALL).tolist()]
+        cells = (
+            prompts.tokens.cpu()
+            .view(len(prompts), -1)[:, 2:-2]
+            .view(-1, self.size, self.size + 1)[:, :, : self.size]
+        )
+        solutions = [
+            ReferenceAnswer(0, [], [*shortest_path(maze), DONE])
+            for maze in (cells != WALL).tolist()
+        ]
         return [solution for solution in solutions for _ in range(len(rollouts) // len(prompts))]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
@@ -191,7 +227,9 @@ class MazeTask:
 
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
         tokens, cu_seqlens = pack([encode_maze(maze) for maze in mazes])
-        return Prompts(tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes)))
+        return Prompts(
+            tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes))
+        )
 
     def answer(self, response: str) -> str:
         """Return the moves before DONE as text."""

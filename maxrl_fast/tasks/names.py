@@ -9,7 +9,8 @@ from maxrl_fast.runtime.plugins import is_file, is_installed
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"
-OBJECT = "python:"  # of a task or a reward that was given to maxrl_fast.train as a Python object, and has no other name
+# of a task or a reward that was given to maxrl_fast.train as a Python object, and has no other name
+OBJECT = "python:"
 TASKS = ("maze", "chain", *DATASETS)
 
 
@@ -20,11 +21,15 @@ def is_built_in(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Return whether a task has this name."""
-    return is_built_in(name) or name.startswith(OBJECT) or is_file(name) or is_installed("task", name)
+    return (
+        is_built_in(name) or name.startswith(OBJECT) or is_file(name) or is_installed("task", name)
+    )
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether a task is a class of the user's: `FILE.py:CLASS`, or the name of an installed one."""
+    """Return whether a task is a class of the user's: `FILE.py:CLASS`, or the name of an installed
+    one.
+    """
     if is_built_in(name):
         return False
     return _is_class(name) if is_file(name) else is_installed("task", name)
@@ -43,20 +48,27 @@ def is_reward(name: str) -> bool:
 def _is_class(name: str) -> bool:
     try:
         return _defines_class(name)
-    except (OSError, ValueError, SyntaxError, RecursionError):  # build_task and the reward's processes report it
+    # build_task and the reward's processes report it
+    except (OSError, ValueError, SyntaxError, RecursionError):
         return False
 
 
 def _defines_class(name: str) -> bool:
-    """Return whether FILE.py:NAME has the statement `class NAME`. It is not run: rewards run in processes of their own."""
+    """Return whether FILE.py:NAME has the statement `class NAME`. It is not run: rewards run in
+    processes of their own.
+    """
     file, _, wanted = name.rpartition(":")
     check_regular(Path(file), JSON_BYTES)
     statements = ast.parse(Path(file).read_bytes()).body
-    return any(isinstance(statement, ast.ClassDef) and statement.name == wanted for statement in statements)
+    return any(
+        isinstance(statement, ast.ClassDef) and statement.name == wanted for statement in statements
+    )
 
 
 def needs_data(name: str) -> str:
-    """Return the error message for a task FILE.py:NAME without --data: why it is not a task with prompts of its own either."""
+    """Return the error message for a task FILE.py:NAME without --data: why it is not a task with
+    prompts of its own either.
+    """
     file, _, wanted = name.rpartition(":")
     why = f"{file} has no class {wanted}"
     try:
@@ -69,7 +81,9 @@ def needs_data(name: str) -> str:
 
 
 def lost_object(option: str, name: str) -> str:
-    """Return the error message for a Python object that another process has given to maxrl_fast.train."""
+    """Return the error message for a Python object that another process has given to
+    maxrl_fast.train.
+    """
     what = f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its caller has"
     return f"{what}; give it there again, as {option}=..."
 

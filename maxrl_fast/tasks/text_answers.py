@@ -1,4 +1,6 @@
-"""Reference answers of tasks whose responses are text: where a response gives its answer, and the right one there as tokens."""
+"""Reference answers of tasks whose responses are text: where a response gives its answer, and the
+right one there as tokens.
+"""
 
 import bisect
 
@@ -9,25 +11,42 @@ from maxrl_fast.tasks.dataset_specs import AnswerForm
 from maxrl_fast.tasks.text_codec import TextCodec
 
 
-def text_answers(text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-    """Return the reference answer, the column "answer" of each prompt, behind the first marker of each response.
+def text_answers(
+    text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
+) -> list[ReferenceAnswer]:
+    """Return the reference answer, the column "answer" of each prompt, behind the first marker of
+    each response.
 
-    The reasoning consists of the sampled tokens up to the first at which the text has the marker. Where this token reaches
-    beyond the marker, its text must begin the answer, and the rest of the answer follows. The tokens of the answer are the
-    tokenizer's for the marker and the answer together, without those of the marker. A response without the marker, or that
-    goes on otherwise within a token, does not lead to the answer; the lead is then the marker.
+    The reasoning consists of the sampled tokens up to the first at which the text has the marker.
+    Where this token reaches beyond the marker, its text must begin the answer, and the rest of the
+    answer follows. The tokens of the answer are the tokenizer's for the marker and the answer
+    together, without those of the marker. A response without the marker, or that goes on otherwise
+    within a token, does not lead to the answer; the lead is then the marker.
 
     Raises:
         InputError: if a prompt has no answer, or an answer has a control token.
     """
     num_rollouts = len(rollouts) // len(prompts)
     wholes = [f"{form.marker}{form.opening}{answer}{form.closing}" for answer in _answers(prompts)]
-    ids_of_wholes = text.encode_pieces(wholes, [f"the reference answer to prompt {i}" for i in prompts.ids.tolist()])
+    ids_of_wholes = text.encode_pieces(
+        wholes, [f"the reference answer to prompt {i}" for i in prompts.ids.tolist()]
+    )
     responses = unpack(rollouts.tokens, rollouts.lengths)
     ends = [_marker_end(text, form.marker, tokens) for tokens in responses]
-    starts = {form.marker: list[int]()}  # of answers, by their text; only those that have been checked above
-    starts |= {start: [] for s, (_, start) in enumerate(ends) if wholes[s // num_rollouts].startswith(start)}
-    starts = dict(zip(starts, text.encode_pieces([*starts], ["the start of an answer"] * len(starts)), strict=True))
+    # of answers, by their text; only those that have been checked above
+    starts = {form.marker: list[int]()}
+    starts |= {
+        start: []
+        for s, (_, start) in enumerate(ends)
+        if wholes[s // num_rollouts].startswith(start)
+    }
+    starts = dict(
+        zip(
+            starts,
+            text.encode_pieces([*starts], ["the start of an answer"] * len(starts)),
+            strict=True,
+        )
+    )
     found = []
     for s, (length, start) in enumerate(ends):
         ids, lead = ids_of_wholes[s // num_rollouts], starts.get(start)
@@ -41,15 +60,21 @@ def _answers(prompts: Prompts) -> list[str]:
     columns = prompts.columns or ({},) * len(prompts)
     for index, line in zip(prompts.ids.tolist(), columns, strict=True):
         if not isinstance(line.get("answer"), str):
-            raise InputError(f"every prompt must have a reference answer as text, got none for prompt {index}")
+            raise InputError(
+                f"every prompt must have a reference answer as text, got none for prompt {index}"
+            )
     return [line["answer"] for line in columns]
 
 
 def _marker_end(text: TextCodec, marker: str, tokens: list[int]) -> tuple[int | None, str]:
-    """Return how many tokens have the marker in their text, and their text from the marker on; (None, marker) if not all."""
+    """Return how many tokens have the marker in their text, and their text from the marker on;
+    (None, marker) if not all.
+    """
     if marker not in text.decode(tokens):
         return None, marker
-    length = bisect.bisect_left(range(len(tokens) + 1), True, key=lambda n: marker in text.decode(tokens[:n]))
+    length = bisect.bisect_left(
+        range(len(tokens) + 1), True, key=lambda n: marker in text.decode(tokens[:n])
+    )
     return length, marker + text.decode(tokens[:length]).partition(marker)[2]
 
 

@@ -1,4 +1,6 @@
-"""Tokenization for tasks whose prompts are text: prompts, responses and stop tokens by the tokenizer of a checkpoint."""
+"""Tokenization for tasks whose prompts are text: prompts, responses and stop tokens by the
+tokenizer of a checkpoint.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,23 +29,28 @@ class TextCodec:
     """Encodes prompts and responses as token ids, and decodes them.
 
     Args:
-        model: the checkpoint directory with the tokenizer.
-        max_prompt_tokens: the longest prompt; `encode` returns None for longer ones.
-        is_plain: do not apply the chat template to prompts that are text.
-        allow_special: encode control tokens in the text of a prompt as such; otherwise they are refused.
+        model: the checkpoint directory with the tokenizer. max_prompt_tokens: the longest prompt;
+        `encode` returns None for longer ones. is_plain: do not apply the chat template to prompts
+        that are text. allow_special: encode control tokens in the text of a prompt as such;
+        otherwise they are refused.
 
     Raises:
-        InputError: if the tokenizer cannot be read or does not fit the policy, or the directory names no stop token.
+        InputError: if the tokenizer cannot be read or does not fit the policy, or the directory
+        names no stop token.
     """
 
-    def __init__(self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False):
+    def __init__(
+        self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False
+    ):
         self.model = model
         sizes = read_sizes(model)
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
         self.tokenizer, self._max_prompt_tokens = load_tokenizer(model), max_prompt_tokens
         if len(self.tokenizer) > self.vocab_size:
             needed = len(self.tokenizer)
-            raise InputError(f"the policy in {model} must have a vocabulary of at least {needed}, got {self.vocab_size}")
+            raise InputError(
+                f"the policy in {model} must have a vocabulary of at least {needed}, got {self.vocab_size}"
+            )
         self.stop_ids = _stop_ids(model, self.tokenizer)
         self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
         self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
@@ -53,22 +60,29 @@ class TextCodec:
         return [{"role": "user", "content": question}] if self._uses_chat else question
 
     def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
-        """Return the token ids of each prompt; None if there are none, or more than max_prompt_tokens.
+        """Return the token ids of each prompt; None if there are none, or more than
+        max_prompt_tokens.
 
         Args:
             places: where each prompt comes from, for error messages.
 
         Raises:
-            InputError: if a prompt has a control token, the chat template rejects it, or one takes longer than SECONDS.
+            InputError: if a prompt has a control token, the chat template rejects it, or one takes
+            longer than SECONDS.
         """
-        return self._encode_each(encode_prompt, "a prompt", prompts, places, self._max_prompt_tokens)
+        return self._encode_each(
+            encode_prompt, "a prompt", prompts, places, self._max_prompt_tokens
+        )
 
     def encode_response(self, response: str) -> list[int]:
         """Return the token ids of a response, followed by its stop token."""
         return self._stopped(encode_response(self.tokenizer, response))
 
-    def encode_responses(self, responses: Sequence[str], places: Sequence[str], limit: int) -> list[list[int] | None]:
-        """Return the token ids of responses from a file, each followed by its stop token; None for more than `limit`.
+    def encode_responses(
+        self, responses: Sequence[str], places: Sequence[str], limit: int
+    ) -> list[list[int] | None]:
+        """Return the token ids of responses from a file, each followed by its stop token; None for
+        more than `limit`.
 
         Raises:
             InputError: as `encode`.
@@ -82,7 +96,10 @@ class TextCodec:
         Raises:
             InputError: as `encode`.
         """
-        return [ids or [] for ids in self._encode_each(encode_response, "a response", texts, places, 2**31)]
+        return [
+            ids or []
+            for ids in self._encode_each(encode_response, "a response", texts, places, 2**31)
+        ]
 
     def _encode_each(
         self,
@@ -92,11 +109,19 @@ class TextCodec:
         places: Sequence[str],
         limit: int,
     ) -> list[list[int] | None]:
-        """Return the token ids of each text; None for those that have none, or more than `limit`."""
-        encoded, of_text, of_chat = list[list[int] | None](), self.model / "tokenizer.json", template_file(self.model)
+        """Return the token ids of each text; None for those that have none, or more than
+        `limit`.
+        """
+        encoded, of_text, of_chat = (
+            list[list[int] | None](),
+            self.model / "tokenizer.json",
+            template_file(self.model),
+        )
         for text, place in zip(texts, places, strict=True):
             try:
-                with time_limit(f"encoding {what} with {of_text if isinstance(text, str) else of_chat}"):
+                with time_limit(
+                    f"encoding {what} with {of_text if isinstance(text, str) else of_chat}"
+                ):
                     if self._control_tokens is not None:
                         self._control_tokens.refuse(text, what)
                     ids = encode(self.tokenizer, text)
@@ -108,7 +133,11 @@ class TextCodec:
     def _stopped(self, ids: list[int]) -> list[int]:
         """Return token ids that end with a stop token."""
         end = self.tokenizer.eos_token_id
-        return ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0] if end is None else end]
+        return (
+            ids
+            if ids and ids[-1] in self.stop_ids
+            else [*ids, self.stop_ids[0] if end is None else end]
+        )
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         """Return text, without special tokens unless they are asked for."""
@@ -120,18 +149,26 @@ class TextCodec:
         return dict(tokenizer_files(self.model))
 
 
-def prompts_of(tokens: Sequence[list[int]], ids: Sequence[int], columns: Sequence[dict[str, Any]]) -> Prompts:
-    """Return a record of prompts from their token ids, their indices and their arguments for the reward function."""
+def prompts_of(
+    tokens: Sequence[list[int]], ids: Sequence[int], columns: Sequence[dict[str, Any]]
+) -> Prompts:
+    """Return a record of prompts from their token ids, their indices and their arguments for the
+    reward function.
+    """
     packed, cu_seqlens = pack(tokens)
     return Prompts(packed, cu_seqlens, torch.tensor(ids, dtype=torch.int64), tuple(columns))
 
 
 def _stop_ids(model: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the stop tokens: the tokenizer's end-of-sequence token and the tokens in generation_config.json."""
+    """Return the stop tokens: the tokenizer's end-of-sequence token and the tokens in
+    generation_config.json.
+    """
     path = model / "generation_config.json"
     listed = read_json(path).get("eos_token_id") if path.exists() else None
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
     stop_ids = tuple(sorted({stop for stop in ids if isinstance(stop, int)}))
     if not stop_ids:
-        raise InputError(f"{model} must name a stop token in its tokenizer or in generation_config.json, got none")
+        raise InputError(
+            f"{model} must name a stop token in its tokenizer or in generation_config.json, got none"
+        )
     return stop_ids

@@ -6,27 +6,47 @@ from typing import Any
 
 def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
     """Return the words of token ids, separated by spaces."""
-    return " ".join(words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens)
+    return " ".join(
+        words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens
+    )
 
 
 def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
-    """Return the JSON files of a Hugging Face tokenizer, by file name. It has one token per word and ignores spaces.
+    """Return the JSON files of a Hugging Face tokenizer, by file name. It has one token per word
+    and ignores spaces.
 
-    Every word is an added token: transformers 5 loads the tokenizer of a qwen2 checkpoint as Qwen2's byte-level tokenizer,
-    whatever its class, and a byte-level tokenizer ignores a word-level vocabulary. It decodes without spaces.
+    Every word is an added token: transformers 5 loads the tokenizer of a qwen2 checkpoint as
+    Qwen2's byte-level tokenizer, whatever its class, and a byte-level tokenizer ignores a
+    word-level vocabulary. It decodes without spaces.
 
     Args:
         words: the word of each token id; the first are <pad>, <bos>, <eos> and <unk>.
         vocab_size: ids from len(words) to vocab_size - 1 are reserved.
     """
     all_words = [*words, *(f"<reserved_{i}>" for i in range(len(words), vocab_size))]
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    special = {
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+    }
     added = [
-        {"id": i, "content": word, "special": word in special.values(), "lstrip": True, "rstrip": True}
+        {
+            "id": i,
+            "content": word,
+            "special": word in special.values(),
+            "lstrip": True,
+            "rstrip": True,
+        }
         | {"single_word": False, "normalized": False}
         for i, word in enumerate(all_words)
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     vocabulary = {word: i for i, word in enumerate(all_words)}
     tokenizer = {
         "version": "1.0",
@@ -39,5 +59,9 @@ def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>"},
     }
-    config = {"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 10**9, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": 10**9,
+        "clean_up_tokenization_spaces": False,
+    }
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special}

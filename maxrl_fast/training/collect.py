@@ -1,4 +1,6 @@
-"""Collects the samples of a step and their rewards; dynamic sampling replaces groups whose rewards are all equal."""
+"""Collects the samples of a step and their rewards; dynamic sampling replaces groups whose rewards
+are all equal.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,20 +28,25 @@ class RolloutBatch(Samples):
     """The training data of a step, the same on all ranks."""
 
     step: int
-    sampled: Rollouts  # S, from the engine; `rollouts` may have other log-probs, weights or reference answers
+    # S, from the engine; `rollouts` may have other log-probs, weights or reference answers
+    sampled: Rollouts
     scores: Tensor  # [G, N] float32, the task's rewards; 0 if not known
     rewards: Tensor  # [G, N] float32, with the length penalty: what the objective sees
     valid: Tensor | None  # [G, N] bool, whose reward is known; None: all
     greedy_rewards: Tensor | None  # [G], reward of the greedy response to each prompt
-    sampled_rewards: Tensor  # [any number, N] of all sampled groups, including replaced ones; NaN if not known
+    # [any number, N] of all sampled groups, including replaced ones; NaN if not known
+    sampled_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
     rollout_seconds: float
     metrics: dict[str, float]  # of sampling, scoring and the correction
     warning: str  # about failed rewards; empty if none failed
-    components: tuple[dict[str, float], ...]  # [S], of this rank's rewards; {} for other ranks' samples
-    parts: Tensor | None = None  # [R, G, N] float32, each of several rewards; NaN if it does not apply or is not known
+    # [S], of this rank's rewards; {} for other ranks' samples
+    components: tuple[dict[str, float], ...]
+    # [R, G, N] float32, each of several rewards; NaN if it does not apply or is not known
+    parts: Tensor | None = None
     part_weights: tuple[float, ...] = ()  # [R]
-    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
+    # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
+    answer_lengths: Tensor | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -53,19 +60,26 @@ class RolloutBatch(Samples):
 
     @property
     def scored_indices(self) -> Tensor:
-        """Indices of the samples whose reward is known, int64 on the host, ascending. Only these are trained on."""
+        """Indices of the samples whose reward is known, int64 on the host, ascending. Only these
+        are trained on.
+        """
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def weighted(self, weights: Tensor) -> "RolloutBatch":
-        """Return the batch with factors [T] of its tokens' advantages, multiplied into the importance weights."""
+        """Return the batch with factors [T] of its tokens' advantages, multiplied into the
+        importance weights.
+        """
         if self.rollouts.importance_weights is not None:
             weights = weights * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Split the groups into `count` equal shares: of each, the samples with a known reward, int64 on the host,
-        ascending."""
-        shares, valid = self.sequences.chunk(count), None if self.valid is None else self.valid.flatten().cpu()
+        """Split the groups into `count` equal shares: of each, the samples with a known reward,
+        int64 on the host, ascending."""
+        shares, valid = (
+            self.sequences.chunk(count),
+            None if self.valid is None else self.valid.flatten().cpu(),
+        )
         return list(shares) if valid is None else [share[valid[share]] for share in shares]
 
 
@@ -74,13 +88,13 @@ class RolloutCollector:
     """Samples and scores a step's rollouts.
 
     Args:
-        num_prompts, num_rollouts: G and N.
-        max_batches: largest number of batches of G prompts that dynamic sampling draws in a step; 1: no dynamic sampling.
-        needs_greedy: whether the greedy response to each prompt is scored too.
-        needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
-        policy_reward: scores the responses instead of the scorer; not with needs_greedy or needs_parts.
-        length_penalty: added to the rewards that the objective sees.
-        make_prompts: returns training prompts, given the first index and the count; None: the task makes them.
+        num_prompts, num_rollouts: G and N. max_batches: largest number of batches of G prompts that
+        dynamic sampling draws in a step; 1: no dynamic sampling. needs_greedy: whether the greedy
+        response to each prompt is scored too. needs_parts: whether each of several rewards is kept
+        too; not with dynamic sampling. policy_reward: scores the responses instead of the scorer;
+        not with needs_greedy or needs_parts. length_penalty: added to the rewards that the
+        objective sees. make_prompts: returns training prompts, given the first index and the count;
+        None: the task makes them.
     """
 
     task: Task
@@ -102,66 +116,108 @@ class RolloutCollector:
     ranks: Ranks = field(default_factory=Ranks)
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
-        """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards; all ranks must call this.
+        """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards; all
+        ranks must call this.
 
-        Dynamic sampling (DAPO, Yu et al. 2025) replaces groups whose known rewards are all equal. If it reaches its limit, some
-        of these groups fill up the step.
+        Dynamic sampling (DAPO, Yu et al. 2025) replaces groups whose known rewards are all equal.
+        If it reaches its limit, some of these groups fill up the step.
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
             InputError: if rewards must be 0 or 1, and one is not.
         """
         batches: list[RolloutBatch] = []
-        errors, answers, components, num_mixed = Counter[str](), Counter[str](), MetricAccumulator(), 0
+        errors, answers, components, num_mixed = (
+            Counter[str](),
+            Counter[str](),
+            MetricAccumulator(),
+            0,
+        )
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
-            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, answers, components)
+            batch = self._sample(
+                step, first_prompt + len(batches) * self.num_prompts, answers, components
+            )
             batches.append(batch)
             errors.update(batch.metrics)
             if self.max_batches > 1:
                 num_mixed += int(is_mixed(batch.sampled_rewards).sum())
-        metrics = dict(errors) | self.scorer.answer_rates(answers, self.ranks) | components.over(self.ranks)
+        metrics = (
+            dict(errors)
+            | self.scorer.answer_rates(answers, self.ranks)
+            | components.over(self.ranks)
+        )
         if self.max_batches == 1:
             return self._shaped(replace(batches[0], metrics=metrics))
         warnings = [batch.warning for batch in batches if batch.warning]
-        warning = "; ".join([*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])])
+        warning = "; ".join(
+            [*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])]
+        )
         whole = _joined(batches)
         mixed = is_mixed(whole.sampled_rewards)
         # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
         chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values  # [G]
-        metrics |= {"num_prompts_sampled": len(mixed), "frac_prompts_alive": float(mixed.float().mean())}
-        return self._shaped(replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning))
+        metrics |= {
+            "num_prompts_sampled": len(mixed),
+            "frac_prompts_alive": float(mixed.float().mean()),
+        }
+        return self._shaped(
+            replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning)
+        )
 
     def _shaped(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the length penalty to the rewards that the objective sees.
 
-        Metrics, kept rollouts and dynamic sampling see the rewards without it. A group whose rollouts all failed therefore
-        still counts as a group of equal rewards; verl also filters by accuracy.
+        Metrics, kept rollouts and dynamic sampling see the rewards without it. A group whose
+        rollouts all failed therefore still counts as a group of equal rewards; verl also filters by
+        accuracy.
         """
         if self.length_penalty is None:
             return batch
         penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
         rewards = (batch.rewards + penalties).masked_fill(~batch.known, 0.0)
-        return replace(batch, rewards=rewards, metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())})
+        return replace(
+            batch,
+            rewards=rewards,
+            metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())},
+        )
 
-    def _sample(self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator) -> RolloutBatch:
-        """Return one batch of prompts; add its answers to `answers` and its reward components to `components`."""
+    def _sample(
+        self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator
+    ) -> RolloutBatch:
+        """Return one batch of prompts; add its answers to `answers` and its reward components to
+        `components`.
+        """
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
             make_prompts = self.make_prompts or partial(self.task.prompts, "train")
             prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
-            sampled = engine.generate(part, self.num_rollouts, self.sampling, seed=self.seed, step=step)
+            sampled = engine.generate(
+                part, self.num_rollouts, self.sampling, seed=self.seed, step=step
+            )
             rollouts = ranks.concatenate_rollouts(sampled)
             check_finite(rollouts, prompts, step)
         if self.policy_reward is not None:
-            return self._by_policy(self.policy_reward, step, prompts, rollouts, lap.seconds, components)
+            return self._by_policy(
+                self.policy_reward, step, prompts, rollouts, lap.seconds, components
+            )
         scorer.take_answers()  # drop the answers of an evaluation, or of greedy responses
         scorer.pop_components()
         with clock("reward"):
-            rewards = ranks.concatenate(scorer.score(part, sampled)).view(len(prompts), self.num_rollouts)
-        own_parts, before, after = scorer.components, first * self.num_rollouts, (first + own) * self.num_rollouts
-        parts = [*({} for _ in range(before)), *own_parts, *({} for _ in range(after, len(rollouts)))]
+            rewards = ranks.concatenate(scorer.score(part, sampled)).view(
+                len(prompts), self.num_rollouts
+            )
+        own_parts, before, after = (
+            scorer.components,
+            first * self.num_rollouts,
+            (first + own) * self.num_rollouts,
+        )
+        parts = [
+            *({} for _ in range(before)),
+            *own_parts,
+            *({} for _ in range(after, len(rollouts))),
+        ]
         each_reward = self._each_reward(rewards) if self.needs_parts else None
         answers.update(scorer.take_answers())
         components.update(scorer.pop_components())
@@ -171,7 +227,8 @@ class RolloutCollector:
                 greedy = engine.generate(part, 1, self.sampling.greedy, seed=self.seed, step=step)
             with clock("reward"):
                 greedy_rewards = ranks.concatenate(scorer.score(part, greedy))
-            rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))  # as if all had failed
+            # as if all had failed
+            rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
         batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds)
         weights = tuple(scorer.weights.values())
         return replace(batch, components=tuple(parts), parts=each_reward, part_weights=weights)
@@ -194,21 +251,38 @@ class RolloutCollector:
                 components.add(name, value)
         rewards = scores.rewards.view(len(prompts), self.num_rollouts)
         batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
-        parts_of_all = tuple(parts if start <= s < stop else {} for s, parts in enumerate(scores.components))
+        parts_of_all = tuple(
+            parts if start <= s < stop else {} for s, parts in enumerate(scores.components)
+        )
         learned = rollouts if scores.answered is None else scores.answered
-        return replace(batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths)
+        return replace(
+            batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths
+        )
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
-        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN if a reward does not apply."""
-        own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in self.scorer.components]
-        values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))  # [S, R]
+        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN if a
+        reward does not apply.
+        """
+        own = [
+            [parts.get(name, torch.nan) for name in self.scorer.weights]
+            for parts in self.scorer.components
+        ]
+        # [S, R]
+        values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))
         return values.view(*rewards.shape, -1).movedim(-1, 0)
 
     def _checked(
-        self, step: int, prompts: Prompts, rollouts: Rollouts, rewards: Tensor, greedy_rewards: Tensor | None, seconds: float
+        self,
+        step: int,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        rewards: Tensor,
+        greedy_rewards: Tensor | None,
+        seconds: float,
     ) -> RolloutBatch:
         failed, warning = self.scorer.failures(self.ranks, f"step {step}")
-        valid = ~rewards.isnan() if warning else None  # samples without a reward are left out of their group
+        # samples without a reward are left out of their group
+        valid = ~rewards.isnan() if warning else None
         known = rewards.nan_to_num() if warning else rewards
         check_rewards(known, prompts, step)
         if self.needs_binary:
@@ -252,7 +326,10 @@ def is_mixed(rewards: Tensor) -> Tensor:
 def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
     greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
     rewards = torch.cat([batch.sampled_rewards for batch in batches])
-    rollouts, known = Rollouts.concatenate([batch.rollouts for batch in batches]), rewards.nan_to_num()
+    rollouts, known = (
+        Rollouts.concatenate([batch.rollouts for batch in batches]),
+        rewards.nan_to_num(),
+    )
     return RolloutBatch(
         prompts=Prompts.concatenate([batch.prompts for batch in batches]),
         rollouts=rollouts,
@@ -273,7 +350,9 @@ def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
 
 def _chosen(whole: RolloutBatch, groups: Tensor, num_rollouts: int) -> RolloutBatch:
     """Select groups; `sampled_rewards` keeps all groups."""
-    sequences = (groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)).flatten()
+    sequences = (
+        groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)
+    ).flatten()
     rollouts, rewards = whole.rollouts.select(sequences), whole.rewards[groups]
     return replace(
         whole,

@@ -1,4 +1,6 @@
-"""The critic of PPO: a copy of the policy with a value head in place of the output matrix, and its loss."""
+"""The critic of PPO: a copy of the policy with a value head in place of the output matrix, and its
+loss.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -20,9 +22,12 @@ class ValueHead(nn.Module):
 def critic_model(policy: PolicyModel) -> PolicyModel:
     """Copy an unsharded policy, with a value head as last layer.
 
-    The critic trains what the policy trains; weights that are never trained, as under adapters, are shared with the policy.
+    The critic trains what the policy trains; weights that are never trained, as under adapters, are
+    shared with the policy.
     """
-    kept = {id(p): p for p in policy.parameters() if not p.requires_grad} | {id(policy.lm_head): policy.lm_head}
+    kept = {id(p): p for p in policy.parameters() if not p.requires_grad} | {
+        id(policy.lm_head): policy.lm_head
+    }
     critic = copy.deepcopy(policy, kept)
     critic.set_output(ValueHead(policy.config.hidden_size, policy.lm_head.weight.device))
     return critic
@@ -30,7 +35,9 @@ def critic_model(policy: PolicyModel) -> PolicyModel:
 
 def num_critic_weights(policy: PolicyModel) -> int:
     """Return the number of weights that a policy's critic would train, without building it."""
-    output = set() if policy.config.tie_word_embeddings else {id(p) for p in policy.lm_head.parameters()}
+    output = (
+        set() if policy.config.tie_word_embeddings else {id(p) for p in policy.lm_head.parameters()}
+    )
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad and id(p) not in output)
     return trained + int(policy.config.hidden_size)
 
@@ -41,9 +48,11 @@ def values_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return the loss of each value [T]: half of max((V - R)^2, (V' - R)^2), where V' is V clamped to old value +- clip.
+    """Return the loss of each value [T]: half of max((V - R)^2, (V' - R)^2), where V' is V clamped
+    to old value +- clip.
 
-    With clip 0 it is (V - R)^2 / 2. This is the clipped loss of OpenAI's PPO (baselines/ppo2), as in verl.
+    With clip 0 it is (V - R)^2 / 2. This is the clipped loss of OpenAI's PPO (baselines/ppo2), as
+    in verl.
     """
     errors = (values - returns).square()
     if clip:

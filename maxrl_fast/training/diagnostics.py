@@ -20,10 +20,11 @@ def prompt_gradient_norms(
     beat: Callable[[], None] = lambda: None,
     draw: tuple[int, int] = (0, 0),
 ) -> list[float]:
-    """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper); 0 if none of its samples has a gradient.
+    """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper); 0 if none of
+    its samples has a gradient.
 
-    Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must call this: each runs the
-    backward passes of all prompts. All gradients are zero afterwards.
+    Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must
+    call this: each runs the backward passes of all prompts. All gradients are zero afterwards.
 
     Args:
         advantages: [S].
@@ -48,15 +49,21 @@ def prompt_gradient_norms(
 
 
 def diagnostics_record(
-    batch: RolloutBatch, objective: Objective, learner: Learner, beat: Callable[[], None] = lambda: None
+    batch: RolloutBatch,
+    objective: Objective,
+    learner: Learner,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Return a line of diagnostics.jsonl: each prompt's index, mean over known rewards (0 if none is known) and gradient norm.
+    """Return a line of diagnostics.jsonl: each prompt's index, mean over known rewards (0 if none
+    is known) and gradient norm.
 
     This calls `objective.begin`, so the caller must call it again before the step's updates.
     """
     learned, sequences = objective.begin(batch, learner), batch.scored_indices
     advantages = objective.advantages(sequences)
-    norms = prompt_gradient_norms(learner, learned, advantages, sequences, beat, draw=(batch.step, 0))
+    norms = prompt_gradient_norms(
+        learner, learned, advantages, sequences, beat, draw=(batch.step, 0)
+    )
     known = batch.known.float()
     rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {

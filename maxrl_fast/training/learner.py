@@ -1,4 +1,6 @@
-"""The learner: takes samples and advantages, and makes one optimizer step on the loss of the whole batch."""
+"""The learner: takes samples and advantages, and makes one optimizer step on the loss of the whole
+batch.
+"""
 
 import contextlib
 import copy
@@ -34,7 +36,9 @@ TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of one update. From `ratio` to `logprob_diff` they are sums over the tokens trained on."""
+    """Metrics of one update. From `ratio` to `logprob_diff` they are sums over the tokens trained
+    on.
+    """
 
     loss: float
     grad_norm: float  # before clipping
@@ -48,20 +52,22 @@ class UpdateMetrics:
     kl: float
     logprob_diff: float  # |logp - sampled logp|
     moment_variance: float = 0.0  # after the step
-    own: dict[str, float] = field(default_factory=dict)  # of losses that compare tokens across the update
+    # of losses that compare tokens across the update
+    own: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
     """What the micro-batches of an update share.
 
-    If a token's loss depends on other responses (`over_batch`), one forward pass first computes the loss of all tokens. The
-    micro-batches then backpropagate sum(gradients x token values).
+    If a token's loss depends on other responses (`over_batch`), one forward pass first computes the
+    loss of all tokens. The micro-batches then backpropagate sum(gradients x token values).
     """
 
     sequences: Tensor  # int64, ascending, on the host: those with a gradient
     denominator: float
-    gradients: Tensor | None = None  # [T, 2 + R] float32, of each token's log-prob, entropy and R numbers of its row
+    # [T, 2 + R] float32, of each token's log-prob, entropy and R numbers of its row
+    gradients: Tensor | None = None
     sums: Tensor | None = None  # LossSums [10] of the update
     own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, scalars
 
@@ -113,28 +119,32 @@ class Learner:
         lr: float,
         draw: tuple[int, int] = (0, 0),
     ) -> UpdateMetrics:
-        """Take one optimizer step on some of the samples, the same step on all ranks, which must all call this.
+        """Take one optimizer step on some of the samples, the same step on all ranks, which must
+        all call this.
 
         Args:
-            advantages: [S] of all samples.
-            sequences: int64, ascending: the samples of this update. The loss is averaged over all of them; samples with zero
+            advantages: [S] of all samples. sequences: int64, ascending: the samples of this update.
+            The loss is averaged over all of them; samples with zero
                 gradient count in the average but are not computed.
             when: for messages, such as "step 3".
             draw: the step and the update within it, for losses that draw tokens.
 
         Raises:
-            NonFiniteError: naming the step, the prompt and what was not finite; the weights are unchanged.
+            NonFiniteError: naming the step, the prompt and what was not finite; the weights are
+            unchanged.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.zero_gradients()
         for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
-            # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with zero gradient.
+            # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with
+            # zero gradient.
             parameter.grad = torch.zeros_like(parameter)
         # Broadcast: all ranks must agree on which samples have a gradient.
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
         plan = self.plan(packer, samples, sequences, draw)
-        # float64 keeps sums of integers exact: tokens computed, loss, tokens trained on, then sums of TOKEN_METRICS.
+        # float64 keeps sums of integers exact: tokens computed, loss, tokens trained on, then sums
+        # of TOKEN_METRICS.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_padding, is_last in self.passes.micro_batches(packer, plan.sequences):
             with contextlib.nullcontext() if is_last else gradients_stay(self._module):
@@ -145,13 +155,16 @@ class Learner:
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
                 computed = num_read.new_full((), len(batch.tokens))
                 sums += torch.stack([computed, part.detach() / self.ranks.size, num_read, *totals])
-        # One read, which waits for the backward pass. It precedes the step: non-finite values must not change the weights.
+        # One read, which waits for the backward pass. It precedes the step: non-finite values must
+        # not change the weights.
         norm = full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         sums = self.ranks.sum(sums)
         if plan.sums is not None:  # sums of the whole update, the same on all ranks
             whole_sums = LossSums(*plan.sums.unbind())
             totals = [getattr(whole_sums, name) for name in TOKEN_METRICS]
-            sums = torch.stack([sums[0], whole_sums.loss, whole_sums.tokens - whole_sums.dropped_tokens, *totals])
+            sums = torch.stack(
+                [sums[0], whole_sums.loss, whole_sums.tokens - whole_sums.dropped_tokens, *totals]
+            )
         sums, norm, *numbers = to_host(sums, norm, *plan.own.values())
         own = {name: value.item() for name, value in zip(plan.own, numbers, strict=True)}
         (num_tokens, loss, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
@@ -162,7 +175,11 @@ class Learner:
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         if self.passes.shares_weights:
-            variance = float(self.ranks.sum(torch.full((), variance, dtype=torch.float64, device=advantages.device)))
+            variance = float(
+                self.ranks.sum(
+                    torch.full((), variance, dtype=torch.float64, device=advantages.device)
+                )
+            )
         return UpdateMetrics(
             loss=loss,
             grad_norm=grad_norm,
@@ -174,9 +191,11 @@ class Learner:
             own=own,
         )
 
-    def plan(self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)) -> UpdatePlan:
-        """Return the sequences that have a gradient and the denominator of the loss; for an over_batch loss, also its gradient
-        in each token. All ranks must call this."""
+    def plan(
+        self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)
+    ) -> UpdatePlan:
+        """Return the sequences that have a gradient and the denominator of the loss; for an
+        over_batch loss, also its gradient in each token. All ranks must call this."""
         sequences = sequences.cpu()
         lengths = packer.lengths[sequences]
         denominator = self.settings.denominator(lengths)
@@ -192,15 +211,26 @@ class Learner:
         return self._plan_over_batch(packer, samples, sequences, denominator, draw)
 
     def _plan_over_batch(
-        self, packer: Packer, samples: Samples, sequences: Tensor, denominator: float, draw: tuple[int, int]
+        self,
+        packer: Packer,
+        samples: Samples,
+        sequences: Tensor,
+        denominator: float,
+        draw: tuple[int, int],
     ) -> UpdatePlan:
         settings, rollouts = self.settings, samples.rollouts
         device = rollouts.tokens.device
         # The update has T' of the rollouts' T tokens, at `index` [T'].
         index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
         index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
-        values = self.passes.compute(self._token_values, self.model, samples, sequences).requires_grad_()  # [T', 2 + R]
-        per_token = torch.repeat_interleave(packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index))  # [T']
+        # [T', 2 + R]
+        values = self.passes.compute(
+            self._token_values, self.model, samples, sequences
+        ).requires_grad_()
+        # [T']
+        per_token = torch.repeat_interleave(
+            packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index)
+        )
         importance = rollouts.importance_weights
         keywords, reference = settings.keywords, self.reference if settings.kl_coef else None
         batch, terms, row, options = prepare(
@@ -215,7 +245,9 @@ class Learner:
             importance_weights=None,
             importance_weights_per_token=None,
             old_logprobs=rollouts.logprobs[index],
-            ref_logprobs=None if reference is None else self.passes.logprobs(reference, samples, sequences),
+            ref_logprobs=None
+            if reference is None
+            else self.passes.logprobs(reference, samples, sequences),
             dual_clip=None,
             temperature=1.0,
             mask=None,
@@ -224,7 +256,9 @@ class Learner:
         if importance is not None:  # may be negative if the objective weights tokens
             batch.advantages = batch.advantages * importance[index]
         num_own = values.shape[1] - 2 - (settings.siren != 0)
-        tokens = tokens_of(batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None)
+        tokens = tokens_of(
+            batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None
+        )
         tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
         if settings.sequence_mask is not None:
             tokens.advantages = tokens.advantages * ~far_responses(tokens, settings.sequence_mask)
@@ -233,16 +267,26 @@ class Learner:
         sums = function_loss(row, options, terms, batch, tokens)
         total = sums[0]
         if settings.siren:
-            total = total + siren(tokens, values[:, -1], settings.siren, self.objective_state["siren_anchor"])
+            total = total + siren(
+                tokens, values[:, -1], settings.siren, self.objective_state["siren_anchor"]
+            )
         (of_values,) = torch.autograd.grad(total, values)  # [T', 2 + R]
-        of_values = self.ranks.from_first(of_values)  # broadcast: all ranks must run the same passes
-        gradients = torch.zeros(len(rollouts.tokens), values.shape[1], device=device).index_copy_(0, index, of_values)
+        # broadcast: all ranks must run the same passes
+        of_values = self.ranks.from_first(of_values)
+        gradients = torch.zeros(len(rollouts.tokens), values.shape[1], device=device).index_copy_(
+            0, index, of_values
+        )
         (is_not_zero,) = to_host((of_values != 0).any(1).cumsum(0))
-        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]  # [S'+1] tokens with a gradient before each
-        return UpdatePlan(sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics)
+        # [S'+1] tokens with a gradient before each
+        before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
+        return UpdatePlan(
+            sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics
+        )
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return the log-prob, the entropy and the R numbers of each token's row that the loss reads, [T, 2 + R]."""
+        """Return the log-prob, the entropy and the R numbers of each token's row that the loss
+        reads, [T, 2 + R].
+        """
         values = self.passes.logprobs_and_entropies(model, batch, hidden)
         if self.settings.row.rows is None and not self.settings.siren:
             return values
@@ -260,17 +304,21 @@ class Learner:
         return torch.cat(parts, 1)
 
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the loss times the number of ranks (gradients become means over ranks), and its
-        metrics, means over its tokens."""
+        """Return this micro-batch's share of the loss times the number of ranks (gradients become
+        means over ranks), and its metrics, means over its tokens."""
         ref_logprobs, advantages = None, batch.advantages
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
         if self.settings.kl_coef and plan.gradients is None:
             assert self.reference is not None
-            ref_logprobs = self.passes.of_batch(self.passes.logprobs_and_entropies, self.reference, batch)[:, 0]
+            ref_logprobs = self.passes.of_batch(
+                self.passes.logprobs_and_entropies, self.reference, batch
+            )[:, 0]
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
         if plan.gradients is not None:
-            loss = self._injected(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
+            loss = (
+                self._injected(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
+            )
             none = loss.detach().new_zeros((), dtype=torch.float64)
             return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
         return linear_policy_gradient_loss(
@@ -289,8 +337,14 @@ class Learner:
         )
 
     def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
-        """Return sum(gradients [T, 2 + R] x token values), computed only for tokens with a gradient."""
-        weight, targets, scaling = self.model.output_matrix, batch.targets, self.model.scaling(self.settings.temperature)
+        """Return sum(gradients [T, 2 + R] x token values), computed only for tokens with a
+        gradient.
+        """
+        weight, targets, scaling = (
+            self.model.output_matrix,
+            batch.targets,
+            self.model.scaling(self.settings.temperature),
+        )
         index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
         logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scaling)
         loss = (gradients[index, 0] * logprobs + gradients[index, 1] * entropy).sum()
@@ -319,7 +373,9 @@ class Learner:
         zero_gradients(self.model)
 
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
-        """Return what became non-finite and for which prompt. All ranks recompute every prompt alone."""
+        """Return what became non-finite and for which prompt. All ranks recompute every prompt
+        alone.
+        """
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -342,12 +398,16 @@ class Learner:
 
 
 def frozen_copy(model: PolicyModel) -> PolicyModel:
-    """Return a frozen copy of the policy; weights that are never trained, as under adapters, are shared."""
+    """Return a frozen copy of the policy; weights that are never trained, as under adapters, are
+    shared.
+    """
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def _seed(*numbers: int) -> int:
-    """Return a seed that depends only on the numbers, so that a resumed run draws the same tokens."""
+    """Return a seed that depends only on the numbers, so that a resumed run draws the same
+    tokens.
+    """
     (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
     return int(mixed >> 1)

@@ -9,7 +9,8 @@ class LengthPenalty:
 
         min(0, factor (limit - buffer - length) / buffer)
 
-    It is 0 up to limit - buffer tokens and falls linearly to -factor at the limit, the length of the longest response.
+    It is 0 up to limit - buffer tokens and falls linearly to -factor at the limit, the length of
+    the longest response.
     """
 
     limit: int
@@ -18,4 +19,6 @@ class LengthPenalty:
 
     def __call__(self, lengths: Tensor) -> Tensor:
         """Return the penalty (<= 0) of each length, float32 of the same shape."""
-        return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(0.0)
+        return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(
+            0.0
+        )

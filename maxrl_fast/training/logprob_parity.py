@@ -1,5 +1,5 @@
-"""Compares log-probs at the start of a run: a transformers policy with the model's own forward pass, a third-party rollout
-engine with the policy."""
+"""Compares log-probs at the start of a run: a transformers policy with the model's own forward
+pass, a third-party rollout engine with the policy."""
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ FEWEST = 24
 
 
 def check_exact(policy: HuggingFacePolicy) -> str:
-    """Compare log-probs of four responses to two prompts with the model's own eager forward pass, in float32.
+    """Compare log-probs of four responses to two prompts with the model's own eager forward pass,
+    in float32.
 
-    The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST tokens. The output layer is
-    also compared on hidden states so large that a soft cap would show.
+    The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST
+    tokens. The output layer is also compared on hidden states so large that a soft cap would show.
 
     Returns a sentence for the first lines of a run. Raises InputError if the log-probs differ.
     """
@@ -39,7 +40,8 @@ def check_exact(policy: HuggingFacePolicy) -> str:
     )
     try:
         ours = _logprobs(policy, prompts, responses, device)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:  # raised by third-party code
+    # raised by third-party code
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(
@@ -52,7 +54,8 @@ def check_exact(policy: HuggingFacePolicy) -> str:
         logits = policy.own_logits(tokens)[0]
         parts.append(_of(logits[len(prompt) - 1 : -1], tokens[len(prompt) :]))
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
-    # Near a tie, a router may choose another expert: 2% may differ. Wrong attention or positions would affect more tokens.
+    # Near a tie, a router may choose another expert: 2% may differ. Wrong attention or positions
+    # would affect more tokens.
     typical, most = float(difference.quantile(0.98)), float(difference.max())
     if typical > LIMIT:
         raise InputError(
@@ -67,21 +70,31 @@ def check_exact(policy: HuggingFacePolicy) -> str:
 
 
 def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str:
-    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt. All ranks must call this.
+    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt.
+    All ranks must call this.
 
-    Returns a sentence for the first lines of a run. Raises InputError if the log-probs differ by more than rounding: the engine
-    `name` has other weights or another architecture.
+    Returns a sentence for the first lines of a run. Raises InputError if the log-probs differ by
+    more than rounding: the engine `name` has other weights or another architecture.
     """
     device, sizes = policy.lm_head.weight.device, policy.config
-    tokens, cu_seqlens = pack([torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()])
+    tokens, cu_seqlens = pack(
+        [torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()]
+    )
     prompts = Prompts(tokens, cu_seqlens, torch.zeros(1, dtype=torch.int64)).to(device)
     rollouts = engine.generate(prompts, 2, Sampling(1.0, 8, ()), seed=0, step=0)
     responses = rollouts.tokens.split(rollouts.lengths.tolist())
     if isinstance(policy, HuggingFacePolicy):
-        logits = [policy.own_logits(torch.cat([prompts.tokens, response]))[0][len(tokens) - 1 : -1] for response in responses]
-        own = torch.cat([_of(of_one, response) for of_one, response in zip(logits, responses, strict=True)])
+        logits = [
+            policy.own_logits(torch.cat([prompts.tokens, response]))[0][len(tokens) - 1 : -1]
+            for response in responses
+        ]
+        own = torch.cat(
+            [_of(of_one, response) for of_one, response in zip(logits, responses, strict=True)]
+        )
     else:
-        own = _logprobs(policy, [tokens.tolist()], [response.tolist() for response in responses], device)
+        own = _logprobs(
+            policy, [tokens.tolist()], [response.tolist() for response in responses], device
+        )
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
         raise InputError(
@@ -92,14 +105,18 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
 
 
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
-    """Compare the logits of one sequence [L] with the model's own, on hidden states so large that a soft cap would show.
+    """Compare the logits of one sequence [L] with the model's own, on hidden states so large that a
+    soft cap would show.
 
     Raises InputError if they differ.
     """
     small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
     factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
     theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)
-    largest, difference = float(theirs.abs().max()), float((_logits_of(policy, hidden) - theirs).abs().max())
+    largest, difference = (
+        float(theirs.abs().max()),
+        float((_logits_of(policy, hidden) - theirs).abs().max()),
+    )
     if not difference <= LIMIT * max(1.0, largest):
         raise InputError(
             f"{policy.config.model_type} of transformers cannot be trained here: its logits are not a soft cap or a multiple "
@@ -111,15 +128,25 @@ def _length(policy: HuggingFacePolicy) -> int:
     config = policy.hf.config
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     longest = max((int(x) for x in windows if isinstance(x, int)), default=0)
-    return FEWEST + (longest * 3 // 2 if longest * 3 // 2 + FEWEST <= LONGEST else 0 if longest > LONGEST else LONGEST - FEWEST)
+    return FEWEST + (
+        longest * 3 // 2
+        if longest * 3 // 2 + FEWEST <= LONGEST
+        else 0
+        if longest > LONGEST
+        else LONGEST - FEWEST
+    )
 
 
 @torch.no_grad()
-def _logprobs(policy: PolicyModel, prompts: list[list[int]], responses: list[list[int]], device: torch.device) -> Tensor:
+def _logprobs(
+    policy: PolicyModel, prompts: list[list[int]], responses: list[list[int]], device: torch.device
+) -> Tensor:
     tokens, cu_seqlens = pack(prompts)
     packed = Prompts(tokens, cu_seqlens, torch.arange(len(prompts))).to(device)
     rollouts = Rollouts.given(responses).to(device)
-    batch = Packer(packed, rollouts, torch.ones(len(responses), device=device)).pack(torch.arange(len(responses)))
+    batch = Packer(packed, rollouts, torch.ones(len(responses), device=device)).pack(
+        torch.arange(len(responses))
+    )
     hidden = run_batch(policy, batch, torch.float32)
     return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling())[0]
 

@@ -11,13 +11,14 @@ from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_w
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Arguments of ops.policy_gradient_loss that are constant over a run, and terms that the learner adds.
+    """Arguments of ops.policy_gradient_loss that are constant over a run, and terms that the
+    learner adds.
 
     Args:
-        top_entropy: fraction of an update's tokens, with the highest entropies, that have a policy gradient; 1: all.
-        siren: coefficient of SIREN's term; 0: none.
-        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: no mask.
-        seed: of losses that draw tokens.
+        top_entropy: fraction of an update's tokens, with the highest entropies, that have a policy
+        gradient; 1: all. siren: coefficient of SIREN's term; 0: none. sequence_mask: delta of
+        far_responses, whose tokens have no policy gradient; None: no mask. seed: of losses that
+        draw tokens.
     """
 
     loss: str | Callable[..., Tensor]
@@ -36,11 +37,13 @@ class LossSettings:
     seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return the denominator of the summed loss of responses of these lengths [S], however they are split into
-        micro-batches."""
+        """Return the denominator of the summed loss of responses of these lengths [S], however they
+        are split into micro-batches."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
-        return float(len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1))
+        return float(
+            len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1)
+        )
 
     @cached_property
     def row(self) -> TokenLoss:
@@ -53,15 +56,35 @@ class LossSettings:
     @property
     def over_batch(self) -> bool:
         """Whether a token's loss depends on other responses of the update."""
-        return self.row.over_batch or self.top_entropy < 1 or self.siren != 0 or self.sequence_mask is not None
+        return (
+            self.row.over_batch
+            or self.top_entropy < 1
+            or self.siren != 0
+            or self.sequence_mask is not None
+        )
 
     @property
     def keywords(self) -> dict[str, Any]:
-        names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high", "kl", "kl_coef", "entropy_coef")
+        names = (
+            "loss",
+            "loss_options",
+            "aggregation",
+            "clip_low",
+            "clip_high",
+            "kl",
+            "kl_coef",
+            "entropy_coef",
+        )
         return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient, given their advantages [S]; only if the loss is not over_batch."""
-        if self.kl_coef or self.entropy_coef or learns_without_advantage(self.row, tuple(self.options.items())):
+        """Return which sequences [S] have a gradient, given their advantages [S]; only if the loss
+        is not over_batch.
+        """
+        if (
+            self.kl_coef
+            or self.entropy_coef
+            or learns_without_advantage(self.row, tuple(self.options.items()))
+        ):
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0

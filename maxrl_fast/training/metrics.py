@@ -10,14 +10,19 @@ from maxrl_fast.training.learner import UpdateMetrics
 
 
 def step_metrics(
-    batch: RolloutBatch, advantages: Tensor, updates: Sequence[UpdateMetrics], lr: float, train_seconds: float
+    batch: RolloutBatch,
+    advantages: Tensor,
+    updates: Sequence[UpdateMetrics],
+    lr: float,
+    train_seconds: float,
 ) -> dict[str, float]:
     """Return the metrics of a step, given its advantages [S].
 
-    Rewards are averaged over all sampled rollouts, including those of replaced groups; lengths, truncation and entropy over the
-    rollouts of the step. The loss, the gradient norm and the variance from Adam's moments are means over the updates. Ratios,
-    clip fractions and KL are means over the tokens trained on; logprob_diff only over the tokens of the first update. A loss's
-    own metrics are summed over the updates if they are integers, else averaged.
+    Rewards are averaged over all sampled rollouts, including those of replaced groups; lengths,
+    truncation and entropy over the rollouts of the step. The loss, the gradient norm and the
+    variance from Adam's moments are means over the updates. Ratios, clip fractions and KL are means
+    over the tokens trained on; logprob_diff only over the tokens of the first update. A loss's own
+    metrics are summed over the updates if they are integers, else averaged.
     """
     rewards, rollouts = batch.sampled_rewards, batch.sampled
     solved = rewards > 0.5  # False for an unknown reward (NaN)
@@ -26,8 +31,12 @@ def step_metrics(
         "reward_mean": known.mean(),
         "pass_at_1": (known > 0.5).float().mean(),
         "frac_prompts_solved": solved.any(1).float().mean(),
-        "frac_groups_zero_variance": (advantages.view(batch.rewards.shape) == 0).all(1).float().mean(),
-        # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it is too low.
+        "frac_groups_zero_variance": (advantages.view(batch.rewards.shape) == 0)
+        .all(1)
+        .float()
+        .mean(),
+        # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it
+        # is too low.
         "entropy": -rollouts.logprobs.mean(),
         "response_length_mean": rollouts.lengths.float().mean(),
         "truncated": rollouts.truncated.float().mean(),
@@ -37,9 +46,15 @@ def step_metrics(
     def over_updates(name: str) -> float:
         return sum(getattr(update, name) for update in updates) / len(updates)
 
-    def over_targets(name: str, updates: Sequence[UpdateMetrics] = updates, otherwise: float = 0.0) -> float:
+    def over_targets(
+        name: str, updates: Sequence[UpdateMetrics] = updates, otherwise: float = 0.0
+    ) -> float:
         num_targets = sum(update.num_targets for update in updates)
-        return sum(getattr(update, name) for update in updates) / num_targets if num_targets else otherwise
+        return (
+            sum(getattr(update, name) for update in updates) / num_targets
+            if num_targets
+            else otherwise
+        )
 
     names = dict.fromkeys(name for update in updates for name in update.own)
     own = {name: [update.own[name] for update in updates if name in update.own] for name in names}
@@ -52,8 +67,12 @@ def step_metrics(
         **{name: float(value) for name, value in zip(means, to_host(*means.values()), strict=True)},
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
-        **{name: over_targets(name) for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl")},
-        # In later updates the policy has changed, which would look like an error of the rollout engine.
+        **{
+            name: over_targets(name)
+            for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl")
+        },
+        # In later updates the policy has changed, which would look like an error of the rollout
+        # engine.
         "logprob_diff": over_targets("logprob_diff", updates[:1]),
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),

@@ -1,4 +1,6 @@
-"""AdamW on float32 weights, its learning rate schedule, and the gradient variance that its moments imply."""
+"""AdamW on float32 weights, its learning rate schedule, and the gradient variance that its moments
+imply.
+"""
 
 import math
 from dataclasses import dataclass
@@ -30,14 +32,19 @@ class LearningRate:
 
 
 def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch.optim.AdamW:
-    """Build a fused AdamW with weight decay on matrices only; `Learner.update` sets the learning rate.
+    """Build a fused AdamW with weight decay on matrices only; `Learner.update` sets the learning
+    rate.
 
-    Weights, gradients and moments are always float32, so that changes too small for bfloat16 add up.
+    Weights, gradients and moments are always float32, so that changes too small for bfloat16 add
+    up.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
     vectors = [p for p in trained if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
 
 
@@ -49,9 +56,11 @@ def zero_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def moment_variance(optimizer: torch.optim.Optimizer) -> float:
-    """Estimate the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of v_hat - m_hat^2.
+    """Estimate the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of
+    v_hat - m_hat^2.
 
-    With sharded weights it is the sum over this rank's shard. The result is read with one wait for the device.
+    With sharded weights it is the sum over this rank's shard. The result is read with one wait for
+    the device.
     """
     betas, numbers, total = list[tuple[float, float]](), list[Tensor](), 0.0
     for group in optimizer.param_groups:
@@ -59,7 +68,9 @@ def moment_variance(optimizer: torch.optim.Optimizer) -> float:
         if not states:
             continue
         betas.append(group["betas"])
-        first, second = ([local_shard(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        first, second = (
+            [local_shard(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")
+        )
         squares = torch.stack(torch._foreach_norm(first)).double().square().sum()
         sums = torch.stack([x.sum(dtype=torch.float64) for x in second]).sum()
         numbers += [states[0]["step"], sums, squares]

@@ -1,7 +1,7 @@
 """Packs rollouts into micro-batches in which each prompt appears once for all its responses.
 
-Indices are computed on the host, which reads the lengths once per update. The finished indices go to the device in one
-asynchronous copy.
+Indices are computed on the host, which reads the lengths once per update. The finished indices go
+to the device in one asynchronous copy.
 """
 
 import heapq
@@ -22,9 +22,10 @@ from maxrl_fast.runtime.device import to_device, to_host
 class MicroBatch:
     """The packed tokens that the model reads, and the targets of its predictions.
 
-    Prompts come first, then their responses. A response's last token is left out because it predicts nothing. Where sharing a
-    prompt would cost more than repeating it, prompt and response stand together in the first part. A response's first token is
-    predicted at the prompt's last position, every other token at the token before it.
+    Prompts come first, then their responses. A response's last token is left out because it
+    predicts nothing. Where sharing a prompt would cost more than repeating it, prompt and response
+    stand together in the first part. A response's first token is predicted at the prompt's last
+    position, every other token at the token before it.
     """
 
     tokens: Tensor  # [U] int64
@@ -41,19 +42,22 @@ class MicroBatch:
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
         """Repeat one number per sequence [S] for each of its targets [T]."""
-        return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self.targets))
+        return torch.repeat_interleave(
+            per_sequence, self.cu_seqlens.diff(), output_size=len(self.targets)
+        )
 
 
-_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}  # multiply-adds in the time it takes to move one number
+# multiply-adds in the time it takes to move one number
+_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}
 
 
 def merge_cost(config: PolicySizes, device: torch.device) -> float:
-    """Return the cost of merging two attention calls per response token, relative to the cost of a token's forward and backward
-    pass.
+    """Return the cost of merging two attention calls per response token, relative to the cost of a
+    token's forward and backward pass.
 
-    About 12 numbers are moved for every number of a query (query, output and gradients of the second call, the merge of the
-    outputs, the sum of the gradients), against 6 operations for every weight of a layer. The cost is 0 if one kernel attends to
-    prompt and response together.
+    About 12 numbers are moved for every number of a query (query, output and gradients of the
+    second call, the merge of the outputs, the sum of the gradients), against 6 operations for every
+    weight of a layer. The cost is 0 if one kernel attends to prompt and response together.
     """
     if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
         return 0.0
@@ -83,7 +87,9 @@ class Packer:
 
     @cached_property
     def _on_host(self) -> list[Tensor]:
-        """Read cu_seqlens of prompts and of responses, and the advantages, from the device, once."""
+        """Read cu_seqlens of prompts and of responses, and the advantages, from the device,
+        once.
+        """
         return to_host(self.prompts.cu_seqlens, self.rollouts.cu_seqlens, self.advantages)
 
     @property
@@ -118,32 +124,47 @@ class Packer:
             target_rows   0  3  4  0  1  2             rows[target_rows] is "read at"
         """
         prompt_cu, response_cu = self._cu_seqlens
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)  # [G'], [S] into groups
-        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]  # [G'], [S]
+        # [G'], [S] into groups
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
+        # [G'], [S]
+        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]
         inputs = (lengths - 1).clamp_min(0)  # [S] tokens of each response that the model reads
         is_whole = self._is_cheaper_whole(prompt_lengths, inputs, group)[group]  # [S]
 
-        # The first part consists of runs. A run is a whole sequence, or a prompt that several responses share.
+        # The first part consists of runs. A run is a whole sequence, or a prompt that several
+        # responses share.
         is_first = torch.ones_like(group, dtype=torch.bool)
         is_first[1:] = group[1:] != group[:-1]
         starts_run = is_whole | is_first
-        run = starts_run.cumsum(0) - 1  # [S] the run with the response's prompt, and with the response if it is whole
+        # [S] the run with the response's prompt, and with the response if it is whole
+        run = starts_run.cumsum(0) - 1
         beside = torch.where(is_whole, inputs, 0)[starts_run]  # response tokens in each run
         run_lengths = prompt_lengths[group][starts_run] + beside
         shared = inputs[~is_whole]
 
-        # Pieces of the stream: each run's prompt and the response in it, then the responses that share a prompt.
-        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]  # [S] in self._tokens
-        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]  # [S], [S]
+        # Pieces of the stream: each run's prompt and the response in it, then the responses that
+        # share a prompt.
+        # [S] in self._tokens
+        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]
+        # [S], [S]
+        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]
 
         def pieces(of_prompts: Tensor, of_responses: Tensor) -> Tensor:
-            return torch.cat([torch.stack([of_prompts, of_responses], 1)[starts_run].flatten(), of_responses[~is_whole]])
+            return torch.cat(
+                [
+                    torch.stack([of_prompts, of_responses], 1)[starts_run].flatten(),
+                    of_responses[~is_whole],
+                ]
+            )
 
-        piece_lengths = torch.cat([torch.stack([prompt_ends[starts_run], beside], 1).flatten(), shared])
+        piece_lengths = torch.cat(
+            [torch.stack([prompt_ends[starts_run], beside], 1).flatten(), shared]
+        )
         index = ranges(pieces(prompt_starts, response_starts), piece_lengths)  # [U] in self._tokens
         positions = ranges(pieces(torch.zeros_like(group), prompt_ends), piece_lengths)
 
-        # Token t - 1 of a response predicts its token t; the last token of the prompt predicts its first token.
+        # Token t - 1 of a response predicts its token t; the last token of the prompt predicts its
+        # first token.
         run_starts = cumulative(run_lengths)
         input_starts = run_starts[run] + prompt_ends
         input_starts[~is_whole] = run_starts[-1] + cumulative(shared)[:-1]
@@ -156,7 +177,13 @@ class Packer:
         device = self.rollouts.tokens.device
         index, positions, rows, target_rows, target_cu, target_index, sequences = to_device(
             device,
-            *(index, positions, predicts.nonzero()[:, 0], (predicts.cumsum(0) - 1)[predicted_from], target_cu),
+            *(
+                index,
+                positions,
+                predicts.nonzero()[:, 0],
+                (predicts.cumsum(0) - 1)[predicted_from],
+                target_cu,
+            ),
             *(ranges(response_cu[:-1][sequences], lengths), sequences),
         )
         rollouts = self.rollouts
@@ -176,21 +203,28 @@ class Packer:
         )
 
     def _is_cheaper_whole(self, prompt_lengths: Tensor, inputs: Tensor, group: Tensor) -> Tensor:
-        """Return for which groups [G] repeating the prompt with each response is cheaper than sharing it."""
+        """Return for which groups [G] repeating the prompt with each response is cheaper than
+        sharing it.
+        """
         num_responses, num_inputs = (
-            torch.zeros_like(prompt_lengths).index_add(0, group, x) for x in (torch.ones_like(group), inputs)
+            torch.zeros_like(prompt_lengths).index_add(0, group, x)
+            for x in (torch.ones_like(group), inputs)
         )
         return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
 
     def positions(self, sequences: Tensor) -> Tensor:
         """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
-        (positions,) = to_device(self.rollouts.tokens.device, gather_sequences(self._cu_seqlens[1], sequences)[0])
+        (positions,) = to_device(
+            self.rollouts.tokens.device, gather_sequences(self._cu_seqlens[1], sequences)[0]
+        )
         return positions
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
-        """Split ascending sequences into micro-batches of at most `token_budget` tokens, or of one longer response.
+        """Split ascending sequences into micro-batches of at most `token_budget` tokens, or of one
+        longer response.
 
-        Each prompt counts once, although `pack` repeats some; this adds at most the fraction merge_cost of the tokens.
+        Each prompt counts once, although `pack` repeats some; this adds at most the fraction
+        merge_cost of the tokens.
         """
         prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
         num_rollouts = self.num_rollouts
@@ -214,11 +248,16 @@ class Packer:
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
-        """Divide the chosen sequences among the ranks by whole groups, with about the same number of tokens for each rank."""
+        """Divide the chosen sequences among the ranks by whole groups, with about the same number
+        of tokens for each rank.
+        """
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)  # [G'], [S] into groups
-        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])  # [G'] of each group
-        loads = [(0, rank) for rank in range(num_ranks)]  # a heap; the least loaded rank comes first
+        # [G'], [S] into groups
+        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
+        # [G'] of each group
+        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])
+        # a heap; the least loaded rank comes first
+        loads = [(0, rank) for rank in range(num_ranks)]
         rank_of = torch.zeros_like(groups)
         for g in tokens.argsort(descending=True, stable=True).tolist():
             load, rank = heapq.heappop(loads)

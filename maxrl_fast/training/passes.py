@@ -22,10 +22,14 @@ TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # hidden [T, 
 def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
     """Return the hidden states [T, H] that predict the batch's targets, in `dtype`."""
 
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
+    def attention(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
+    ) -> Tensor:
         return shared_prompt_attention(q, k, v, batch.layout, variant)
 
-    return choose_rows(module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows)
+    return choose_rows(
+        module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows
+    )
 
 
 class Pass(NamedTuple):
@@ -55,32 +59,48 @@ class Passes:
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
         """Return the packer of these samples; advantages [S] default to 0."""
         none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
-        return Packer(samples.prompts, samples.rollouts, none if advantages is None else advantages, self.merge_cost)
+        return Packer(
+            samples.prompts,
+            samples.rollouts,
+            none if advantages is None else advantages,
+            self.merge_cost,
+        )
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
         """Yield this rank's passes over the chosen sequences.
 
-        All ranks run the same number of passes, because each pass exchanges gradients or sharded weights. A rank with fewer
-        micro-batches repeats the shortest response.
+        All ranks run the same number of passes, because each pass exchanges gradients or sharded
+        weights. A rank with fewer micro-batches repeats the shortest response.
         """
-        parts = [packer.split(share, self.token_budget) for share in packer.share(sequences, self.ranks.size)]
+        parts = [
+            packer.split(share, self.token_budget)
+            for share in packer.share(sequences, self.ranks.size)
+        ]
         own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
         for i in range(num_passes):
             is_padding = i >= len(own)
-            yield Pass(packer.pack(packer.shortest(sequences) if is_padding else own[i]), is_padding, i == num_passes - 1)
+            yield Pass(
+                packer.pack(packer.shortest(sequences) if is_padding else own[i]),
+                is_padding,
+                i == num_passes - 1,
+            )
 
     def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the log-probs under `model` of the chosen samples' tokens, packed; the samples are ascending. All ranks must
-        call this."""
+        """Return the log-probs under `model` of the chosen samples' tokens, packed; the samples are
+        ascending. All ranks must call this."""
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the distributions of the same tokens. All ranks must call this."""
+        """Return the entropies, in nats, of the distributions of the same tokens. All ranks must
+        call this.
+        """
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 1]
 
-    def logprobs_and_entropies(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return log-probs and entropies of a micro-batch's tokens, [T, 2] float32, from the hidden states [T, H] that predict
-        them."""
+    def logprobs_and_entropies(
+        self, model: PolicyModel, batch: MicroBatch, hidden: Tensor
+    ) -> Tensor:
+        """Return log-probs and entropies of a micro-batch's tokens, [T, 2] float32, from the hidden
+        states [T, H] that predict them."""
         scaling = model.scaling(self.temperature)
         values = linear_token_logprobs(hidden, model.output_matrix, batch.targets, **scaling)
         return torch.stack([value.float() for value in values], 1)
@@ -92,17 +112,29 @@ class Passes:
         reshard(model)
         return result
 
-    def compute(self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are ascending. All ranks must call
-        this."""
-        packer, sequences, device = self.packer(samples), sequences.cpu(), samples.rollouts.tokens.device
+    def compute(
+        self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor
+    ) -> Tensor:
+        """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are
+        ascending. All ranks must call this."""
+        packer, sequences, device = (
+            self.packer(samples),
+            sequences.cpu(),
+            samples.rollouts.tokens.device,
+        )
         results = torch.zeros(0, device=device)
         for batch, is_padding, _ in self.micro_batches(packer, sequences):
             if not is_padding or self.shares_weights or not results.numel():
                 computed = self.of_batch(values, model, batch)
                 if not results.numel():
-                    results = torch.zeros(len(samples.rollouts.tokens), computed.shape[1], device=device)
+                    results = torch.zeros(
+                        len(samples.rollouts.tokens), computed.shape[1], device=device
+                    )
             if not is_padding:
                 results[batch.target_index] = computed
         results = self.ranks.sum(results)
-        return results if len(sequences) == len(samples.rollouts) else results[packer.positions(sequences)]
+        return (
+            results
+            if len(sequences) == len(samples.rollouts)
+            else results[packer.positions(sequences)]
+        )

@@ -1,7 +1,9 @@
-"""Rewards from the policy: the probability of the reference answer, given each response's reasoning.
+"""Rewards from the policy: the probability of the reference answer, given each response's
+reasoning.
 
-One forward pass over every response's reasoning, followed by the reference answer in place of the response's own. Sequences are
-packed like responses, with each prompt once per group. All ranks take part, also with sharded weights.
+One forward pass over every response's reasoning, followed by the reference answer in place of the
+response's own. Sequences are packed like responses, with each prompt once per group. All ranks take
+part, also with sharded weights.
 """
 
 from dataclasses import dataclass, replace
@@ -31,22 +33,27 @@ class Answered:
 class AnswerScores:
     rewards: Tensor  # [S] float32
     components: list[dict[str, float]]  # [S]
-    answered: Rollouts | None = None  # S responses that VeriFree trains on; only for the reward "probability"
-    answer_lengths: Tensor | None = None  # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
+    # S responses that VeriFree trains on; only for the reward "probability"
+    answered: Rollouts | None = None
+    # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
+    answer_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PolicyReward:
-    """Scores responses by the probability of the reference answer y* given their reasoning z, at the temperature of the loss.
+    """Scores responses by the probability of the reference answer y* given their reasoning z, at
+    the temperature of the loss.
 
-    "logprob" is log pi(y* | x, z), "mean_logprob" its mean over the tokens of y*. "rlpr" is the reward of RLPR (Yu et al. 2025,
-    arXiv:2506.18254), where p(z) is the mean probability of the tokens of y*:
+    "logprob" is log pi(y* | x, z), "mean_logprob" its mean over the tokens of y*. "rlpr" is the
+    reward of RLPR (Yu et al. 2025, arXiv:2506.18254), where p(z) is the mean probability of the
+    tokens of y*:
 
         .9 max(0, p(z) - p(nothing)) + .1 [the response leads to an answer].
 
-    "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It is 0 if the response does
-    not lead to an answer, or if its reasoning leaves no room for one. The other rewards append the lead-in of an answer to such
-    a response, and cut its reasoning if there is no room.
+    "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It
+    is 0 if the response does not lead to an answer, or if its reasoning leaves no room for one. The
+    other rewards append the lead-in of an answer to such a response, and cut its reasoning if there
+    is no room.
 
     Args:
         kind: one of LABELS, or PROBABILITY.
@@ -59,66 +66,102 @@ class PolicyReward:
     limit: int
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
-        """Return the rewards of N responses to each prompt, the same on all ranks, which must all call this.
+        """Return the rewards of N responses to each prompt, the same on all ranks, which must all
+        call this.
 
         Raises InputError if the answer to a prompt is not known.
         """
-        responses = [part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())]
+        responses = [
+            part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())
+        ]
         references = self._references(prompts, rollouts)
         answered = [self._answered(*pair) for pair in zip(references, responses, strict=True)]
         if self.kind == PROBABILITY:
             pairs = zip(answered, responses, strict=True)
-            return self._probabilities(prompts, rollouts, [a if a.leads else Answered(own, 0, False) for a, own in pairs])
+            return self._probabilities(
+                prompts, rollouts, [a if a.leads else Answered(own, 0, False) for a, own in pairs]
+            )
         logprobs, lengths, _ = self._answer_logprobs(prompts, answered)
         sums = sequence_sums(logprobs, lengths)
         leads = torch.tensor([float(a.leads) for a in answered], device=sums.device)
         parts = {"answer_logprob": sums, "answer_leads": leads}
         if self.kind != "rlpr":
-            return AnswerScores(sums if self.kind == "logprob" else sums / lengths, _components(parts))
+            return AnswerScores(
+                sums if self.kind == "logprob" else sums / lengths, _components(parts)
+            )
         probability = sequence_sums(logprobs.exp(), lengths) / lengths
         alone = self._alone(prompts).repeat_interleave(len(rollouts) // len(prompts))
         rewards = (1 - _FORMAT_SHARE) * (probability - alone).clamp_min(0.0) + _FORMAT_SHARE * leads
-        return AnswerScores(rewards, _components(parts | {"answer_prob": probability, "answer_prob_alone": alone}))
+        return AnswerScores(
+            rewards, _components(parts | {"answer_prob": probability, "answer_prob_alone": alone})
+        )
 
     def _alone(self, prompts: Prompts) -> Tensor:
         """Return the mean token probability [G] of each prompt's answer without any reasoning."""
         references = self._references(prompts, Rollouts.given([[]] * len(prompts)))
-        logprobs, lengths, _ = self._answer_logprobs(prompts, [self._answered(reference, []) for reference in references])
+        logprobs, lengths, _ = self._answer_logprobs(
+            prompts, [self._answered(reference, []) for reference in references]
+        )
         return sequence_sums(logprobs.exp(), lengths) / lengths
 
-    def _probabilities(self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]) -> AnswerScores:
-        """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the policy's log-probs of y*."""
-        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)  # [answer tokens], [S]
+    def _probabilities(
+        self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]
+    ) -> AnswerScores:
+        """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the
+        policy's log-probs of y*.
+        """
+        # [answer tokens], [S]
+        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
         has_answer = lengths > 0
         sums = torch.where(has_answer, sequence_sums(logprobs, lengths), -torch.inf)
         reasoning = continued.lengths - lengths
         own = ranges(rollouts.cu_seqlens[:-1], reasoning)  # positions of z in the sampled tokens
-        kept = torch.cat([ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)])  # in z + y*
+        # in z + y*
+        kept = torch.cat(
+            [ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)]
+        )
         values = torch.cat([rollouts.logprobs[own], logprobs])
-        continued = replace(continued, logprobs=torch.zeros_like(values).index_copy(0, kept, values))
+        continued = replace(
+            continued, logprobs=torch.zeros_like(values).index_copy(0, kept, values)
+        )
         parts = {"answer_logprob": sums, "answer_leads": has_answer.float()}
         return AnswerScores(sums.exp(), _components(parts), continued, lengths)
 
     def _references(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        references, num_rollouts = self.task.reference_answers(prompts, rollouts), len(rollouts) // len(prompts)
+        references, num_rollouts = (
+            self.task.reference_answers(prompts, rollouts),
+            len(rollouts) // len(prompts),
+        )
         for s, reference in enumerate(references):
             if not reference.answer:
                 index = int(prompts.ids[s // num_rollouts])
-                raise InputError(f"a reference answer must have at least 1 token, got none for prompt {index}")
+                raise InputError(
+                    f"a reference answer must have at least 1 token, got none for prompt {index}"
+                )
         return references
 
     def _answered(self, reference: ReferenceAnswer, response: list[int]) -> Answered:
         answer = reference.answer[: self.limit]
         room = self.limit - len(answer)
-        if reference.length is not None and reference.length <= room and len(answer) == len(reference.answer):
+        if (
+            reference.length is not None
+            and reference.length <= room
+            and len(answer) == len(reference.answer)
+        ):
             return Answered(response[: reference.length] + answer, len(answer), True)
         lead = reference.lead[:room]
         is_stopped = bool(response) and response[-1] in self.task.stop_ids
-        reasoning = response[: len(response) - is_stopped if reference.length is None else reference.length]
+        reasoning = response[
+            : len(response) - is_stopped if reference.length is None else reference.length
+        ]
         return Answered(reasoning[: room - len(lead)] + lead + answer, len(answer), False)
 
-    def _answer_logprobs(self, prompts: Prompts, answered: list[Answered]) -> tuple[Tensor, Tensor, Rollouts]:
-        """Return the packed log-probs of the answer tokens, the answer lengths [S] in tokens, and the sequences."""
+    def _answer_logprobs(
+        self, prompts: Prompts, answered: list[Answered]
+    ) -> tuple[Tensor, Tensor, Rollouts]:
+        """Return the packed log-probs of the answer tokens, the answer lengths [S] in tokens, and
+        the sequences.
+        """
         device = prompts.tokens.device
         sequences = Rollouts.given([a.tokens for a in answered]).to(device)
         (lengths,) = to_device(device, torch.tensor([a.num_answer for a in answered]))
@@ -133,7 +176,9 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
     Raises InputError, naming the option `who` that needs them, if it does not.
     """
     if not isinstance(task, AnsweredTask):
-        raise InputError(f"{who} needs the reference answer to every prompt, which the task {task.name} does not give")
+        raise InputError(
+            f"{who} needs the reference answer to every prompt, which the task {task.name} does not give"
+        )
     try:
         task.reference_answers(task.prompts("train", 0, 1), Rollouts.given([[]]))
     except InputError as error:
@@ -149,4 +194,7 @@ def _answer_positions(rollouts: Rollouts, lengths: Tensor) -> Tensor:
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:
     """Return the finite components of each response's reward, by name."""
     columns = torch.stack([*parts.values()], 1).tolist()
-    return [{name: x for name, x in zip(parts, row, strict=True) if x > float("-inf")} for row in columns]
+    return [
+        {name: x for name, x in zip(parts, row, strict=True) if x > float("-inf")}
+        for row in columns
+    ]

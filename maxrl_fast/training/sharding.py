@@ -15,8 +15,12 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
 
 
-def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False) -> bool:
-    """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if `fills_half` holds on any rank."""
+def is_sharded(
+    sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False
+) -> bool:
+    """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if
+    `fills_half` holds on any rank.
+    """
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":
@@ -27,16 +31,25 @@ def is_sharded(sharding: str, model: PolicyModel, ranks: Ranks, device: torch.de
 def fills_half(model: PolicyModel, gpu_bytes: int, has_critic: bool = False) -> bool:
     """Return whether training would take more than half of a GPU's memory without sharding.
 
-    Counted are the float32 weights, gradients and moments of the policy and of the critic if there is one, and the rollout
-    engine's copy of the policy.
+    Counted are the float32 weights, gradients and moments of the policy and of the critic if there
+    is one, and the rollout engine's copy of the policy.
     """
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     critic = 16 * num_critic_weights(model) if has_critic else 0
-    return sum(size * (20 if is_trained else 8) for size, is_trained in sizes) + critic > gpu_bytes / 2
+    return (
+        sum(size * (20 if is_trained else 8) for size, is_trained in sizes) + critic > gpu_bytes / 2
+    )
 
 
-def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, dtype: torch.dtype, sharded: bool) -> nn.Module:
-    """Return the module that all ranks run forward and backward together; its gradients are means over the ranks.
+def distribute(
+    model: PolicyModel,
+    reference: PolicyModel | None,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    sharded: bool,
+) -> nn.Module:
+    """Return the module that all ranks run forward and backward together; its gradients are means
+    over the ranks.
 
     Args:
         model, reference: on their device, equal on all ranks; sharded in place if `sharded`.
@@ -55,14 +68,17 @@ def distribute(model: PolicyModel, reference: PolicyModel | None, ranks: Ranks, 
 
 
 def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) -> None:
-    """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose gradients are discarded.
+    """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose
+    gradients are discarded.
 
-    DDP rearranges its buckets after its first backward pass. With more than two ranks the order of additions depends on a
-    gradient's place in the bucket, so without this the first update of a resumed run would round differently from an
-    uninterrupted run.
+    DDP rearranges its buckets after its first backward pass. With more than two ranks the order of
+    additions depends on a gradient's place in the bucket, so without this the first update of a
+    resumed run would round differently from an uninterrupted run.
     """
 
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION) -> Tensor:
+    def attention(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
+    ) -> Tensor:
         if variant.sinks is not None:
             q = q + variant.sinks[:, None]
         return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
@@ -74,14 +90,19 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
 
 
 def shard(model: PolicyModel, dtype: torch.dtype) -> None:
-    """Shard every weight over the ranks, in place (FSDP2). A layer's weights are gathered while it computes."""
-    from torch.distributed.device_mesh import init_device_mesh  # imported here: they take most of a second
+    """Shard every weight over the ranks, in place (FSDP2). A layer's weights are gathered while it
+    computes.
+    """
+    # imported here: they take most of a second
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     device = model.lm_head.weight.device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     for layer in model.blocks:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -90,7 +111,9 @@ def shard(model: PolicyModel, dtype: torch.dtype) -> None:
 
 
 def reshard(model: Any) -> None:
-    """Free the weights outside the layers, which stay gathered after a forward pass without a backward pass."""
+    """Free the weights outside the layers, which stay gathered after a forward pass without a
+    backward pass.
+    """
     if hasattr(model, "reshard"):  # sharded
         model.reshard()
 

@@ -12,13 +12,16 @@ class Lap:
 class Stopwatch:
     """Measures wall time by stage, and the time since the current stage last made progress.
 
-    The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is updated in place.
+    The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is
+    updated in place.
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
         self.seconds = seconds if seconds is not None else {}
-        self._inside, self._depth = 0.0, 0  # seconds of the stages inside the current one; how many enclose it
-        self._now = ("the start", time.monotonic())  # replaced whole: the watchdog reads it from another thread
+        # seconds of the stages inside the current one; how many enclose it
+        self._inside, self._depth = 0.0, 0
+        # replaced whole: the watchdog reads it from another thread
+        self._now = ("the start", time.monotonic())
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[Lap]:

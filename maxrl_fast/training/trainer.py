@@ -1,7 +1,8 @@
 """One training step, from prompts to new weights in the rollout engine. The data flow:
 
-    task --prompts--> rollout engine --token ids, logprobs--> reward --[G, N]--> advantage --[S]--> packed batch
-         --> model (each prompt once) --> loss --> optimizer --> weights back to the rollout engine
+    task --prompts--> rollout engine --token ids, logprobs--> reward --[G, N]--> advantage --[S]-->
+         packed batch --> model (each prompt once) --> loss --> optimizer --> weights back to the
+         rollout engine
 
 G prompts, N rollouts per prompt, S = G N sequences.
 """
@@ -31,7 +32,10 @@ class StepRecord:
     @property
     def tokens(self) -> dict[str, int]:
         """Tokens sampled ("rollout") and computed by the learner ("update")."""
-        return {"rollout": self.batch.num_tokens, "update": sum(update.num_tokens for update in self.updates)}
+        return {
+            "rollout": self.batch.num_tokens,
+            "update": sum(update.num_tokens for update in self.updates),
+        }
 
 
 @dataclass
@@ -39,8 +43,8 @@ class Trainer:
     """Trains a policy, one step at a time.
 
     Args:
-        updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its prompts.
-        correction: for a rollout engine whose log-probs differ from the policy's.
+        updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its
+        prompts. correction: for a rollout engine whose log-probs differ from the policy's.
     """
 
     collector: RolloutCollector
@@ -52,15 +56,22 @@ class Trainer:
     correction: ImportanceWeights | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
 
-    def step(self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None) -> StepRecord:
-        """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets the batch before the first
-        update.
+    def step(
+        self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None
+    ) -> StepRecord:
+        """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets
+        the batch before the first update.
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
             InputError: if the rewards do not suit the objective.
         """
-        clock, learner, objective, lr = self.clock, self.learner, self.objective, self.learning_rate.at(n)
+        clock, learner, objective, lr = (
+            self.clock,
+            self.learner,
+            self.objective,
+            self.learning_rate.at(n),
+        )
         batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
         self.engine.sleep()
         if self.correction is not None:
@@ -78,7 +89,11 @@ class Trainer:
             with clock("advantage"):
                 advantages = objective.advantages(sequences)  # [S]
             with clock("update"):
-                updates.append(learner.update(batch, advantages, sequences, when=f"step {n}", lr=lr, draw=(n, update)))
+                updates.append(
+                    learner.update(
+                        batch, advantages, sequences, when=f"step {n}", lr=lr, draw=(n, update)
+                    )
+                )
         with clock("update"):
             own_metrics = objective.end()
         train_seconds += clock.total("advantage", "update")

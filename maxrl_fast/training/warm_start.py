@@ -1,4 +1,6 @@
-"""The warm start: supervised fine-tuning on solutions, with the learner of reinforcement learning."""
+"""The warm start: supervised fine-tuning on solutions, with the learner of reinforcement
+learning.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +18,9 @@ class WarmStart:
     """Trains the policy on one solution per prompt.
 
     Args:
-        learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood of the solution tokens.
-        batch: prompts per step.
-        takes_prompts: whether it uses up training prompts, so that reinforcement learning starts after them.
+        learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood
+        of the solution tokens. batch: prompts per step. takes_prompts: whether it uses up training
+        prompts, so that reinforcement learning starts after them.
     """
 
     task: Task

@@ -1,4 +1,6 @@
-"""The benchmark against another commit: its figures, comparison, refusals, and the worktree that it removes."""
+"""The benchmark against another commit: its figures, comparison, refusals, and the worktree that it
+removes.
+"""
 
 import json
 import signal
@@ -24,7 +26,9 @@ def run(monkeypatch, *arguments):
 
 
 def worktrees(root):
-    listed = subprocess.run(["git", "-C", root, "worktree", "list"], check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "-C", root, "worktree", "list"], check=True, capture_output=True, text=True
+    )
     return listed.stdout.splitlines()
 
 
@@ -35,7 +39,11 @@ def repository(tmp_path, monkeypatch):
     root.mkdir()
     (root / "file").write_text("x")
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    for command in (["init", "--quiet"], ["add", "file"], [*identity, "commit", "--quiet", "-m", "x"]):
+    for command in (
+        ["init", "--quiet"],
+        ["add", "file"],
+        [*identity, "commit", "--quiet", "-m", "x"],
+    ):
         subprocess.run(["git", "-C", root, *command], check=True)
     monkeypatch.setattr(against, "ROOT", root)
     return root
@@ -47,7 +55,9 @@ def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
     monkeypatch.setattr(against, "ROLLOUTS", ("maze7",))
     compared = []
     monkeypatch.setattr(against, "agree", lambda what, results, tolerance: compared.append(results))
-    assert run(monkeypatch, "--checkout", str(ROOT), "--cases", "update", "rollout", "operators") == 0
+    assert (
+        run(monkeypatch, "--checkout", str(ROOT), "--cases", "update", "rollout", "operators") == 0
+    )
     assert [results["ours"].keys() for results in compared] == [
         {"loss", "gradient norm"},
         {"first tokens' log-prob", "log-prob", "tokens"},
@@ -57,7 +67,9 @@ def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
     assert document.keys() == {"benchmark", "machine", "commit", "cases"}
     update, rollout = document["cases"]["update"], document["cases"]["rollout"]["maze7"]
     for figures in (update["float32"], rollout["float32"]):
-        assert figures["milliseconds"].keys() == figures["share_of_floor"].keys() == {"ours", "theirs"}
+        assert (
+            figures["milliseconds"].keys() == figures["share_of_floor"].keys() == {"ours", "theirs"}
+        )
         assert 0.1 < figures["ratio"] < 10
         assert 0 < figures["floor_milliseconds"] < min(figures["milliseconds"].values())
     operators = document["cases"]["operators"]
@@ -66,7 +78,10 @@ def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
 
 def test_results_that_differ_end_the_benchmark():
     agree("update", {"ours": {"loss": 1.0}, "theirs": {"loss": 1.00001}}, 1e-4)
-    with pytest.raises(RuntimeError, match=r"update: the loss of ours is 1\.0, that of theirs 1\.001: nothing is timed"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"update: the loss of ours is 1\.0, that of theirs 1\.001: nothing is timed",
+    ):
         agree("update", {"ours": {"loss": 1.0}, "theirs": {"loss": 1.001}}, 1e-4)
 
 
@@ -79,9 +94,14 @@ def test_every_second_round_has_the_reverse_order():
 
 def test_bad_input_is_one_sentence_and_exit_code_2(monkeypatch, capsys, tmp_path, repository):
     assert run(monkeypatch, "no-such-commit") == 2
-    assert capsys.readouterr().err == "error: COMMIT must name a commit of this repository, got 'no-such-commit'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: COMMIT must name a commit of this repository, got 'no-such-commit'\n"
+    )
     assert run(monkeypatch, "--checkout", str(tmp_path)) == 2
-    assert capsys.readouterr().err.startswith("error: --checkout must be a tree with a built extension")
+    assert capsys.readouterr().err.startswith(
+        "error: --checkout must be a tree with a built extension"
+    )
     for arguments in (["HEAD", "--cases", "nothing"], ["HEAD", "--checkout", "."], []):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, *arguments)
@@ -109,7 +129,10 @@ def test_the_worktree_is_removed_after_an_error(monkeypatch, repository, error):
 
 
 def test_a_commit_that_does_not_build_leaves_no_worktree(repository):
-    with pytest.raises(RuntimeError, match=r"the commit's extension does not build: .*setup\.py"), built_worktree("HEAD"):
+    with (
+        pytest.raises(RuntimeError, match=r"the commit's extension does not build: .*setup\.py"),
+        built_worktree("HEAD"),
+    ):
         pass
     assert len(worktrees(repository)) == 1
 
@@ -130,7 +153,10 @@ def test_a_build_that_is_interrupted_ends_its_processes(monkeypatch, tmp_path):
 
 
 def test_a_side_that_ends_says_so(monkeypatch):
-    with against.Side("theirs", ROOT, 1) as side, pytest.raises(RuntimeError, match=r"theirs gave no answer.* exit code 1"):
+    with (
+        against.Side("theirs", ROOT, 1) as side,
+        pytest.raises(RuntimeError, match=r"theirs gave no answer.* exit code 1"),
+    ):
         side.ask(do="nothing", name="unknown")
 
 

@@ -15,7 +15,10 @@ def test_figures_of_a_tiny_case():
     lengths = TINY.layout().response_lengths.tolist()
     assert figures["tokens"] == 10 + sum(lengths)
     assert figures["pairs"] == 4 * (2 * 15 + sum(5 * n + n * (n + 1) // 2 for n in lengths))
-    assert all(0 < figures[way]["floor_milliseconds"] < figures[way]["milliseconds"] for way in ("forward", "backward"))
+    assert all(
+        0 < figures[way]["floor_milliseconds"] < figures[way]["milliseconds"]
+        for way in ("forward", "backward")
+    )
 
 
 def test_sides_that_differ_are_not_timed(monkeypatch):

@@ -16,7 +16,16 @@ import torch
 from bench import gpu, gpu_build
 from bench.counters import kernels
 from bench.gpu_run import last_document, run_step
-from bench.gpu_steps import LIMIT_SECONDS, PARTS, SMALLEST, SMALLEST_FILES, Step, cuda_tool, dry_steps, gpu_steps
+from bench.gpu_steps import (
+    LIMIT_SECONDS,
+    PARTS,
+    SMALLEST,
+    SMALLEST_FILES,
+    Step,
+    cuda_tool,
+    dry_steps,
+    gpu_steps,
+)
 from bench.gpu_table import SECTIONS, lines, rows
 from bench.measure import Sides, milliseconds
 from maxrl_fast.errors import InputError
@@ -46,7 +55,11 @@ def rollout_case(rate):
 
 
 def update_case(mfu):
-    shared = {"model_flops_utilisation": mfu, "floor_milliseconds": 168.0, "milliseconds": 168.0 / mfu}
+    shared = {
+        "model_flops_utilisation": mfu,
+        "floor_milliseconds": 168.0,
+        "milliseconds": 168.0 / mfu,
+    }
     return {"layouts": {"shared": shared, "padded": {"times_shared": 1.9}}}
 
 
@@ -64,7 +77,12 @@ RECORDS = {
     "ceilings": done(copy_bytes_per_second=4.25e12, matrix_flops_per_second=7.8e14),
     "launches": done(
         launches={"empty kernel": 1, "maxpo": 1, "log_ratio_reward": 1, "pacs_loss": 3},
-        microseconds_in_a_graph={"empty kernel": 2.0, "maxpo": 3.5, "log_ratio_reward": 4.5, "pacs_loss": 3.0},
+        microseconds_in_a_graph={
+            "empty kernel": 2.0,
+            "maxpo": 3.5,
+            "log_ratio_reward": 4.5,
+            "pacs_loss": 3.0,
+        },
     ),
     "token_loss": done(
         logits={"bfloat16": loss_case(151936, 0.9, **{"liger-kernel GRPO": 1.65})},
@@ -82,7 +100,13 @@ RECORDS = {
             }
         },
         linear_logprobs={
-            "bfloat16": {"tokens": 4096, "vocabulary": 131072, "hidden_size": 4096, "milliseconds": 25.1, "tflops": 701.0}
+            "bfloat16": {
+                "tokens": 4096,
+                "vocabulary": 131072,
+                "hidden_size": 4096,
+                "milliseconds": 25.1,
+                "tflops": 701.0,
+            }
         },
     ),
     "qwen_0.5b": done(cases={"qwen-0.5b": update_case(0.52)}),
@@ -118,23 +142,43 @@ def test_the_table_of_recorded_steps():
     table = {row.figure: row for row in rows(RECORDS)}
     assert (table["tests"].value, table["tests"].reached) == ("FAILED, 2 failed, 310 passed", False)
     assert (table["racecheck"].value, table["racecheck"].reached) == ("not run", None)
-    assert (table["copy bandwidth"].value, table["bfloat16 GEMM"].value) == ("4,250 GB/s", "780.0 TFLOP/s")
-    reached = {name.split(",")[0]: row.reached for name, row in table.items() if "1024 x 16" in name}
+    assert (table["copy bandwidth"].value, table["bfloat16 GEMM"].value) == (
+        "4,250 GB/s",
+        "780.0 TFLOP/s",
+    )
+    reached = {
+        name.split(",")[0]: row.reached for name, row in table.items() if "1024 x 16" in name
+    }
     # log_ratio_reward is too slow, pacs_loss has too many launches
     assert reached == {"maxpo": True, "log_ratio_reward": False, "pacs_loss": False}
     assert table["loss, 16384 x 151936 bfloat16"].value == "90% of a copy"
     assert table["loss, 16384 x 151936 bfloat16"].reached
     assert not table["loss, 16384 x 32000 bfloat16"].reached
-    assert (table["  liger-kernel's GRPO loss"].value, table["  liger-kernel's GRPO loss"].reached) == ("1.65 x ours", False)
+    assert (
+        table["  liger-kernel's GRPO loss"].value,
+        table["  liger-kernel's GRPO loss"].reached,
+    ) == ("1.65 x ours", False)
     assert table["linear, 16384 x 4096 x 151936 bfloat16"].reached
     assert table["linear log-probs, 4096 x 4096 x 131072 bfloat16"].reached is False
-    assert (table["  besides its gradients"].value, table["  besides its gradients"].reached) == ("1,100 MiB", False)
-    assert (table["qwen_1.5b"].value, table["qwen_1.5b"].beside) == ("FAILED", "past its limit: killed after 40 s")
+    assert (table["  besides its gradients"].value, table["  besides its gradients"].reached) == (
+        "1,100 MiB",
+        False,
+    )
+    assert (table["qwen_1.5b"].value, table["qwen_1.5b"].beside) == (
+        "FAILED",
+        "past its limit: killed after 40 s",
+    )
     assert (table["update, qwen-0.5b"].aim, table["update, qwen-0.5b"].reached) == (">= 50%", True)
-    reached = [(row.value, row.reached) for row in rows(RECORDS) if row.figure == "rollout, 4,096 rows"]
+    reached = [
+        (row.value, row.reached) for row in rows(RECORDS) if row.figure == "rollout, 4,096 rows"
+    ]
     assert reached == [("7,900,000 tokens/s", False), ("8,100,000 tokens/s", True)]
     whole = table["whole step, 17x17, 32 x 128"]
-    assert (whole.aim, whole.reached, whole.beside) == ("<= 100 ms", False, "floor 9.0, rollout 60, update 20, prompts 5")
+    assert (whole.aim, whole.reached, whole.beside) == (
+        "<= 100 ms",
+        False,
+        "floor 9.0, rollout 60, update 20, prompts 5",
+    )
     assert table["profile, maze update"].beside == "1,234 launches; longest, 41%: gemm"
     assert table["counters, attend_to_own<__nv_bfloat16, 2>"].value == "91.5 us"
     text = lines(rows(RECORDS))
@@ -151,7 +195,9 @@ def test_the_steps_of_each_part_fit_into_nine_minutes_and_every_figure_has_a_sec
     for steps in parts.values():
         assert steps[0].name == "build"
         assert sum(step.seconds for step in steps) <= LIMIT_SECONDS
-    assert {step.name for steps in parts.values() for step in steps if step.has_figures} == set(SECTIONS)
+    assert {step.name for steps in parts.values() for step in steps if step.has_figures} == set(
+        SECTIONS
+    )
 
 
 def test_figures_come_before_anything_compiled_and_peers():
@@ -163,18 +209,49 @@ def test_figures_come_before_anything_compiled_and_peers():
 
 def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("tyro", "trl") else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("tyro", "trl") else found(name)
+    )
     parts = gpu_steps()
-    absent = {step.name: step.absent for steps in parts.values() for step in steps if "tyro" in step.absent}
-    assert absent.keys() == {"whole_step", "whole_step_compiled", "qwen_0.5b", "qwen_1.5b", "profiles", "maze"}
+    absent = {
+        step.name: step.absent
+        for steps in parts.values()
+        for step in steps
+        if "tyro" in step.absent
+    }
+    assert absent.keys() == {
+        "whole_step",
+        "whole_step_compiled",
+        "qwen_0.5b",
+        "qwen_1.5b",
+        "profiles",
+        "maze",
+    }
     assert set(absent.values()) == {"tyro is not installed"}
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
 
 
 def test_every_kernel_has_a_test_in_the_race_checks():
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "-m", "gpu", "-k", SMALLEST, *SMALLEST_FILES]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "--collect-only",
+        "-m",
+        "gpu",
+        "-k",
+        SMALLEST,
+        *SMALLEST_FILES,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    names = {line.partition("::")[2].partition("[")[0] for line in run.stdout.splitlines() if "::" in line}
+    names = {
+        line.partition("::")[2].partition("[")[0]
+        for line in run.stdout.splitlines()
+        if "::" in line
+    }
     assert names == {
         "test_rows_at_any_address_and_in_place",
         "test_pacs",
@@ -189,7 +266,15 @@ def test_every_kernel_has_a_test_in_the_race_checks():
 def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr("bench.gpu_steps.NSIGHT", tmp_path / "nsight")
-    files = [tmp_path / place for place in ("cuda/nvcc", "cuda/compute-sanitizer", "nsight/2024.1/ncu", "nsight/2025.3/ncu")]
+    files = [
+        tmp_path / place
+        for place in (
+            "cuda/nvcc",
+            "cuda/compute-sanitizer",
+            "nsight/2024.1/ncu",
+            "nsight/2025.3/ncu",
+        )
+    ]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(0o755)
@@ -236,7 +321,9 @@ def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
 
 
 def test_an_extension_that_does_not_load_is_built_here_instead(tmp_path, monkeypatch, capsys):
-    """The carried file is no library, so that the package has none until the build, which a script imitates."""
+    """The carried file is no library, so that the package has none until the build, which a script
+    imitates.
+    """
     (tmp_path / "maxrl_fast").mkdir()
     (tmp_path / "maxrl_fast/__init__.py").write_text("")
     (tmp_path / "csrc").mkdir()
@@ -275,7 +362,9 @@ def test_a_side_that_fails_does_not_cost_the_others_their_figures():
         raise RuntimeError("CUDA out of memory")
 
     device = torch.device("cpu")
-    sides = Sides("ours", lambda: None, lambda functions: milliseconds(functions, 1, device), device)
+    sides = Sides(
+        "ours", lambda: None, lambda functions: milliseconds(functions, 1, device), device
+    )
     sides.add({"ours": sides.ours})
     for _ in sides.try_each({"bad": lambda: fail, "unmade": fail, "good": lambda: lambda: None}):
         pass
@@ -295,7 +384,11 @@ def test_a_step_past_its_limit_is_killed_with_its_children(tmp_path, capsys):
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); print('begun', flush=True); time.sleep(600)"
     )
     record = run_step(Step("slow", [sys.executable, "-c", code], 3), 3, tmp_path / "log")
-    assert (record["state"], record["why"], record["exit_code"]) == ("past its limit", "killed after 3 s", -9)
+    assert (record["state"], record["why"], record["exit_code"]) == (
+        "past its limit",
+        "killed after 3 s",
+        -9,
+    )
     assert record["seconds"] >= 3
     assert record["figures"] is None
     assert "begun" in record["tail"]
@@ -312,8 +405,16 @@ def test_a_step_past_its_limit_is_killed_with_its_children(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("code", "state", "figures"),
     [
-        ("""print('{"benchmark": "x", "y": 1}'); print('a warning')""", "done", {"benchmark": "x", "y": 1}),
-        ("""print('{"benchmark": "x", "y": 1}'); raise SystemExit(1)""", "failed", {"benchmark": "x", "y": 1}),
+        (
+            """print('{"benchmark": "x", "y": 1}'); print('a warning')""",
+            "done",
+            {"benchmark": "x", "y": 1},
+        ),
+        (
+            """print('{"benchmark": "x", "y": 1}'); raise SystemExit(1)""",
+            "failed",
+            {"benchmark": "x", "y": 1},
+        ),
         ("print('nothing')", "failed", None),
     ],
 )
@@ -326,7 +427,9 @@ def test_a_step_needs_figures_and_exit_code_0(code, state, figures, tmp_path):
 
 def test_the_counts_of_pytest_are_read(tmp_path):
     code = "print('....F'); print('1 failed, 4 passed, 2 errors in 0.5s'); raise SystemExit(1)"
-    record = run_step(Step("tests", [sys.executable, "-c", code], 60, has_figures=False), 60, tmp_path / "log")
+    record = run_step(
+        Step("tests", [sys.executable, "-c", code], 60, has_figures=False), 60, tmp_path / "log"
+    )
     assert record["figures"] == {"failed": 1, "passed": 4, "error": 2}
     assert record["state"] == "failed"
 
@@ -340,11 +443,16 @@ def test_the_last_json_document_is_found():
 def test_the_dry_run_writes_its_results(tmp_path):
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--only", "tests", "ceilings"]
     environment = os.environ | {gpu.VARIABLE: str(tmp_path / "results")}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "results" / "gpu_dry_run_figures.json").read_text())
     assert result["machine"]["torch"] == torch.__version__
-    assert {name: record["state"] for name, record in result["steps"].items()} == {"tests": "absent", "ceilings": "done"}
+    assert {name: record["state"] for name, record in result["steps"].items()} == {
+        "tests": "absent",
+        "ceilings": "done",
+    }
     assert result["steps"]["ceilings"]["figures"]["copy_bytes_per_second"] > 0
     assert [row["figure"] for row in result["table"]] == ["tests", "copy bandwidth", "float32 GEMM"]
     assert all(row["reached"] is None for row in result["table"])
@@ -355,15 +463,30 @@ def test_the_dry_run_writes_its_results(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "only"), [("profile", ["profiles", "counters"]), ("races", []), ("maze", [])])
+@pytest.mark.parametrize(
+    ("part", "only"), [("profile", ["profiles", "counters"]), ("races", []), ("maze", [])]
+)
 def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
-    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", part, *(["--only", *only] if only else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "--device",
+        "cpu",
+        "--part",
+        part,
+        *(["--only", *only] if only else []),
+    ]
     environment = os.environ | {gpu.VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     steps = json.loads((tmp_path / f"gpu_dry_run_{part}.json").read_text())["steps"]
     assert steps.keys() == set(only or [step.name for step in dry_steps()[part]])
-    assert {name for name, record in steps.items() if record["state"] != "absent"} == {"profiles"} & set(only)
+    assert {name for name, record in steps.items() if record["state"] != "absent"} == {
+        "profiles"
+    } & set(only)
     if only:
         found = steps["profiles"]["figures"]["profiles"]
         assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
@@ -400,6 +523,11 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(gpu.WHEELS)
     (tmp_path / "gpu_dry_run_figures.json").write_text("[]")
     assert refusal(monkeypatch, capsys, "--device", "cpu", "--only", "ceilings")[0] == 2
-    code, error = refusal(monkeypatch, capsys, "--device", "cpu", "--part", "races", "--only", "ceilings")
+    code, error = refusal(
+        monkeypatch, capsys, "--device", "cpu", "--part", "races", "--only", "ceilings"
+    )
     assert code == 2
-    assert "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got ceilings" in error
+    assert (
+        "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got ceilings"
+        in error
+    )

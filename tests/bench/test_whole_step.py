@@ -35,7 +35,9 @@ def test_every_rollout_has_a_gradient_and_every_stage_a_time():
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_steps_train_only_when_asked(trains):
-    config, task, model = warm_started(TINY.replace(objective="reinforce_raw", lr=1e-2, kl_coef=0.1))
+    config, task, model = warm_started(
+        TINY.replace(objective="reinforce_raw", lr=1e-2, kl_coef=0.1)
+    )
     timed = timed_trainer(config, task, model, trains=trains)
     before = model.lm_head.weight.detach().clone()
     for _ in range(3):

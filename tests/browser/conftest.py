@@ -9,14 +9,21 @@ from maxrl_fast.report import main
 from tests.browser.made_up import write_run
 
 ARGUMENTS = (
-    *("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
+    *(
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ),
     *("--disable-sync", "--disable-quic"),
 )
 
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright  # imported here, so that the tests can be collected without it
+    # imported here, so that the tests can be collected without it
+    from playwright.sync_api import sync_playwright
 
     names = ("chromium", "chromium-browser", "google-chrome")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
@@ -28,7 +35,9 @@ def browser():
 
 @pytest.fixture
 def show(tmp_path, browser):
-    """Open the page of some runs. After the test, fail if the browser sent a message or a request for another file."""
+    """Open the page of some runs. After the test, fail if the browser sent a message or a request
+    for another file.
+    """
     complaints, requests, contexts = [], [], []
 
     def open_page(*runs, **options):

@@ -1,4 +1,6 @@
-"""Write folders of runs and evaluations as the trainer does, with numbers of many digits and with hostile texts."""
+"""Write folders of runs and evaluations as the trainer does, with numbers of many digits and with
+hostile texts.
+"""
 
 import json
 import random
@@ -10,7 +12,15 @@ HOSTILE = (
     "\u2028\u2029 \ud800 \x00 {{data}}"
 )
 CONFIG = {
-    **{"objective": "maxpo", "k": 4, "order": None, "rollouts": 16, "prompts": 32, "task": "maze", "model": None},
+    **{
+        "objective": "maxpo",
+        "k": 4,
+        "order": None,
+        "rollouts": 16,
+        "prompts": 32,
+        "task": "maze",
+        "model": None,
+    },
     **{"lr": 3e-4, "steps": 30, "seed": 0, "eps": None, "out": "somewhere", "maze_size": 9},
     **{"versions": {"python": "3"}, "command": ["train"]},
 }
@@ -30,31 +40,57 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def write_run(folder: Path, *, steps: int = 30, seed: int = 0, **options: Any) -> list[dict[str, Any]]:
+def write_run(
+    folder: Path, *, steps: int = 30, seed: int = 0, **options: Any
+) -> list[dict[str, Any]]:
     """Write a run with every file, and return the records of metrics.jsonl."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"seed": seed} | options))
-    records = [{"step": step, **{key: rng.gauss(0.5, 0.1) for key in KEYS}} for step in range(1, steps + 1)]
+    records = [
+        {"step": step, **{key: rng.gauss(0.5, 0.1) for key in KEYS}} for step in range(1, steps + 1)
+    ]
     write_lines(folder / "metrics.jsonl", records)
     ks = (1, 2, 4, 8)
-    evaluations = [{"step": s, "pass_at_k": {k: rng.random() for k in ks}, "truncated": rng.random()} for s in (0, 10, steps)]
+    evaluations = [
+        {"step": s, "pass_at_k": {k: rng.random() for k in ks}, "truncated": rng.random()}
+        for s in (0, 10, steps)
+    ]
     write_lines(folder / "eval.jsonl", evaluations)
-    write_lines(folder / "warnings.jsonl", [{"step": 12, "kind": "entropy", "value": 0.1, "message": f"it fell {HOSTILE}"}])
+    write_lines(
+        folder / "warnings.jsonl",
+        [{"step": 12, "kind": "entropy", "value": 0.1, "message": f"it fell {HOSTILE}"}],
+    )
     write_lines(
         folder / "diagnostics.jsonl",
         [
-            {"step": s, "ids": [s, s + 1, s + 2], "pass_rate": [0.0, 0.25, 1.0], "grad_norm": [0.0, rng.random(), 0.0]}
+            {
+                "step": s,
+                "ids": [s, s + 1, s + 2],
+                "pass_rate": [0.0, 0.25, 1.0],
+                "grad_norm": [0.0, rng.random(), 0.0],
+            }
             for s in (10, 20)
         ],
     )
-    counts = [{"step": s, "num_correct": [rng.randint(0, 8) for _ in range(30)]} for s in (0, 10, steps)]
+    counts = [
+        {"step": s, "num_correct": [rng.randint(0, 8) for _ in range(30)]} for s in (0, 10, steps)
+    ]
     write_lines(
-        folder / "pass_rates.jsonl", [c | {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))} for c in counts]
+        folder / "pass_rates.jsonl",
+        [c | {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))} for c in counts],
     )
-    write_lines(folder / "eval_prompts.jsonl", [{"id": i, "prompt": f"held out {i} {HOSTILE}"} for i in range(29)])
-    write_lines(folder / "rollouts.jsonl", [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)])
-    write_lines(folder / "samples.jsonl", [sample(rng, step, i) for step in (10, 20) for i in range(13)])
+    write_lines(
+        folder / "eval_prompts.jsonl",
+        [{"id": i, "prompt": f"held out {i} {HOSTILE}"} for i in range(29)],
+    )
+    write_lines(
+        folder / "rollouts.jsonl",
+        [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)],
+    )
+    write_lines(
+        folder / "samples.jsonl", [sample(rng, step, i) for step in (10, 20) for i in range(13)]
+    )
     (folder / "timings.json").write_text(json.dumps({"rollout": 12.25, "update": 37.75}))
     return records
 
@@ -63,31 +99,65 @@ def sample(rng: random.Random, step: int, i: int) -> dict[str, Any]:
     response = f"needle {HOSTILE}" if i == 3 else f"response {i}"
     reward = None if i == 5 else float(i % 2)
     long = "\n".join(f"line {line}" for line in range(400)) if i == 0 else f"prompt {i}"
-    return {"step": step, "id": i, "prompt": long, "response": response, "reward": reward, "truncated": i == 7, "tokens": i + 1}
+    return {
+        "step": step,
+        "id": i,
+        "prompt": long,
+        "response": response,
+        "reward": reward,
+        "truncated": i == 7,
+        "tokens": i + 1,
+    }
 
 
 def rollout(rng: random.Random, step: int, i: int) -> dict[str, Any]:
     reward = rng.choice((0.0, 0.25, 1.0))
     return {
-        **{"step": step, "id": i, "prompt": f"question {i}", "response": f"try {rng.random()}", "reward": reward},
-        **{"truncated": False, "tokens": 5, "advantage": rng.gauss(0, 1), "components": {"right": reward, "short": None}},
+        **{
+            "step": step,
+            "id": i,
+            "prompt": f"question {i}",
+            "response": f"try {rng.random()}",
+            "reward": reward,
+        },
+        **{
+            "truncated": False,
+            "tokens": 5,
+            "advantage": rng.gauss(0, 1),
+            "components": {"right": reward, "short": None},
+        },
         **{"answer": f"answer {i} {HOSTILE}", "columns": {"level": i, "hostile": HOSTILE}},
     }
 
 
 MAZE = ("WWWWW", "WSPPW", "WPWWW", "WPPGW", "WWWWW")
 MAZE_WORDS = {"W": "WALL", "P": "PATH", "S": "START", "G": "GOAL", "\n": "NEWLINE"}
-MAZE_PROMPT = " ".join(["<bos> GRID_START", *(MAZE_WORDS[cell] for row in MAZE for cell in f"{row}\n"), "GRID_END PATH_START"])
+MAZE_PROMPT = " ".join(
+    [
+        "<bos> GRID_START",
+        *(MAZE_WORDS[cell] for row in MAZE for cell in f"{row}\n"),
+        "GRID_END PATH_START",
+    ]
+)
 
 
 def write_evaluation(out: Path) -> dict[str, Any]:
     """Write a folder of `python -m maxrl_fast.evaluate`, and return the content of eval.json."""
     out.mkdir(parents=True)
-    coverage = {str(k): {"mean": k / 20, "low": k / 20 - 0.05, "high": k / 20 + 0.04} for k in (1, 2, 4, 8, 16)}
-    content = {"name": "step 90", "options": {"task": "maze", "samples": 16}, "coverage": coverage, "seconds": {"rollout": 2.5}}
+    coverage = {
+        str(k): {"mean": k / 20, "low": k / 20 - 0.05, "high": k / 20 + 0.04}
+        for k in (1, 2, 4, 8, 16)
+    }
+    content = {
+        "name": "step 90",
+        "options": {"task": "maze", "samples": 16},
+        "coverage": coverage,
+        "seconds": {"rollout": 2.5},
+    }
     content["pass_at_k"] = {k: coverage[k] for k in ("1", "16")}
     (out / "eval.json").write_text(json.dumps(content))
     write_lines(
-        out / "samples.jsonl", [{"id": 1, "prompt": "p", "response": "r", "reward": 1.0, "truncated": False, "tokens": 3}]
+        out / "samples.jsonl",
+        [{"id": 1, "prompt": "p", "response": "r", "reward": 1.0, "truncated": False, "tokens": 3}],
     )
     return content

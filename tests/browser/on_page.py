@@ -2,7 +2,9 @@
 
 
 def move_to(page, step):
-    page.locator("#step").evaluate("(slider, step) => { slider.value = step; slider.dispatchEvent(new Event('input')); }", step)
+    page.locator("#step").evaluate(
+        "(slider, step) => { slider.value = step; slider.dispatchEvent(new Event('input')); }", step
+    )
 
 
 def card(page, key):
@@ -14,24 +16,36 @@ def chart_of(parent, place):
 
 
 def drawn(chart, run, kind="line", role=""):
-    """Return the points that the chart has for a run: x and one y, or two for a band; a y of None is a gap."""
+    """Return the points that the chart has for a run: x and one y, or two for a band; a y of None
+    is a gap.
+    """
     traces = chart.evaluate(
         """node => node.chart.series.map((series, i) => [series, node.chart.data[i]]).slice(1).map(([series, ys]) =>
             [series.run, series.type, series.role || '', [...node.chart.data[0].keys()].filter(j => ys[j] !== undefined)
                 .map(j => [node.chart.data[0][j], ys[j]])])"""
     )
-    found = [points for own, type_, own_role, points in traces if (own, type_, own_role) == (run, kind, role)]
+    found = [
+        points
+        for own, type_, own_role, points in traces
+        if (own, type_, own_role) == (run, kind, role)
+    ]
     return [[tuple(point) for point in points] for points in found]
 
 
 def runs_drawn(page, place):
     """Return the runs that have a line in the charts of a place."""
     charts = page.locator(f"{place} .chart")
-    return set(charts.evaluate_all("nodes => nodes.flatMap(node => node.chart.series.slice(1).map(series => series.run))"))
+    return set(
+        charts.evaluate_all(
+            "nodes => nodes.flatMap(node => node.chart.series.slice(1).map(series => series.run))"
+        )
+    )
 
 
 def is_inked(chart, x, y, color):
-    """Return whether the canvas has the color where the axes, read from the ends of the scales, place a point."""
+    """Return whether the canvas has the color where the axes, read from the ends of the scales,
+    place a point.
+    """
     return chart.evaluate(
         """(node, [x, y, color]) => {
             const { bbox, ctx, scales } = node.chart;

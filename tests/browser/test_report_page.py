@@ -1,7 +1,8 @@
-"""The page of `python -m maxrl_fast.report` in a real browser: it draws and shows the contents of the files.
+"""The page of `python -m maxrl_fast.report` in a real browser: it draws and shows the contents of
+the files.
 
-The tests need the `playwright` package and a Chromium: $CHROMIUM, one on the PATH, or Playwright's own. If REPORT_SCREENSHOTS
-names a folder, screenshots of the page are saved there.
+The tests need the `playwright` package and a Chromium: $CHROMIUM, one on the PATH, or Playwright's
+own. If REPORT_SCREENSHOTS names a folder, screenshots of the page are saved there.
 """
 
 import json
@@ -25,15 +26,27 @@ def test_values_at_the_step_equal_the_file(show, tmp_path, two):
         assert page.locator("#step-number").input_value() == str(step)
         for key in KEYS:
             for i, records in enumerate(two.values()):
-                shown = card(page, key).locator(f'.readout [data-run="{i}"]').get_attribute("data-value")
-                expected = records[min(step, len(records)) - 1][key]  # a shorter run keeps its last value
+                shown = (
+                    card(page, key)
+                    .locator(f'.readout [data-run="{i}"]')
+                    .get_attribute("data-value")
+                )
+                # a shorter run keeps its last value
+                expected = records[min(step, len(records)) - 1][key]
                 assert float(shown) == expected
-                text, _, note = card(page, key).locator(f'.readout [data-run="{i}"]').inner_text().partition("step")
+                text, _, note = (
+                    card(page, key)
+                    .locator(f'.readout [data-run="{i}"]')
+                    .inner_text()
+                    .partition("step")
+                )
                 assert float(text) == pytest.approx(expected, rel=1e-3)
                 assert note.strip() == ("20" if step > len(records) else "")
     page.locator("#step-number").fill("13")
     page.locator("#step-number").press("Enter")
-    assert card(page, "loss").locator('.readout [data-run="0"]').get_attribute("data-value") == str(two["one"][12]["loss"])
+    assert card(page, "loss").locator('.readout [data-run="0"]').get_attribute("data-value") == str(
+        two["one"][12]["loss"]
+    )
     assert page.locator("#step").input_value() == "13"
 
 
@@ -41,10 +54,18 @@ def test_lines_and_the_mark_of_the_step_are_where_the_axes_place_them(show, tmp_
     page = show(tmp_path / "one", tmp_path / "two")
     move_to(page, 17)
     page.locator("select[name=smoothing]").select_option("0")
-    colors = [page.locator(f".chip.run-{i} .swatch").evaluate("node => getComputedStyle(node).backgroundColor") for i in (0, 1)]
+    colors = [
+        page.locator(f".chip.run-{i} .swatch").evaluate(
+            "node => getComputedStyle(node).backgroundColor"
+        )
+        for i in (0, 1)
+    ]
     for key in KEYS:
         chart = chart_of(card(page, key), "")
-        mark, box = chart.locator(".step-mark").bounding_box(), chart.locator(".u-over").bounding_box()
+        mark, box = (
+            chart.locator(".step-mark").bounding_box(),
+            chart.locator(".u-over").bounding_box(),
+        )
         assert (mark["x"] - box["x"]) / box["width"] == pytest.approx(17 / 30, abs=0.01)
         for i, records in enumerate(two.values()):
             (points,) = drawn(chart, i)
@@ -57,8 +78,13 @@ def test_gaps_smoothing_and_the_line_of_4000_steps(show, tmp_path):
     write_run(tmp_path / "run")
     values = [0.5 + 0.3 * ((step * 7919) % 101) / 101 for step in range(4000)]
     values[1234], values[77] = 9.0, None
-    lines = [{"step": step, "reward_mean": float("nan") if value is None else value} for step, value in enumerate(values)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        {"step": step, "reward_mean": float("nan") if value is None else value}
+        for step, value in enumerate(values)
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     page = show(tmp_path / "run")
     chart = chart_of(card(page, "reward_mean"), "")
     assert page.locator("select[name=smoothing]").input_value() == "100"  # on at first
@@ -71,7 +97,9 @@ def test_gaps_smoothing_and_the_line_of_4000_steps(show, tmp_path):
     chart = chart_of(card(page, "reward_mean"), "")
     assert drawn(chart, 0) == [raw]
     assert drawn(chart, 0, role="smooth") == []
-    color = page.locator(".chip.run-0 .swatch").evaluate("node => getComputedStyle(node).backgroundColor")
+    color = page.locator(".chip.run-0 .swatch").evaluate(
+        "node => getComputedStyle(node).backgroundColor"
+    )
     assert is_inked(chart, 1234, 9, color)  # a single step of 4,000 in 300 pixels
     for step in (1234, 77, 3999):  # the readout has all steps
         move_to(page, step)
@@ -118,7 +146,9 @@ def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     panels = ("#curves", "#coverage", "#weights", "#norms")
     assert all({0, 1} <= runs_drawn(page, panel) for panel in panels)
     page.get_by_role("button", name="two").first.click()
-    assert all(1 not in runs_drawn(page, panel) and 0 in runs_drawn(page, panel) for panel in panels)
+    assert all(
+        1 not in runs_drawn(page, panel) and 0 in runs_drawn(page, panel) for panel in panels
+    )
     assert page.locator('#timings [data-run="1"], #rewards [data-run="1"]').count() == 0
     page.get_by_role("button", name="two").first.click()
     assert {0, 1} <= runs_drawn(page, '#curves [data-key="loss"]')
@@ -128,7 +158,10 @@ def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     assert card(page, "loss").count() == 0
     assert runs_drawn(page, '#curves [data-key="eval pass@8"]') == {0, 1}
     card(page, "entropy").get_by_role("button", name="log").click()
-    assert card(page, "entropy").get_by_role("button", name="log").get_attribute("aria-pressed") == "true"
+    assert (
+        card(page, "entropy").get_by_role("button", name="log").get_attribute("aria-pressed")
+        == "true"
+    )
     assert chart_of(card(page, "entropy"), "").evaluate("node => node.chart.scales.y.distr") == 3
 
 
@@ -142,7 +175,9 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     assert drawn(chart, 0, role="first") == [points_of(records[0])]
     assert drawn(chart, 0) == [points_of(records[-1])]
     rows = evaluation["coverage"].items()
-    assert drawn(chart, 2, "band") == [[(int(k), row[side]) for k, row in rows] for side in ("high", "low")]
+    assert drawn(chart, 2, "band") == [
+        [(int(k), row[side]) for k, row in rows] for side in ("high", "low")
+    ]
     coverage.get_by_role("button", name="At the step").click()
     move_to(page, 12)
     assert drawn(chart, 0) == [points_of(records[1])]
@@ -151,9 +186,13 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     norms = page.locator("#norms")
     norms.get_by_role("button", name="At the step").click()
     (diagnosed,) = [
-        record for record in map(json.loads, (tmp_path / "one" / "diagnostics.jsonl").open()) if record["step"] == 10
+        record
+        for record in map(json.loads, (tmp_path / "one" / "diagnostics.jsonl").open())
+        if record["step"] == 10
     ]
-    assert drawn(chart_of(page, "#norms"), 0) == [list(zip(diagnosed["pass_rate"], diagnosed["grad_norm"], strict=True))]
+    assert drawn(chart_of(page, "#norms"), 0) == [
+        list(zip(diagnosed["pass_rate"], diagnosed["grad_norm"], strict=True))
+    ]
     assert "one: 3 prompts at step 10" in norms.locator(".caption").inner_text()
     move_over(page, chart_of(page, "#norms"), 0.25)
     bars = {run: page.locator(f'#timings .bar[data-run="{run}"]') for run in (0, 2)}
@@ -165,7 +204,10 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
 
 
 def test_seeds_of_one_configuration_are_their_mean_with_its_standard_error(show, tmp_path):
-    records = [write_run(tmp_path / f"seed-{i}", seed=i, steps=steps) for i, steps in enumerate((30, 30, 20))]
+    records = [
+        write_run(tmp_path / f"seed-{i}", seed=i, steps=steps)
+        for i, steps in enumerate((30, 30, 20))
+    ]
     write_run(tmp_path / "other", seed=0, objective="rloo", k=None)
     page = show(*[tmp_path / f"seed-{i}" for i in range(3)], tmp_path / "other")
     assert page.locator(".chip").all_inner_texts() == ["maxpo, 3 seeds", "other"]
@@ -174,15 +216,21 @@ def test_seeds_of_one_configuration_are_their_mean_with_its_standard_error(show,
     assert runs_drawn(page, '#curves [data-key="loss"]') == {0, 3}
     means, errors = [], []
     for step in range(30):
-        values = [run[min(step, len(run) - 1)]["loss"] for run in records]  # the shorter run keeps its last value
+        # the shorter run keeps its last value
+        values = [run[min(step, len(run) - 1)]["loss"] for run in records]
         means.append(statistics.mean(values))
         errors.append(statistics.stdev(values) / 3**0.5)
     (line,), (high, low) = drawn(chart, 0), drawn(chart, 0, "band")
     assert [x for x, _ in line] == list(range(1, 31))
     assert [y for _, y in line] == pytest.approx(means)
-    assert [y for _, y in high] == pytest.approx([m + e for m, e in zip(means, errors, strict=True)])
+    assert [y for _, y in high] == pytest.approx(
+        [m + e for m, e in zip(means, errors, strict=True)]
+    )
     assert [y for _, y in low] == pytest.approx([m - e for m, e in zip(means, errors, strict=True)])
-    evaluations = [[json.loads(text) for text in (tmp_path / f"seed-{i}" / "eval.jsonl").open()] for i in range(3)]
+    evaluations = [
+        [json.loads(text) for text in (tmp_path / f"seed-{i}" / "eval.jsonl").open()]
+        for i in range(3)
+    ]
     ends = [run[-1]["pass_at_k"]["1"] for run in evaluations]
     assert drawn(chart_of(page, "#coverage"), 0)[0][0] == (1, pytest.approx(statistics.mean(ends)))
     assert "steps 20 to 30" in page.locator("#coverage table").inner_text()
@@ -207,9 +255,16 @@ CLIPPED = """() => [...document.querySelectorAll('body *')].filter(node => {
 @pytest.mark.parametrize("width", [1400, 800, 380])
 def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, scheme, width):
     long = "a-run-with-a-long-name-of-which-every-letter-is-shown-20261121-192256"
-    write_run(tmp_path / long, steps=12, task="gsm8k", data="/a/long/path/to/a/file/of/prompts/" * 3 + "train.jsonl")
+    write_run(
+        tmp_path / long,
+        steps=12,
+        task="gsm8k",
+        data="/a/long/path/to/a/file/of/prompts/" * 3 + "train.jsonl",
+    )
     passes = {str(2**i): 0.5 + i / 30 for i in range(11)}
-    write_lines(tmp_path / long / "eval.jsonl", [{"step": step, "pass_at_k": passes} for step in (0, 12)])
+    write_lines(
+        tmp_path / long / "eval.jsonl", [{"step": step, "pass_at_k": passes} for step in (0, 12)]
+    )
     page = show(tmp_path / "one", tmp_path / "two", tmp_path / long, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
     page.locator("#samples .sample").first.wait_for()
@@ -217,7 +272,9 @@ def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, sch
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     if width == 1400:
         assert page.evaluate(CLIPPED) == []
-    names = page.locator("#coverage tbody th, #runs tbody th").evaluate_all("cells => cells.map(cell => cell.offsetWidth)")
+    names = page.locator("#coverage tbody th, #runs tbody th").evaluate_all(
+        "cells => cells.map(cell => cell.offsetWidth)"
+    )
     assert min(names) >= 100  # not a letter a line
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     lightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
@@ -238,7 +295,12 @@ def test_the_button_changes_the_color_scheme_of_page_and_charts(show, tmp_path, 
     chart = chart_of(card(page, "loss"), "")
     (points,) = drawn(chart, 0)
     colors = []
-    for name, is_light in (("☀ Light", False), ("☾ Dark", True), ("☀ Light", False), ("☾ Dark", True)):
+    for name, is_light in (
+        ("☀ Light", False),
+        ("☾ Dark", True),
+        ("☀ Light", False),
+        ("☾ Dark", True),
+    ):
         page.wait_for_timeout(100)
         assert page.locator("#theme").inner_text() == name
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -247,7 +309,8 @@ def test_the_button_changes_the_color_scheme_of_page_and_charts(show, tmp_path, 
         assert is_inked(chart, *points[8], colors[-1])
         page.locator("#theme").click()
     assert colors[0] == colors[2] != colors[1]
-    for event, is_light in (("beforeprint", True), ("afterprint", False)):  # the theme is dark, and that of paper is light
+    # the theme is dark, and that of paper is light
+    for event, is_light in (("beforeprint", True), ("afterprint", False)):
         page.evaluate("name => dispatchEvent(new Event(name))", event)
         page.wait_for_timeout(100)
         assert is_inked(chart, *points[8], colors[1 if is_light else 0])
@@ -267,7 +330,19 @@ def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
 
 def test_a_run_without_evaluations_and_samples(show, tmp_path):
     write_run(tmp_path / "run")
-    for name in ("eval.jsonl", "samples.jsonl", "rollouts.jsonl", "pass_rates.jsonl", "diagnostics.jsonl"):
+    for name in (
+        "eval.jsonl",
+        "samples.jsonl",
+        "rollouts.jsonl",
+        "pass_rates.jsonl",
+        "diagnostics.jsonl",
+    ):
         (tmp_path / "run" / name).unlink()
     page = show(tmp_path / "run")
-    assert page.locator("section h2").all_inner_texts() == ["Runs", "Curves", "Weight by pass rate", "Time", "Warnings"]
+    assert page.locator("section h2").all_inner_texts() == [
+        "Runs",
+        "Curves",
+        "Weight by pass rate",
+        "Time",
+        "Warnings",
+    ]

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.browser
 
 def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
-    counts = [json.loads(line)["num_correct"] for line in (tmp_path / "one" / "pass_rates.jsonl").open()]
+    counts = [
+        json.loads(line)["num_correct"] for line in (tmp_path / "one" / "pass_rates.jsonl").open()
+    ]
     prompts = page.locator("#prompts")
     prompts.locator("table").wait_for()
     changes = {i: (counts[-1][i] - counts[0][i]) / 8 for i in range(30)}
@@ -25,13 +27,20 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
         rows = prompts.locator("tbody tr").evaluate_all(
             "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
         )
-        return [(int(row[0]), *(float(cell.replace("−", "-")) for cell in row[1:4])) for row in rows]
+        return [
+            (int(row[0]), *(float(cell.replace("−", "-")) for cell in row[1:4])) for row in rows
+        ]
 
     expected = sorted(changes, key=lambda i: (-changes[i], i))[:20]
     rates = {i: (counts[0][i] / 8, counts[-1][i] / 8, changes[i]) for i in changes}
     assert shown() == [(i, *(pytest.approx(rate, abs=1e-3) for rate in rates[i])) for i in expected]
-    texts = dict(zip([row[0] for row in shown()], prompts.locator(".excerpt").all_inner_texts(), strict=True))
-    assert all(text.startswith(f"held out {i} </script>" if 13 <= i < 29 else "") for i, text in texts.items())
+    texts = dict(
+        zip([row[0] for row in shown()], prompts.locator(".excerpt").all_inner_texts(), strict=True)
+    )
+    assert all(
+        text.startswith(f"held out {i} </script>" if 13 <= i < 29 else "")
+        for i, text in texts.items()
+    )
     assert texts.get(29, "not kept") == "not kept"
     for column, order in (("before", [-1, 1]), ("prompt", [1, -1])):
         for sign in order:
@@ -44,9 +53,12 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     assert len(shown()) == min(20, lost)
     prompts.locator("select[name=show]").select_option("all")
     options = prompts.locator("select[name=after] option").all_inner_texts()
-    assert options == ["one, step 0", "one, step 10", "one, step 30"]  # of another seed, prompt 3 is another prompt
+    # of another seed, prompt 3 is another prompt
+    assert options == ["one, step 0", "one, step 10", "one, step 30"]
     prompts.locator("select[name=after]").select_option(label="one, step 10")
-    assert {row[0]: row[2] for row in shown()} == {row[0]: pytest.approx(counts[1][row[0]] / 8, abs=1e-3) for row in shown()}
+    assert {row[0]: row[2] for row in shown()} == {
+        row[0]: pytest.approx(counts[1][row[0]] / 8, abs=1e-3) for row in shown()
+    }
 
 
 def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
@@ -54,14 +66,21 @@ def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
     rewards = page.locator("#rewards")
     rewards.locator(".bar").first.wait_for()
     assert rewards.locator(".stage").all_inner_texts() == ["0", "1"]
-    assert rewards.locator(".amount").first.inner_text() == "58.3% · 14"  # 26 samples, of which 2 have no reward
-    assert "one: mean 0.4167 over 24 samples, 2 without a value" in rewards.locator(".caption").inner_text()
+    # 26 samples, of which 2 have no reward
+    assert rewards.locator(".amount").first.inner_text() == "58.3% · 14"
+    assert (
+        "one: mean 0.4167 over 24 samples, 2 without a value"
+        in rewards.locator(".caption").inner_text()
+    )
     rewards.get_by_role("button", name="Training rollouts").click()
     rollouts = [json.loads(line) for line in (tmp_path / "one" / "rollouts.jsonl").open()]
     rewards.locator("select[name=quantity]").select_option("right")
     values = [rollout["components"]["right"] for rollout in rollouts]
     assert rewards.locator(".stage").all_inner_texts() == ["0", "0.2500", "1"]
-    shares = [float(bar.get_attribute("data-value")) for bar in rewards.locator('.bar[data-run="0"]').all()]
+    shares = [
+        float(bar.get_attribute("data-value"))
+        for bar in rewards.locator('.bar[data-run="0"]').all()
+    ]
     assert shares == [pytest.approx(values.count(value) / 24) for value in (0, 0.25, 1)]
     rewards.get_by_role("button", name="At the step").click()
     move_to(page, 5)
@@ -88,7 +107,13 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     samples.get_by_role("button", name="Next").click()
     assert samples.locator(".place").inner_text() == "page 2 of 3"
 
-    for choice, number in (("right", 20), ("wrong", 28), ("unscored", 4), ("truncated", 4), ("all", 52)):
+    for choice, number in (
+        ("right", 20),
+        ("wrong", 28),
+        ("unscored", 4),
+        ("truncated", 4),
+        ("all", 52),
+    ):
         samples.locator("select[name=outcome]").select_option(choice)
         assert f"{number} of 52 samples" in total.inner_text()
     samples.locator("select[name=beside]").select_option("")
@@ -97,7 +122,9 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     assert total.inner_text() == "13 prompts, 13 of 26 samples"
     samples.locator("select[name=step]").select_option("slider")
     move_to(page, 14)
-    assert all(text.startswith("step 10 ") for text in samples.locator(".column summary").all_inner_texts())
+    assert all(
+        text.startswith("step 10 ") for text in samples.locator(".column summary").all_inner_texts()
+    )
     samples.locator("input[name=text]").fill("RESPONSE 11")
     assert samples.locator(".response pre").all_inner_texts() == ["response 11"]
     samples.locator("input[name=text]").fill("nowhere")
@@ -112,31 +139,55 @@ def test_training_rollouts_are_shown_by_prompt_over_time(show, tmp_path, two):
     own = [json.loads(line) for line in (tmp_path / "one" / "rollouts.jsonl").open()]
     prompt = samples.locator('.sample[data-id="101"]')
     kept = [rollout for rollout in own if rollout["id"] == 101]
-    steps = [statistics.mean(rollout["reward"] for rollout in kept if rollout["step"] == step) for step in (1, 9)]
+    steps = [
+        statistics.mean(rollout["reward"] for rollout in kept if rollout["step"] == step)
+        for step in (1, 9)
+    ]
     texts = prompt.locator(".column summary").all_inner_texts()
     assert [text.split(" · ")[0] for text in texts] == ["step 1", "step 9"]
-    assert [float(text.split()[5]) for text in texts] == [pytest.approx(mean, abs=1e-3) for mean in steps]
+    assert [float(text.split()[5]) for text in texts] == [
+        pytest.approx(mean, abs=1e-3) for mean in steps
+    ]
     assert prompt.locator(".response").count() == 8  # four of each step
     prompt.get_by_role("button", name="Show 2 more").first.click()
     assert prompt.locator(".response").count() == 10
     facts = prompt.locator(".response .facts").first.inner_text()
     assert re.fullmatch(r"5 tokens · advantage -?[\d.e-]+ · right [\d.]+ · short –", facts)
-    assert prompt.locator("header .facts").first.inner_text().startswith("answer answer 101 </script>")
+    assert (
+        prompt.locator("header .facts").first.inner_text().startswith("answer answer 101 </script>")
+    )
     prompt.locator("header summary", has_text="columns").click()
     assert json.loads(prompt.locator("header pre").inner_text())["level"] == 101
 
 
 def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):
     write_run(tmp_path / "run")
-    paths = ("DOWN DOWN RIGHT RIGHT DONE", "DOWN LEFT UP", "RIGHT RIGHT RIGHT", "DOWN GRID_END", HOSTILE)
-    common = {"step": 1, "id": 0, "prompt": MAZE_PROMPT, "reward": 0.0, "truncated": False, "tokens": 5}
+    paths = (
+        "DOWN DOWN RIGHT RIGHT DONE",
+        "DOWN LEFT UP",
+        "RIGHT RIGHT RIGHT",
+        "DOWN GRID_END",
+        HOSTILE,
+    )
+    common = {
+        "step": 1,
+        "id": 0,
+        "prompt": MAZE_PROMPT,
+        "reward": 0.0,
+        "truncated": False,
+        "tokens": 5,
+    }
     broken = MAZE_PROMPT.replace("PATH WALL NEWLINE", "PATH NEWLINE", 1)
     odd = [common | {"id": 1, "prompt": broken, "response": "UP"}]
-    write_lines(tmp_path / "run" / "samples.jsonl", [*(common | {"response": path} for path in paths), *odd])
+    write_lines(
+        tmp_path / "run" / "samples.jsonl", [*(common | {"response": path} for path in paths), *odd]
+    )
     page = show(tmp_path / "run")
     maze = page.locator('#samples .sample[data-id="0"]')
     maze.get_by_role("button", name="Show 1 more").click()
-    assert maze.locator(".response .maze").evaluate_all("nodes => nodes.map(node => node.getAttribute('aria-label'))") == [
+    assert maze.locator(".response .maze").evaluate_all(
+        "nodes => nodes.map(node => node.getAttribute('aria-label'))"
+    ) == [
         "path of 4 moves",
         "path of 1 move, then into a wall",
         "path of 2 moves, then into a wall",
@@ -145,9 +196,13 @@ def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):
     ]
     walls = maze.locator(".prompt .walls").get_attribute("d")
     cells = {(int(y), int(x)) for x, y in re.findall(r"M(\d+),(\d+)", walls)}
-    assert cells == {(y, x) for y, row in enumerate(MAZE) for x, cell in enumerate(row) if cell == "W"}
+    assert cells == {
+        (y, x) for y, row in enumerate(MAZE) for x, cell in enumerate(row) if cell == "W"
+    }
     solved = maze.locator(".response").first
-    assert solved.locator(".walk").get_attribute("points") == "1.5,1.5 1.5,2.5 1.5,3.5 2.5,3.5 3.5,3.5"
+    assert (
+        solved.locator(".walk").get_attribute("points") == "1.5,1.5 1.5,2.5 1.5,3.5 2.5,3.5 3.5,3.5"
+    )
     assert solved.locator(".hit").count() == 0
     assert maze.locator(".response .hit").count() == 2
     other = page.locator('#samples .sample[data-id="1"]')
@@ -168,7 +223,9 @@ def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):
     assert samples.locator(".response").count() == 4
     shown = samples.locator(".response pre").first
     assert shown.evaluate("node => node.children.length") == 0
-    codes = shown.evaluate("node => [...Array(node.textContent.length).keys()].map(i => node.textContent.charCodeAt(i))")
+    codes = shown.evaluate(
+        "node => [...Array(node.textContent.length).keys()].map(i => node.textContent.charCodeAt(i))"
+    )
     assert codes == [ord(character) for character in f"needle {HOSTILE}"]
     assert page.evaluate("window.broken") is None
     assert page.locator("script").count() == 3
@@ -181,5 +238,6 @@ def test_samples_that_the_page_has_not_are_counted(show, tmp_path, monkeypatch):
     page = show(tmp_path / "run")
     page.locator("#samples .sample").first.wait_for()
     assert re.fullmatch(
-        r"\d+ prompts?, (\d+) of 26 samples; this page has \1 of them", page.locator("#samples .count").inner_text()
+        r"\d+ prompts?, (\d+) of 26 samples; this page has \1 of them",
+        page.locator("#samples .count").inner_text(),
     )

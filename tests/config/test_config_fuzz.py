@@ -1,4 +1,5 @@
-"""Any flags and any TOML file give a configuration with the given values, or a message and exit code 2.
+"""Any flags and any TOML file give a configuration with the given values, or a message and exit
+code 2.
 
 tests/fuzzing.py says how to draw more examples.
 """
@@ -28,7 +29,25 @@ from tests.fuzzing import settings
 OPTIONS = {name: value for name, value in Config().flat().items() if name != "config"}
 FLAGS = sorted(name for name, value in OPTIONS.items() if isinstance(value, bool))
 VALUED = sorted(OPTIONS.keys() - set(FLAGS))
-WORDS = ["", "0", "1", "2", "-1", "16", "0.5", "1e-3", "nan", "inf", "-inf", "1e400", "None", "none", "true", "x", "--"]
+WORDS = [
+    "",
+    "0",
+    "1",
+    "2",
+    "-1",
+    "16",
+    "0.5",
+    "1e-3",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "None",
+    "none",
+    "true",
+    "x",
+    "--",
+]
 WORDS += [
     "9" * 30,
     "9" * 5000,
@@ -45,8 +64,40 @@ WORDS += [
     "x" * 300,
     "cpu",
 ]
-WORDS += ["eps=1e-4", "eps=nan", "eps=1e999", "tau=inf", "quantile=2", "=", "float32", "auto", "rloo", "q_proj"]
-NUMBERS = [0, 1, 2, 3, 4, 16, -1, 2**31, 2**63, 10**30, 10**400, 0.0, 0.5, 1.0, 1e-3, 0.999, -0.5, 1e300, math.nan, math.inf]
+WORDS += [
+    "eps=1e-4",
+    "eps=nan",
+    "eps=1e999",
+    "tau=inf",
+    "quantile=2",
+    "=",
+    "float32",
+    "auto",
+    "rloo",
+    "q_proj",
+]
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    16,
+    -1,
+    2**31,
+    2**63,
+    10**30,
+    10**400,
+    0.0,
+    0.5,
+    1.0,
+    1e-3,
+    0.999,
+    -0.5,
+    1e300,
+    math.nan,
+    math.inf,
+]
 
 
 def outcome(flags):
@@ -73,7 +124,16 @@ def assert_possible(config):
     options = config.flat()
     for name, value in options.items():
         assert not isinstance(value, float) or math.isfinite(value), name
-    for name in ("prompts", "rollouts", "max_new_tokens", "layers", "heads", "kv_heads", "threads", "token_budget"):
+    for name in (
+        "prompts",
+        "rollouts",
+        "max_new_tokens",
+        "layers",
+        "heads",
+        "kv_heads",
+        "threads",
+        "token_budget",
+    ):
         assert options[name] >= 1, name
     assert 0 <= options["seed"] < 2**63
     assert options["hidden_size"] % options["heads"] == options["heads"] % options["kv_heads"] == 0
@@ -100,12 +160,24 @@ def is_as_given(value, given):
 @hypothesis.given(st.data())
 def test_any_flags(data):
     names = data.draw(st.lists(st.sampled_from(VALUED), max_size=4))
-    values = st.one_of(st.sampled_from(WORDS), st.sampled_from(NUMBERS).map(str), st.text(max_size=5))
-    flags = ["--device", "cpu", "--dtype", "float32", "--objective", data.draw(st.sampled_from(sorted(OBJECTIVES)))]
+    values = st.one_of(
+        st.sampled_from(WORDS), st.sampled_from(NUMBERS).map(str), st.text(max_size=5)
+    )
+    flags = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--objective",
+        data.draw(st.sampled_from(sorted(OBJECTIVES))),
+    ]
     for name in names:
         flag, value = "--" + name.replace("_", "-"), data.draw(values)
         flags += [f"{flag}={value}"] if data.draw(st.booleans()) else [flag, value]
-    flags += ["--" + name.replace("_", "-") for name in data.draw(st.lists(st.sampled_from(FLAGS), max_size=2))]
+    flags += [
+        "--" + name.replace("_", "-")
+        for name in data.draw(st.lists(st.sampled_from(FLAGS), max_size=2))
+    ]
     flags += data.draw(st.lists(st.sampled_from(WORDS), max_size=1))
     config, reason = outcome(flags)
     if config is None:
@@ -126,9 +198,15 @@ def test_a_file_equals_the_same_flags(data):
     """The same options as flags give the same configuration, or are refused as well."""
     names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3, unique=True))
     scalars = st.one_of(st.sampled_from(WORDS[:-8]), st.sampled_from(NUMBERS), st.booleans())
-    options = {"objective": data.draw(st.sampled_from(sorted(OBJECTIVES))), "device": "cpu", "dtype": "float32", "out": "new"}
+    options = {
+        "objective": data.draw(st.sampled_from(sorted(OBJECTIVES))),
+        "device": "cpu",
+        "dtype": "float32",
+        "out": "new",
+    }
     changes = {name: data.draw(st.booleans() if name in FLAGS else scalars) for name in names}
-    options |= {name: value for name, value in changes.items() if "\ud800" not in str(value)}  # a file cannot hold it
+    # a file cannot hold it
+    options |= {name: value for name, value in changes.items() if "\ud800" not in str(value)}
     text = "".join(f"{name} = {toml_of(value)}\n" for name, value in options.items())
     config, reason = outcome_of_file(text)
     if config is None:
@@ -138,8 +216,16 @@ def test_a_file_equals_the_same_flags(data):
         for name, value in options.items():
             assert is_as_given(config.flat()[name], value), name
     if not any(isinstance(value, bool) and name not in FLAGS for name, value in options.items()):
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name not in FLAGS]
-        flags += [f"--{'' if value else 'no-'}{name.replace('_', '-')}" for name, value in options.items() if name in FLAGS]
+        flags = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in options.items()
+            if name not in FLAGS
+        ]
+        flags += [
+            f"--{'' if value else 'no-'}{name.replace('_', '-')}"
+            for name, value in options.items()
+            if name in FLAGS
+        ]
         by_flags, other_reason = outcome(flags)
         assert (by_flags is None) == (config is None), (reason, other_reason)
         if config is not None:
@@ -162,7 +248,25 @@ def file(tmp_path_factory):
     return FILE
 
 
-TEXTS = ["k = ", "= 4", "[", "]", "{", "}", "\n", "[a]", "[[a]]", '"', "'", '"""', "lr = 1e-3", "k = 4", "#", "\\", "é"]
+TEXTS = [
+    "k = ",
+    "= 4",
+    "[",
+    "]",
+    "{",
+    "}",
+    "\n",
+    "[a]",
+    "[[a]]",
+    '"',
+    "'",
+    '"""',
+    "lr = 1e-3",
+    "k = 4",
+    "#",
+    "\\",
+    "é",
+]
 TEXTS += [
     "\0",
     ".",
@@ -179,7 +283,9 @@ TEXTS += [
 
 
 @settings(40)
-@hypothesis.given(st.one_of(st.lists(st.sampled_from(TEXTS), max_size=6).map("".join), st.binary(max_size=20)))
+@hypothesis.given(
+    st.one_of(st.lists(st.sampled_from(TEXTS), max_size=6).map("".join), st.binary(max_size=20))
+)
 def test_any_text_as_a_file(text):
     config, reason = outcome_of_file(text)
     if config is None:
@@ -189,7 +295,14 @@ def test_any_text_as_a_file(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["k = " + "9" * 5000, "k = " + "[" * 10**5, "k = {a = " * 10**4, "a." * 2000 + "b = 1", "[" + "a." * 2000 + "b]"]
+    "text",
+    [
+        "k = " + "9" * 5000,
+        "k = " + "[" * 10**5,
+        "k = {a = " * 10**4,
+        "a." * 2000 + "b = 1",
+        "[" + "a." * 2000 + "b]",
+    ],
 )
 def test_files_that_break_parsers_are_refused(text):
     config, reason = outcome_of_file(text)

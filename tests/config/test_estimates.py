@@ -1,4 +1,6 @@
-"""The work of a step that --dry-run prints: what each forward pass more, and each response more, adds to it."""
+"""The work of a step that --dry-run prints: what each forward pass more, and each response more,
+adds to it.
+"""
 
 import re
 
@@ -19,8 +21,13 @@ def work(*flags):
     check(config)
     task = MazeTask(9)
     resolved = resolve(config, task)
-    printed = estimate(resolved, task, build_policy(resolved, task, is_empty=True), Machine("cpu", 1, 10**10))
-    return [float(x.replace(",", "")) for x in re.findall(r"(?:rollout|update): ([\d,.]+) GFLOP", printed)]
+    printed = estimate(
+        resolved, task, build_policy(resolved, task, is_empty=True), Machine("cpu", 1, 10**10)
+    )
+    return [
+        float(x.replace(",", ""))
+        for x in re.findall(r"(?:rollout|update): ([\d,.]+) GFLOP", printed)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,5 +57,7 @@ def test_greedy_responses_are_sampled_too():
     tokens = task.prompt_length + 8 * limit
     for name in ("remax", "self"):
         greedy, same = work("--objective", name)
-        assert greedy == pytest.approx(rollout * (tokens + task.prompt_length + limit) / tokens, rel=1e-3)
+        assert greedy == pytest.approx(
+            rollout * (tokens + task.prompt_length + limit) / tokens, rel=1e-3
+        )
         assert same == update

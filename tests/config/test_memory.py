@@ -41,7 +41,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given, made = (
-            {x.untyped_storage()._cdata: x for x in tree_leaves(y) if torch.is_tensor(x)} for y in ((args, kwargs), out)
+            {x.untyped_storage()._cdata: x for x in tree_leaves(y) if torch.is_tensor(x)}
+            for y in ((args, kwargs), out)
         )
         for key, x in made.items():
             if key not in given and key not in self.live:
@@ -56,10 +57,20 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measured_update(model, dtype, lengths=(64, 48)):
-    """Return the peak of the bytes that an update allocates beside the training state, and the tokens of its one pass."""
-    prompts, generator = make_prompts([list(range(3, 3 + lengths[0]))] * 4), torch.Generator().manual_seed(0)
-    rollouts = Rollouts.given([torch.randint(3, 290, (lengths[1],), generator=generator).tolist() for _ in range(16)])
-    settings, optimizer = LossSettings("ppo", "token_mean"), make_optimizer(model, beta2=0.99, weight_decay=0.01)
+    """Return the peak of the bytes that an update allocates beside the training state, and the
+    tokens of its one pass.
+    """
+    prompts, generator = (
+        make_prompts([list(range(3, 3 + lengths[0]))] * 4),
+        torch.Generator().manual_seed(0),
+    )
+    rollouts = Rollouts.given(
+        [torch.randint(3, 290, (lengths[1],), generator=generator).tolist() for _ in range(16)]
+    )
+    settings, optimizer = (
+        LossSettings("ppo", "token_mean"),
+        make_optimizer(model, beta2=0.99, weight_decay=0.01),
+    )
     learner = Learner(model, optimizer, settings, 1e9, 10_000, dtype)
     given = Samples(prompts, rollouts), torch.randn(16, generator=generator), torch.arange(16)
     learner.update(*given, when="step 1", lr=0.0)  # makes gradients and moments
@@ -75,7 +86,12 @@ def estimated(model, machine, *flags, sharding="none"):
 
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 300}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 1024}
+HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +114,13 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
         add_adapters(model, rank, 32.0, "q_proj,v_proj,down_proj", 0)
     model.checkpoint_activations = checkpoint
     peak, tokens = measured_update(model, getattr(torch, dtype))
-    flags = ["--dtype", dtype, "--token-budget", str(tokens), *["--checkpoint-activations"] * checkpoint]
+    flags = [
+        "--dtype",
+        dtype,
+        "--token-budget",
+        str(tokens),
+        *["--checkpoint-activations"] * checkpoint,
+    ]
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     own = ("activations", "copies", "logits")
     update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
@@ -107,7 +129,9 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
 
 
 @pytest.mark.parametrize(("flags", "copied_layers"), [([], 4), (["--checkpoint-activations"], 1)])
-def test_the_estimate_has_the_weights_that_a_cpu_copies_to_multiply_them_at_once(flags, copied_layers):
+def test_the_estimate_has_the_weights_that_a_cpu_copies_to_multiply_them_at_once(
+    flags, copied_layers
+):
     sizes = SIZES | {"hidden_size": 256, "intermediate_size": 1024}
     model = Decoder(DecoderConfig(**sizes, **HEADS, model_type="llama"))
     model.initialise(0)
@@ -116,31 +140,58 @@ def test_the_estimate_has_the_weights_that_a_cpu_copies_to_multiply_them_at_once
     memory = estimated(model, Machine("cpu", 1, 10**10), "--token-budget", str(tokens), *flags)
     copies = memory["copies of weights (float32)"][2]
     assert copies == 4 * copied_layers * 256 * (128 + 2 * 64 + 2 * 1024)  # q, k and v, gate and up
-    update = sum(phases[2] for name, phases in memory.items() if name.startswith(("activations", "copies", "logits")))
+    update = sum(
+        phases[2]
+        for name, phases in memory.items()
+        if name.startswith(("activations", "copies", "logits"))
+    )
     assert 0.6 < update / peak < 1.3  # without gradients of weights on their way to those that stay
 
 
 def test_sharding_does_not_divide_the_copies_of_weights_on_a_cpu():
     model, machine = big(), Machine("cpu", 4, 10**11)
-    copies = {kind: estimated(model, machine, sharding=kind).get("copies of weights (float32)") for kind in ("none", "full")}
+    copies = {
+        kind: estimated(model, machine, sharding=kind).get("copies of weights (float32)")
+        for kind in ("none", "full")
+    }
     assert copies["full"] == copies["none"] is not None
     assert "copies of weights (float32)" not in estimated(model, machine, "--compile")
 
 
 def big(*flags):
-    config = parse(["--hidden-size", "1024", "--intermediate-size", "4096", "--layers", "8", "--heads", "16", *flags])
+    config = parse(
+        [
+            "--hidden-size",
+            "1024",
+            "--intermediate-size",
+            "4096",
+            "--layers",
+            "8",
+            "--heads",
+            "16",
+            *flags,
+        ]
+    )
     task = build_task(config.task, 0)
     return build_policy(resolve(config, task), task, is_empty=True)
 
 
 def test_sharding_divides_the_training_state_after_the_start():
-    model, machine, weights = big(), Machine("cuda", 8, 80 * 10**9), sum(p.numel() for p in big().parameters())
+    model, machine, weights = (
+        big(),
+        Machine("cuda", 8, 80 * 10**9),
+        sum(p.numel() for p in big().parameters()),
+    )
     whole, sharded = (estimated(model, machine, sharding=kind) for kind in ("none", "full"))
     names = ("weights (float32)", "gradients (float32)", "Adam moments (float32)")
     for name, size in zip(names, (4, 4, 8), strict=True):
         assert whole[name][1:] == (size * weights, size * weights)
-        assert sharded[f"{name}, 1/8 of them (FSDP2)"][1:] == (size * weights / 8, size * weights / 8)
-    assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == 4 * weights  # they are sharded after the start
+        assert sharded[f"{name}, 1/8 of them (FSDP2)"][1:] == (
+            size * weights / 8,
+            size * weights / 8,
+        )
+    # they are sharded after the start
+    assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == 4 * weights
     assert "gathered weights" in sharded
     assert "gathered weights" not in whole
 
@@ -148,10 +199,23 @@ def test_sharding_divides_the_training_state_after_the_start():
 def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
     model = big("--lora-rank", "4")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    memory = estimated(model, Machine("cuda", 1, 24 * 10**9), "--lora-rank", "4", "--kl-coef", "0.1", "--dtype", "bfloat16")
-    rows = [memory[f"{name} (float32)"][2] / trained for name in ("gradients", "Adam moments", "reference policy")]
+    memory = estimated(
+        model,
+        Machine("cuda", 1, 24 * 10**9),
+        "--lora-rank",
+        "4",
+        "--kl-coef",
+        "0.1",
+        "--dtype",
+        "bfloat16",
+    )
+    rows = [
+        memory[f"{name} (float32)"][2] / trained
+        for name in ("gradients", "Adam moments", "reference policy")
+    ]
     assert rows == [4, 8, 4]
-    assert memory["rollout weights (bfloat16)"][1] == 2 * sum(p.numel() for p in big().parameters())  # merged
+    # merged
+    assert memory["rollout weights (bfloat16)"][1] == 2 * sum(p.numel() for p in big().parameters())
 
 
 def test_what_the_engine_frees_does_not_count_in_the_update():
@@ -162,20 +226,34 @@ def test_what_the_engine_frees_does_not_count_in_the_update():
     assert vllm["rollout weights (bfloat16)"] == (weights, weights, 0)
     native = estimated(model, Machine("cuda", 4, 80 * 10**9), *flags)
     assert native["rollout weights (bfloat16)"] == (weights, weights, weights)
-    assert native["key/value cache of at most 4096 samples"][2] > 0  # it is below a tenth of the memory
+    # it is below a tenth of the memory
+    assert native["key/value cache of at most 4096 samples"][2] > 0
     small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
     assert small["key/value cache of at most 4096 samples"][2] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtype):
-    model = build_policy(resolve(parse(["--heads", "8"]), MazeTask(9)), MazeTask(9), is_empty=True)  # keys are padded
-    flags = ("--dtype", dtype, "--prompts", "4", "--rollouts", "64", "--eval-samples", "1", "--max-new-tokens", "20")
+    # keys are padded
+    model = build_policy(resolve(parse(["--heads", "8"]), MazeTask(9)), MazeTask(9), is_empty=True)
+    flags = (
+        "--dtype",
+        dtype,
+        "--prompts",
+        "4",
+        "--rollouts",
+        "64",
+        "--eval-samples",
+        "1",
+        "--max-new-tokens",
+        "20",
+    )
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     arithmetic = arithmetic_of(getattr(torch, dtype))
     used = "float32" if arithmetic == "float32" else "bfloat16"
     embedding, element = model.model.embed_tokens.weight.numel(), getattr(torch, used).itemsize
-    weights = sum(p.numel() for p in model.parameters())  # the embedding is tied to the output matrix, and kept in float32
+    # the embedding is tied to the output matrix, and kept in float32
+    weights = sum(p.numel() for p in model.parameters())
     assert memory[f"rollout weights ({used})"] == (element * weights + 4 * embedding,) * 3
     of = CpuDecoder(model.config, arithmetic).cache_bytes
     cache = 4 * of(MazeTask(9).prompt_length) + 256 * of(20)
@@ -185,25 +263,48 @@ def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtyp
 def test_neighbours_that_share_a_vllm_engine_divide_its_weights():
     options = ("--rollout", "vllm", "--dtype", "bfloat16")
     one = estimated(big(), Machine("cuda", 4, 80 * 10**9), *options)
-    config = resolve(parse([*options]), MazeTask(9)).replace(sharding="none", vllm_tensor_parallel=2)
+    config = resolve(parse([*options]), MazeTask(9)).replace(
+        sharding="none", vllm_tensor_parallel=2
+    )
     two = estimate_memory(config, MazeTask(9), big(), Machine("cuda", 4, 80 * 10**9))
     assert two["rollout weights (bfloat16)"][1] == one["rollout weights (bfloat16)"][1] / 2
 
 
-SEVEN_BILLION = ("--hidden-size", "4096", "--intermediate-size", "16384", "--layers", "28", "--heads", "32", "--kv-heads", "8")
+SEVEN_BILLION = (
+    "--hidden-size",
+    "4096",
+    "--intermediate-size",
+    "16384",
+    "--layers",
+    "28",
+    "--heads",
+    "32",
+    "--kv-heads",
+    "8",
+)
 
 
 def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
     assert train.main(["--dry-run", "8x80", *SEVEN_BILLION]) == 0
     text = capsys.readouterr().out
-    for words in ("memory of each of 8 GPUs of 80 GB", "It fits", "sharding = full", "dtype = bfloat16"):  # for that machine
+    # for that machine
+    for words in (
+        "memory of each of 8 GPUs of 80 GB",
+        "It fits",
+        "sharding = full",
+        "dtype = bfloat16",
+    ):
         assert words in text
     assert train.main(["--dry-run", "1x24", *SEVEN_BILLION]) == 0
     text = capsys.readouterr().out
     assert "It does not fit: it needs" in text
-    assert "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs needs less." in text
+    assert (
+        "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs needs less."
+        in text
+    )
     assert train.main(["--dry-run", "1x80", *SEVEN_BILLION, "--kv-cache-gb", "75"]) == 0
-    assert "--vllm-tensor-parallel" not in capsys.readouterr().out  # which the native engine does not use
+    # which the native engine does not use
+    assert "--vllm-tensor-parallel" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "8x80GB", "8x-1"])
@@ -218,7 +319,9 @@ def test_a_dry_run_of_gpus_refuses_the_cpu():
 
 
 def test_a_vllm_engine_is_built_for_the_samples_of_its_own_processes(monkeypatch):
-    """Its logits would take eight times the memory if it sampled those of all processes side by side."""
+    """Its logits would take eight times the memory if it sampled those of all processes side by
+    side.
+    """
     task, given = MazeTask(9), {}
     config = resolve(parse(["--prompts", "100", "--rollouts", "64", "--rollout", "vllm"]), task)
     monkeypatch.setattr(build, "build_engine", lambda *arguments, **options: given.update(options))
@@ -237,5 +340,8 @@ def test_a_dry_run_reads_no_weights(tmp_path, capsys):
     flags = ["--model", str(tmp_path), "--out", str(tmp_path / "run")]
     for value in ([], ["1x24"]):
         assert train.main([*flags, "--dry-run", *value]) == 0
-        assert f"policy: {sum(p.numel() for p in model.parameters()):,} parameters" in capsys.readouterr().out
+        assert (
+            f"policy: {sum(p.numel() for p in model.parameters()):,} parameters"
+            in capsys.readouterr().out
+        )
     assert train.main(flags) == 2

@@ -1,4 +1,6 @@
-"""What the fields of options say: limits, the runs that take them, changes on resume, names of other libraries."""
+"""What the fields of options say: limits, the runs that take them, changes on resume, names of
+other libraries.
+"""
 
 import json
 
@@ -51,7 +53,10 @@ def test_the_first_condition_that_refuses_says_what_the_option_needs():
         return inapplicable_options(Config, Config().flat() | options).get(name)
 
     assert said("vllm_tensor_parallel") == "needs --rollout vllm"
-    assert said("vllm_tensor_parallel", rollout="vllm", vllm_url="http://x") == "cannot be used with --vllm-url"
+    assert (
+        said("vllm_tensor_parallel", rollout="vllm", vllm_url="http://x")
+        == "cannot be used with --vllm-url"
+    )
     assert said("vllm_tensor_parallel", rollout="vllm") is None
     assert (said("kl"), said("kl", kl_coef=0.1)) == ("needs --kl-coef", None)
     assert said("clip_low", loss="sapo") == "is not used by loss sapo"
@@ -60,19 +65,31 @@ def test_the_first_condition_that_refuses_says_what_the_option_needs():
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("lr", "mathematics"), ("eval_prompts", "mathematics"), ("layers", "policy"), ("threads", "rounding"), ("log_to", None)],
+    [
+        ("lr", "mathematics"),
+        ("eval_prompts", "mathematics"),
+        ("layers", "policy"),
+        ("threads", "rounding"),
+        ("log_to", None),
+    ],
 )
 def test_a_change_on_resume_means_what_the_field_says(name, kind):
     before = Config().flat()
     found = vars(changes(before, before | {name: 77}))
-    assert {key: len(texts) for key, texts in found.items() if texts} == ({} if kind is None else {kind: 1})
+    assert {key: len(texts) for key, texts in found.items() if texts} == (
+        {} if kind is None else {kind: 1}
+    )
 
 
 def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
     options = {"objective": "maxpo", "k": 3, "aggregation": "token_mean", "lr": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(options))
     config = parse(["--resume", str(tmp_path), "--objective", "maxrl"])
-    assert (config.objective.options, config.loss.aggregation, config.optimizer.lr) == ({}, None, 0.5)
+    assert (config.objective.options, config.loss.aggregation, config.optimizer.lr) == (
+        {},
+        None,
+        0.5,
+    )
 
 
 def test_another_name_can_stand_for_a_value():

@@ -38,18 +38,36 @@ def correction(*flags):
 
 def test_defaults_are_resolved():
     options = resolved("--objective", "maxpo")
-    assert (options["k"], options["max_new_tokens"], options["sft_steps"], options["aggregation"]) == (4, 32, 100, "token_mean")
+    assert (
+        options["k"],
+        options["max_new_tokens"],
+        options["sft_steps"],
+        options["aggregation"],
+    ) == (4, 32, 100, "token_mean")
     assert re.fullmatch(r"runs/maxpo-\d{8}-\d{6}", options["out"])
     assert options["device"] in ("cpu", "cuda")
-    assert resolved("--device", "cpu")["dtype"] == "float32"  # on every CPU, whatever instructions it has
+    # on every CPU, whatever instructions it has
+    assert resolved("--device", "cpu")["dtype"] == "float32"
     assert resolved("--device", "cpu", "--dtype", "bfloat16")["dtype"] == "bfloat16"
     assert resolved("--objective", "maxrl")["order"] == 15
     assert resolved("--objective", "dr_grpo")["aggregation"] == "seq_sum_constant"
-    assert resolved("--objective", "dr_grpo", "--aggregation", "token_mean")["aggregation"] == "token_mean"
+    assert (
+        resolved("--objective", "dr_grpo", "--aggregation", "token_mean")["aggregation"]
+        == "token_mean"
+    )
     assert (options["loss"], options["beta"], options["score"]) == ("ppo", None, None)
     pacs = resolved("--objective", "pacs")
-    assert (pacs["loss"], pacs["aggregation"], pacs["k"]) == ("reinforce", "seq_mean_token_sum", None)
-    assert correction("--objective", "maxpo") == correction("--objective", "pacs") == correction("--top-p", "0.9") == NONE
+    assert (pacs["loss"], pacs["aggregation"], pacs["k"]) == (
+        "reinforce",
+        "seq_mean_token_sum",
+        None,
+    )
+    assert (
+        correction("--objective", "maxpo")
+        == correction("--objective", "pacs")
+        == correction("--top-p", "0.9")
+        == NONE
+    )
     assert correction("--rollout", "vllm") == correction("--importance-cap", "2") == ("tis", 2.0)
     assert correction("--rollout", "vllm", "--importance-cap", "5") == ("tis", 5.0)
     assert correction("--rollout", "vllm", "--importance-cap", "0") == NONE
@@ -59,14 +77,22 @@ def test_defaults_are_resolved():
     assert (pacs["beta"], pacs["score"], pacs["class_weight"]) == (1.0, "rloo", "balanced")
     assert pacs["ref_reset_interval"] is None
     assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
-    assert resolved("--objective", "pacs_paper", "--ref-reset-interval", "0")["ref_reset_interval"] == 0
+    assert (
+        resolved("--objective", "pacs_paper", "--ref-reset-interval", "0")["ref_reset_interval"]
+        == 0
+    )
 
 
 def test_the_options_of_a_loss_reach_the_learner():
     assert resolved("--loss", "luspo")["aggregation"] == "seq_mean_token_sum"
     config = parse(["--loss", "vespo", "--loss-options", "k_negative=2.5", "lambda_negative=1"])
-    assert build_loss_settings(resolve(config, MazeTask(9))).loss_options == {"k_negative": 2.5, "lambda_negative": 1.0}
-    again = parse_options({name: value for name, value in config.flat().items() if name in ("loss", "loss_options")})
+    assert build_loss_settings(resolve(config, MazeTask(9))).loss_options == {
+        "k_negative": 2.5,
+        "lambda_negative": 1.0,
+    }
+    again = parse_options(
+        {name: value for name, value in config.flat().items() if name in ("loss", "loss_options")}
+    )
     assert again.loss == config.loss  # as from the config.json of a run
     assert parse_options({"loss": "dppo", "loss_options": "kl=0"}).loss.own_numbers() == {"kl": 0.0}
 
@@ -103,17 +129,24 @@ def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(che
 
     def limit(*flags, most=1000):
         task.max_new_tokens = most
-        return resolve(parse(["--model", checkpoint, *flags]), task, warn=said.append).rollout.max_new_tokens
+        return resolve(
+            parse(["--model", checkpoint, *flags]), task, warn=said.append
+        ).rollout.max_new_tokens
 
     assert (limit(most=418), said) == (418, [])
     assert limit(most=419) == 418
     [sentence] = said
-    assert sentence.startswith(f"responses end after 418 tokens instead of the task's 419: {checkpoint} has 512 positions")
+    assert sentence.startswith(
+        f"responses end after 418 tokens instead of the task's 419: {checkpoint} has 512 positions"
+    )
     assert limit("--max-new-tokens", "418") == 418
     with pytest.raises(InputError, match="--max-new-tokens must be at most 418, got 419"):
         limit("--max-new-tokens", "419")
     task.prompt_length = 512
-    with pytest.raises(InputError, match=r"more than the tokens of the longest prompt, got 512 \(--max-prompt-tokens"):
+    with pytest.raises(
+        InputError,
+        match=r"more than the tokens of the longest prompt, got 512 \(--max-prompt-tokens",
+    ):
         limit()
 
 
@@ -142,14 +175,27 @@ def test_a_flag_overrides_the_file(tmp_path):
             r"run.toml, line 1: options must stand at the top .* got the table \[task\]; write its keys there",
         ),
         ("[[optimizer]]\nlr = 9", r"run.toml, line 1: .* got the table \[optimizer\]"),
-        ("gym_config = {a = 1}", r"run.toml, line 1: .* got the table \[gym_config\]; give it as a string of JSON"),
-        ("task_args = {a = 1}", r"run.toml, line 1: .* got the table \[task_args\]; give it as a string of JSON"),
-        ("loss_options = {kl = 0}", r"run.toml, line 1: .* got the table \[loss_options\]; give a list such as \["),
+        (
+            "gym_config = {a = 1}",
+            r"run.toml, line 1: .* got the table \[gym_config\]; give it as a string of JSON",
+        ),
+        (
+            "task_args = {a = 1}",
+            r"run.toml, line 1: .* got the table \[task_args\]; give it as a string of JSON",
+        ),
+        (
+            "loss_options = {kl = 0}",
+            r"run.toml, line 1: .* got the table \[loss_options\]; give a list such as \[",
+        ),
         ("learning_rate = 9", r"run.toml, line 1: unknown option learning_rate; did you mean lr\?"),
         ("seed = 1\nlr = 'fast'", "run.toml, line 2: lr must be a number, got 'fast'"),
         ("steps = 3.5", "run.toml, line 1: steps must be an integer, got 3.5"),
-        ("dtype = 'fp16'", "run.toml, line 1: dtype must be one of auto, float32, bfloat16, got 'fp16'"),
-        ('task = """\nlr = 1\n"""\n"lr"=[1]', "run.toml, line 4: lr must be"),  # not the line within the string
+        (
+            "dtype = 'fp16'",
+            "run.toml, line 1: dtype must be one of auto, float32, bfloat16, got 'fp16'",
+        ),
+        # not the line within the string
+        ('task = """\nlr = 1\n"""\n"lr"=[1]', "run.toml, line 4: lr must be"),
         ('config = "x"', "run.toml, line 1: config is only a flag"),
         ("compile = 1", "compile must be true or false, got 1"),
     ],
@@ -180,29 +226,54 @@ def test_a_missing_file_is_refused():
         ("seed = 1\nlr = nan", "lr must be a finite number above 0, got nan (lr: {}, line 2)"),
         ("k = 16", "got 16 (k: {}, line 1)"),
         ("objective = 'grpo'\nk = 4", "{}, line 2: k is not used by objective grpo"),
-        ("heads = 3\nkv_heads = 1", "hidden_size must be a multiple of heads, got 128 and 3 (heads: {}, line 1)"),
+        (
+            "heads = 3\nkv_heads = 1",
+            "hidden_size must be a multiple of heads, got 128 and 3 (heads: {}, line 1)",
+        ),
     ],
 )
-def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(tmp_path, capsys, content, place):
+def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
+    tmp_path, capsys, content, place
+):
     file = tmp_path / "run.toml"
     file.write_text(content)
     assert train.main(["--config", str(file)]) == 2
     assert capsys.readouterr().err.endswith(place.format(file) + "\n")
-    assert train.main(["--config", str(file), "--lr", "inf", "--objective", "maxpo", "--k", "99", "--heads", "5"]) == 2
+    assert (
+        train.main(
+            [
+                "--config",
+                str(file),
+                "--lr",
+                "inf",
+                "--objective",
+                "maxpo",
+                "--k",
+                "99",
+                "--heads",
+                "5",
+            ]
+        )
+        == 2
+    )
     assert str(file) not in capsys.readouterr().err
 
 
 def test_the_hint_for_every_name_of_another_library_is_an_option():
     options = Config().flat()
     assert {meant.partition(" ")[0] for meant in OTHER_NAMES.values()} <= options.keys()
-    assert OTHER_NAMES.keys() & options.keys() <= {"beta"}  # PACS's; refused with a hint by other objectives
+    # PACS's; refused with a hint by other objectives
+    assert OTHER_NAMES.keys() & options.keys() <= {"beta"}
     for name, meant in OTHER_NAMES.items():
         if name in options:
             continue
         with pytest.raises(InputError) as refused:
             parse([f"--{name.replace('_', '-')}", "3"])
         assert hint(name, options_of(Config)) in str(refused.value)
-        assert f"did you mean --{meant.replace('_', '-', meant.partition(' ')[0].count('_'))}?" in str(refused.value)
+        assert (
+            f"did you mean --{meant.replace('_', '-', meant.partition(' ')[0].count('_'))}?"
+            in str(refused.value)
+        )
         if " " in meant:  # its value is one that the option has
             flag, value = meant.split()
             parse([f"--{flag.replace('_', '-')}", value])
@@ -215,12 +286,16 @@ def test_the_hint_for_every_name_of_another_library_is_an_option():
         ("--num_generations=8", "unknown option --num_generations; did you mean --rollouts?"),
         ("--output-dir x", "did you mean --out?"),
         ("--max-completion-length 9", "did you mean --max-new-tokens?"),
-        ("--maze-sise 9", "unknown option --maze-sise; did you mean --maze-size?"),  # by its spelling
+        # by its spelling
+        ("--maze-sise 9", "unknown option --maze-sise; did you mean --maze-size?"),
         ("--no-compil", "unknown option --no-compil; did you mean --compile?"),
         ("--xyzzy 9", "unknown option --xyzzy; --help lists the options"),
         ("--beta 0.04", "--beta is not used by objective maxpo; did you mean --kl-coef?"),
         ("-lr 3", "unknown option -lr: options begin with two dashes; did you mean --lr?"),
-        ("--seed 3 actor_rollout_ref.rollout.n=5", "options begin with two dashes; did you mean --rollouts?"),
+        (
+            "--seed 3 actor_rollout_ref.rollout.n=5",
+            "options begin with two dashes; did you mean --rollouts?",
+        ),
         ("algorithm.adv_estimator=grpo", "did you mean --objective?"),
         ("+trainer.total_epochs=5", "did you mean --steps?"),
     ],
@@ -230,7 +305,9 @@ def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message)
         parse(words.split())
 
 
-@pytest.mark.parametrize("name", ["delta", "num-iterations", "ref-model", "eos-token", "system-prompt", "chat-template"])
+@pytest.mark.parametrize(
+    "name", ["delta", "num-iterations", "ref-model", "eos-token", "system-prompt", "chat-template"]
+)
 def test_no_option_is_named_for_what_none_of_them_does(name):
     with pytest.raises(InputError, match=f"unknown option --{name}; --help lists the options"):
         parse([f"--{name}", "3"])
@@ -239,8 +316,14 @@ def test_no_option_is_named_for_what_none_of_them_does(name):
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
-        ({"objective": "a\0.py:f"}, r"objective must be text without null bytes .* got 'a\\x00\.py:f'"),
-        ({"rollout": "\ud800.py:f"}, r"rollout must be text without .* half characters, got '\\ud800\.py:f'"),
+        (
+            {"objective": "a\0.py:f"},
+            r"objective must be text without null bytes .* got 'a\\x00\.py:f'",
+        ),
+        (
+            {"rollout": "\ud800.py:f"},
+            r"rollout must be text without .* half characters, got '\\ud800\.py:f'",
+        ),
     ],
 )
 def test_text_that_no_command_line_could_hold_is_refused(tmp_path, options, shown):
@@ -252,7 +335,13 @@ def test_text_that_no_command_line_could_hold_is_refused(tmp_path, options, show
 
 
 @pytest.mark.parametrize(
-    "values", ["--out runs/lr=3", "--data lr=3 --task gsm8k", "--reward-env HOME --task gsm8k", "--lr_schedule constant"]
+    "values",
+    [
+        "--out runs/lr=3",
+        "--data lr=3 --task gsm8k",
+        "--reward-env HOME --task gsm8k",
+        "--lr_schedule constant",
+    ],
 )
 def test_values_that_look_like_options_are_values(values):
     parse(values.split())
@@ -280,7 +369,10 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--lr", "--lr needs a value"),
         ("--compile=yes", "--compile takes no value, got 'yes'"),
         ("--seed 1 2", "unknown option 2: options begin with two dashes"),
-        ("--objective maxpoo", "objective must be one of maxpo, .*, maxrl, .*, got 'maxpoo'; did you mean 'maxpo'?"),
+        (
+            "--objective maxpoo",
+            "objective must be one of maxpo, .*, maxrl, .*, got 'maxpoo'; did you mean 'maxpo'?",
+        ),
         ("--k 16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
         ("--rollouts 4", "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
         ("--objective pkpo --k 1", "pkpo needs 2 <= k <= N = 16"),
@@ -290,44 +382,102 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--objective grpo --k 4", "--k is not used by objective grpo"),
         ("--objective grpo --eps -1", "eps of grpo must be a finite number of at least 0, got -1"),
         ("--objective grpo --ddof 2", "ddof of grpo must be 0 or 1, got 2"),
-        ("--objective grpo --estimator-options eps=1", "--estimator-options was removed; use --eps, --ddof and others"),
+        (
+            "--objective grpo --estimator-options eps=1",
+            "--estimator-options was removed; use --eps, --ddof and others",
+        ),
         ("--reward-workers 3", "--reward-workers needs a --reward that runs in processes"),
         ("--task chain --maze-size 9", "--maze-size is not used by task chain"),
         ("--kl k2", "--kl needs --kl-coef"),
         ("--lora-alpha 3", "--lora-alpha needs --lora-rank"),
         ("--allow-changes", "--allow-changes needs --resume"),
         ("--objective noisy_verifier_forward", "noisy_verifier_forward needs false_negative_rate"),
-        ("--objective pacs --ref-reset-interval 5", "--ref-reset-interval is not used by objective pacs"),
+        (
+            "--objective pacs --ref-reset-interval 5",
+            "--ref-reset-interval is not used by objective pacs",
+        ),
         ("--objective pacs --beta 0", "beta of pacs must be a finite number above 0, got 0"),
-        ("--objective pacs_paper --ref-reset-interval -1", "ref_reset_interval of pacs_paper must be at least 0, got -1"),
-        ("--objective pacs --rollouts 1", "pacs needs at least 2 rollouts per prompt, but with --score naive, got 1"),
-        ("--objective pacs --loss ppo", "loss must be reinforce for pacs, whose loss it is a part of, got ppo"),
-        ("--objective pacs --aggregation token_mean", "aggregation must be seq_mean_token_sum for pacs"),
+        (
+            "--objective pacs_paper --ref-reset-interval -1",
+            "ref_reset_interval of pacs_paper must be at least 0, got -1",
+        ),
+        (
+            "--objective pacs --rollouts 1",
+            "pacs needs at least 2 rollouts per prompt, but with --score naive, got 1",
+        ),
+        (
+            "--objective pacs --loss ppo",
+            "loss must be reinforce for pacs, whose loss it is a part of, got ppo",
+        ),
+        (
+            "--objective pacs --aggregation token_mean",
+            "aggregation must be seq_mean_token_sum for pacs",
+        ),
         ("--aggregation tokenmean", "--aggregation must be one of .*did you mean 'token_mean'?"),
         ("--seed 9223372036854775808", r"seed must be in \[0, 2\^63\), got 9223372036854775808"),
         ("--prompts 0", "prompts must be at least 1, got 0"),
-        ("--rollouts 10000000000000000000000000", r"rollouts must be below 2\^31, got 10000000000000000000000000"),
-        ("--prompts 1000000000 --rollouts 16", r"prompts x rollouts must be below 2\^31, got 1000000000 x 16"),
+        (
+            "--rollouts 10000000000000000000000000",
+            r"rollouts must be below 2\^31, got 10000000000000000000000000",
+        ),
+        (
+            "--prompts 1000000000 --rollouts 16",
+            r"prompts x rollouts must be below 2\^31, got 1000000000 x 16",
+        ),
         ("--lr nan", "lr must be a finite number above 0, got nan"),
         ("--top-p 0", "top_p must be a number above 0 and at most 1, got 0"),
         ("--importance-cap -1", "importance_cap must be a finite number of at least 0, got -1"),
         ("--objective pacs --importance-cap 2", "pacs does not support --correction: .*, got tis"),
-        ("--loss sapo --loss-options tau_pos=1", r"loss sapo takes the options .*; did you mean 'tau_positive'\?"),
-        ("--loss sapo --loss-options tau_positive=0", "tau_positive of loss sapo must be a finite number above 0, got 0"),
-        ("--loss sapo --loss-options tau_positive", "loss_options must be NAME=VALUE with a number, got 'tau_positive'"),
-        ("--loss dppo --loss-options kl=0 kl=1", "loss_options must have each name once, got kl twice"),
+        (
+            "--loss sapo --loss-options tau_pos=1",
+            r"loss sapo takes the options .*; did you mean 'tau_positive'\?",
+        ),
+        (
+            "--loss sapo --loss-options tau_positive=0",
+            "tau_positive of loss sapo must be a finite number above 0, got 0",
+        ),
+        (
+            "--loss sapo --loss-options tau_positive",
+            "loss_options must be NAME=VALUE with a number, got 'tau_positive'",
+        ),
+        (
+            "--loss dppo --loss-options kl=0 kl=1",
+            "loss_options must have each name once, got kl twice",
+        ),
         ("--loss sapo --clip-low 0.1", "--clip-low is not used by loss sapo"),
-        ("--loss dispo --loss-options low_positive=12", "low_positive of dispo must be at most its high_positive, 11, got 12"),
+        (
+            "--loss dispo --loss-options low_positive=12",
+            "low_positive of dispo must be at most its high_positive, 11, got 12",
+        ),
         ("--loss topr --loss-options low=1", "--loss-options is not used by loss topr"),
         ("--loss-options low=1", "--loss-options is not used by loss ppo"),
-        ("--loss luspo --aggregation token_mean", "aggregation must be seq_mean_token_sum for luspo, .* got token_mean"),
+        (
+            "--loss luspo --aggregation token_mean",
+            "aggregation must be seq_mean_token_sum for luspo, .* got token_mean",
+        ),
         ("--objective pacs --loss sapo", "loss must be reinforce for pacs"),
-        ("--loss kl_cov --loss-options share=2", "share of loss kl_cov must be a number above 0 and at most 1, got 2"),
-        ("--loss clip_cov --loss-options coef=2", "loss clip_cov takes the options share, low, high, got 'coef'"),
-        ("--loss clip_cov --loss-options low=2 high=1", "low of clip_cov must be below its high, 1, got 2"),
-        ("--loss simko --loss-options k=2.5", "k of loss simko must be an integer from 1 to 8, got 2.5"),
-        ("--objective pacs --top-entropy .2", "pacs does not support --top-entropy: its loss does not use token weights"),
-        ("--objective pacs --clip-high 0.3", "--clip-high is not used by loss reinforce"),  # its loss has no ratio to clip
+        (
+            "--loss kl_cov --loss-options share=2",
+            "share of loss kl_cov must be a number above 0 and at most 1, got 2",
+        ),
+        (
+            "--loss clip_cov --loss-options coef=2",
+            "loss clip_cov takes the options share, low, high, got 'coef'",
+        ),
+        (
+            "--loss clip_cov --loss-options low=2 high=1",
+            "low of clip_cov must be below its high, 1, got 2",
+        ),
+        (
+            "--loss simko --loss-options k=2.5",
+            "k of loss simko must be an integer from 1 to 8, got 2.5",
+        ),
+        (
+            "--objective pacs --top-entropy .2",
+            "pacs does not support --top-entropy: its loss does not use token weights",
+        ),
+        # its loss has no ratio to clip
+        ("--objective pacs --clip-high 0.3", "--clip-high is not used by loss reinforce"),
         ("--beta2 1", "beta2 must be a number of at least 0 and below 1"),
         ("--prompts 32 --updates-per-step 3", "multiple of updates_per_step, got 32 and 3"),
         ("--hidden-size 100 --heads 3", "hidden_size must be a multiple of heads, got 100 and 3"),
@@ -348,7 +498,10 @@ def test_vllm_engines_divide_the_processes():
     assert sharing(1, 3) == 1
     assert sharing(2, 4) == 2
     for number, size in ((2, 1), (2, 3), (4, 2)):
-        with pytest.raises(InputError, match=f"vllm_tensor_parallel must divide the number of processes, {size}, got {number}"):
+        with pytest.raises(
+            InputError,
+            match=f"vllm_tensor_parallel must divide the number of processes, {size}, got {number}",
+        ):
             sharing(number, size)
     with pytest.raises(InputError, match="vllm_tensor_parallel must be at least 1, got 0"):
         check(parse(["--rollout", "vllm", "--vllm-tensor-parallel", "0"]))
@@ -359,13 +512,19 @@ def test_vllm_engines_divide_the_processes():
 def test_false_overrides_a_file(tmp_path):
     (tmp_path / "run.toml").write_text("compile = true\ncheckpoint_activations = true\n")
     config = parse_options({"config": tmp_path / "run.toml", "compile": False, "k": None})
-    assert (config.run.compile, config.optimizer.checkpoint_activations, config.objective.options) == (False, True, {})
+    assert (
+        config.run.compile,
+        config.optimizer.checkpoint_activations,
+        config.objective.options,
+    ) == (False, True, {})
 
 
 def test_a_file_overrides_a_switch_of_the_run_that_it_resumes(tmp_path):
     (tmp_path / "config.json").write_text('{"compile": true, "steps": 5}')
     (tmp_path / "run.toml").write_text("compile = false\n")
-    assert not parse(["--resume", str(tmp_path), "--config", str(tmp_path / "run.toml")]).run.compile
+    assert not parse(
+        ["--resume", str(tmp_path), "--config", str(tmp_path / "run.toml")]
+    ).run.compile
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -384,7 +543,9 @@ def test_an_impossible_output_folder_is_refused():
 
 def test_a_missing_gpu_is_reported(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(InputError, match="--device cuda needs a CUDA device, but this PyTorch finds none"):
+    with pytest.raises(
+        InputError, match="--device cuda needs a CUDA device, but this PyTorch finds none"
+    ):
         resolved("--device", "cuda")
 
 

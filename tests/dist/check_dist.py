@@ -1,4 +1,6 @@
-"""`python tests/dist/check_dist.py DIST`: the sdist and the wheel in that folder have the files they should have, and no others."""
+"""`python tests/dist/check_dist.py DIST`: the sdist and the wheel in that folder have the files
+they should have, and no others.
+"""
 
 import re
 import subprocess

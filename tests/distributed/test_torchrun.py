@@ -1,4 +1,6 @@
-"""Several processes on the CPU with gloo give the same result as one, and none hangs when another fails."""
+"""Several processes on the CPU with gloo give the same result as one, and none hangs when another
+fails.
+"""
 
 import json
 import os
@@ -32,7 +34,15 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(num_ranks, *arguments, **options):
     """Start `num_ranks` processes of `python -m ...`."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        *arguments,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)
 
@@ -50,7 +60,10 @@ def finished(process, limit):
 def one_process():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    results = {name: one_update(Ranks(), sharding, settings, **options) for name, (sharding, settings, options) in RUNS.items()}
+    results = {
+        name: one_update(Ranks(), sharding, settings, **options)
+        for name, (sharding, settings, options) in RUNS.items()
+    }
     torch.set_num_threads(threads)
     return results
 
@@ -61,7 +74,14 @@ def relative(a, b):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_several_ranks_compute_the_same_as_one_process(one_process, num_ranks, tmp_path):
-    process = torchrun(num_ranks, "-m", "tests.ranks", str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(
+        num_ranks,
+        "-m",
+        "tests.ranks",
+        str(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     output = finished(process, 300)
     assert process.returncode == 0, output
     for rank in range(num_ranks):
@@ -69,24 +89,36 @@ def test_several_ranks_compute_the_same_as_one_process(one_process, num_ranks, t
         for name, expected in one_process.items():
             limit = 0.05 if "bfloat16" in name else 1e-5
             result = results[name]
-            for key in expected["metrics"].keys() - {"num_tokens"}:  # it counts a prompt in every micro-batch
+            # it counts a prompt in every micro-batch
+            for key in expected["metrics"].keys() - {"num_tokens"}:
                 # After one step the moments' variance is 0, up to rounding.
                 noise = 1e-4 if key == "moment_variance" else 1e-6
-                assert result["metrics"][key] == pytest.approx(expected["metrics"][key], rel=limit, abs=noise), (name, key)
+                assert result["metrics"][key] == pytest.approx(
+                    expected["metrics"][key], rel=limit, abs=noise
+                ), (name, key)
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
-            assert result["prompt_norms"] == pytest.approx(expected["prompt_norms"], rel=max(limit, 1e-3)), name
+            assert result["prompt_norms"] == pytest.approx(
+                expected["prompt_norms"], rel=max(limit, 1e-3)
+            ), name
             assert result["gradients"].keys() == expected["gradients"].keys()
             for key, gradient in expected["gradients"].items():
                 assert gradient.abs().max() > 1e-4, (name, key)
                 assert relative(result["gradients"][key], gradient) < limit, (name, key)
             for key, weight in expected["weights"].items():
-                assert relative(result["weights"][key], weight) < 2e-3, (name, key)  # Adam's first step is lr times a sign
+                # Adam's first step is lr times a sign
+                assert relative(result["weights"][key], weight) < 2e-3, (name, key)
             assert relative(result["logprobs"], expected["logprobs"]) < max(limit, 1e-3), name
             assert expected["off_policy"].abs().max() > 1e-2, name
             assert relative(result["off_policy"], expected["off_policy"]) < max(limit, 1e-3), name
             if "bfloat16" not in name:  # rounding may carry a token across a bound
-                assert 0 < int((expected["weights of tokens"] == 0).sum()) < len(expected["weights of tokens"]), name
-                assert relative(result["weights of tokens"], expected["weights of tokens"]) < 1e-3, name
+                assert (
+                    0
+                    < int((expected["weights of tokens"] == 0).sum())
+                    < len(expected["weights of tokens"])
+                ), name
+                assert (
+                    relative(result["weights of tokens"], expected["weights of tokens"]) < 1e-3
+                ), name
                 assert torch.equal(result["kept"], expected["kept"]), name
 
 
@@ -94,7 +126,18 @@ def read(out, stream):
     return [json.loads(line) for line in (out / f"{stream}.jsonl").open()]
 
 
-JOB = ["--steps", "10", "--sft-steps", "3", "--eval-prompts", "16", "--eval-samples", "2", "--threads", "1"]
+JOB = [
+    "--steps",
+    "10",
+    "--sft-steps",
+    "3",
+    "--eval-prompts",
+    "16",
+    "--eval-samples",
+    "2",
+    "--threads",
+    "1",
+]
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 JOB += ["--diagnose-every", "5"]
 
@@ -123,7 +166,13 @@ def test_components_of_rewards_are_means_over_all_ranks_and_rollouts_of_all_are_
         "def parts(completions, **columns):\n"
         "    return [{'reward': len(c) / 99, 'odd': 1.0 if len(c) % 2 else None} for c in completions]\n"
     )
-    flags = ["--steps", "1", "--reward", f"{tmp_path}/rewards.py:length", f"{tmp_path}/rewards.py:parts"]
+    flags = [
+        "--steps",
+        "1",
+        "--reward",
+        f"{tmp_path}/rewards.py:length",
+        f"{tmp_path}/rewards.py:parts",
+    ]
     flags += ["--keep-rollouts", "100"]
     records, kept = [], []
     for num_ranks in (1, 3):
@@ -137,7 +186,9 @@ def test_components_of_rewards_are_means_over_all_ranks_and_rollouts_of_all_are_
     assert len(kept[0]) == len(kept[1]) == 100
     assert len({rollout["id"] // 11 for rollout in kept[1]}) >= 3  # 32 prompts in three shares
     for alone, together in zip(*kept, strict=True):
-        assert together.pop("advantage") == pytest.approx(alone.pop("advantage"), rel=1e-5, abs=1e-6)
+        assert together.pop("advantage") == pytest.approx(
+            alone.pop("advantage"), rel=1e-5, abs=1e-6
+        )
         assert together == alone
         parts = alone["components"]
         assert parts["length"] == alone["tokens"]
@@ -151,21 +202,56 @@ def sums(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sums")
     lines = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(6)]
     data, policy = written(folder / "sums.jsonl", lines), save_byte_level_policy(folder)
-    flags = ["--task", "math", "--data", str(data), "--model", str(policy), "--max-new-tokens", "16", "--prompt-suffix", ""]
-    return [*flags, "--plain-prompts", "--prompts", "5", "--rollouts", "3", "--eval-prompts", "2", "--keep-rollouts", "15"]
+    flags = [
+        "--task",
+        "math",
+        "--data",
+        str(data),
+        "--model",
+        str(policy),
+        "--max-new-tokens",
+        "16",
+        "--prompt-suffix",
+        "",
+    ]
+    return [
+        *flags,
+        "--plain-prompts",
+        "--prompts",
+        "5",
+        "--rollouts",
+        "3",
+        "--eval-prompts",
+        "2",
+        "--keep-rollouts",
+        "15",
+    ]
 
 
-@pytest.mark.parametrize(("chosen", "sharding"), [("--objective rloo --labels rlpr", "full"), ("--objective verifree", "none")])
-def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_weights(sums, tmp_path, chosen, sharding):
+@pytest.mark.parametrize(
+    ("chosen", "sharding"),
+    [("--objective rloo --labels rlpr", "full"), ("--objective verifree", "none")],
+)
+def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_weights(
+    sums, tmp_path, chosen, sharding
+):
     task = sums if "rlpr" in chosen else ["--keep-rollouts", "15"]  # of text, or mazes
-    flags, records, kept = [*chosen.split(), *task, "--steps", "1", "--sft-steps", "0" if "rlpr" in chosen else "20"], [], []
+    flags, records, kept = (
+        [*chosen.split(), *task, "--steps", "1", "--sft-steps", "0" if "rlpr" in chosen else "20"],
+        [],
+        [],
+    )
     for num_ranks, more in ((1, []), (2, ["--sharding", sharding])):
         run_job(tmp_path / str(num_ranks), num_ranks, *flags, *more, "--token-budget", "200")
         records.append(read(tmp_path / str(num_ranks), "metrics")[0])
         kept.append(read(tmp_path / str(num_ranks), "rollouts"))
     assert records[0]["reward_mean"] > 0
     assert {"reward/answer_logprob", "reward/answer_leads"} <= records[0].keys()
-    names = ("reward_mean", "grad_norm", *(name for name in records[0] if name.startswith("reward/")))
+    names = (
+        "reward_mean",
+        "grad_norm",
+        *(name for name in records[0] if name.startswith("reward/")),
+    )
     for record, rollouts in zip(records[1:], kept[1:], strict=True):
         for name in names:
             assert record[name] == pytest.approx(records[0][name], rel=1e-3, abs=1e-6), name
@@ -176,7 +262,9 @@ def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_
 
 
 @pytest.mark.parametrize(("num_ranks", "flags"), [(2, []), (4, []), (2, ["--sharding", "full"])])
-def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, tmp_path, num_ranks, flags):
+def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(
+    alone_run, tmp_path, num_ranks, flags
+):
     """Until a rounding error changes a sampled token, every metric and the weights agree."""
     together = tmp_path / "together"
     output = run_job(together, num_ranks, *flags)
@@ -184,57 +272,114 @@ def test_ten_steps_of_the_default_job_are_the_same_on_several_ranks(alone_run, t
     assert output.count("maxrl_fast 0") == 1  # only rank 0 logs
     for expected, result in zip(read(alone_run, "metrics"), read(together, "metrics"), strict=True):
         for key in expected.keys() - TIMES:
-            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (expected["step"], key)
+            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), (
+                expected["step"],
+                key,
+            )
     for expected, result in zip(read(alone_run, "eval"), read(together, "eval"), strict=True):
         assert result == expected
     for step in (0, 10):  # rank 0 keeps the samples of its own share of the 16 prompts, two of each
-        alone, kept = ([line for line in read(run, "samples") if line["step"] == step] for run in (alone_run, together))
+        alone, kept = (
+            [line for line in read(run, "samples") if line["step"] == step]
+            for run in (alone_run, together)
+        )
         assert kept == alone[: 32 // num_ranks]
-    for expected, result in zip(read(alone_run, "diagnostics"), read(together, "diagnostics"), strict=True):
-        assert result == {**expected, "grad_norm": pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-6)}
+    for expected, result in zip(
+        read(alone_run, "diagnostics"), read(together, "diagnostics"), strict=True
+    ):
+        assert result == {
+            **expected,
+            "grad_norm": pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-6),
+        }
 
 
-@pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])  # of a rank-3 adapter, the fourth process has no part
+# of a rank-3 adapter, the fourth process has no part
+@pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])
 def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(tmp_path, more_flags):
-    """Two ranks save the state in shards, one rank saves it whole, four in shards. Each resumes from the one before."""
+    """Two ranks save the state in shards, one rank saves it whole, four in shards. Each resumes
+    from the one before.
+    """
     out = tmp_path / "run"
     flags = ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01", *more_flags]
     run_job(tmp_path / "alone", 1, *flags)
     run_job(out, 2, *flags, "--sharding", "full", "--steps", "2")
     assert len(list((out / "latest" / "state").glob("shard-*"))) == 2
-    for num_ranks, steps, more in ((1, 4, []), (4, 6, ["--sharding", "full"]), (2, 10, ["--sharding", "none"])):
+    for num_ranks, steps, more in (
+        (1, 4, []),
+        (4, 6, ["--sharding", "full"]),
+        (2, 10, ["--sharding", "none"]),
+    ):
         arguments = ["-m", "maxrl_fast.train", "--resume", str(out), "--steps", str(steps), *more]
         process = torchrun(num_ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         output = finished(process, 300)
         assert process.returncode == 0, output
         assert "will not be bitwise identical" in output
-    for expected, result in zip(read(tmp_path / "alone", "metrics"), read(out, "metrics"), strict=True):
+    for expected, result in zip(
+        read(tmp_path / "alone", "metrics"), read(out, "metrics"), strict=True
+    ):
         for key in expected.keys() - TIMES:
-            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (expected["step"], key)
+            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (
+                expected["step"],
+                key,
+            )
     names = ("model.safetensors", "state/state-00001-of-00001.safetensors")
-    for expected, result in ((load_file(run / "latest" / name) for run in (tmp_path / "alone", out)) for name in names):
+    for expected, result in (
+        (load_file(run / "latest" / name) for run in (tmp_path / "alone", out)) for name in names
+    ):
         assert expected.keys() == result.keys()
         for key, tensor in expected.items():
             assert relative(result[key], tensor) < 1e-3, key
 
 
 @pytest.mark.parametrize("more_flags", [[], ["--lora-rank", "3"]])
-def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(tmp_path, more_flags):
-    """Two ranks with all weights, then two that share them, then one, each resuming from the one before."""
-    out, flags = tmp_path / "run", ["--lr-schedule", "constant", "--objective", "ppo", "--gae-lambda", "0.9", *more_flags]
-    flags += ["--task", "chain", "--chain-length", "8", "--sft-steps", "0", "--updates-per-step", "2", "--steps", "6"]
+def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(
+    tmp_path, more_flags
+):
+    """Two ranks with all weights, then two that share them, then one, each resuming from the one
+    before.
+    """
+    out, flags = (
+        tmp_path / "run",
+        ["--lr-schedule", "constant", "--objective", "ppo", "--gae-lambda", "0.9", *more_flags],
+    )
+    flags += [
+        "--task",
+        "chain",
+        "--chain-length",
+        "8",
+        "--sft-steps",
+        "0",
+        "--updates-per-step",
+        "2",
+        "--steps",
+        "6",
+    ]
     run_job(tmp_path / "alone", 1, *flags)
     run_job(out, 2, *flags, "--steps", "2", "--sharding", "none")
     for num_ranks, steps, sharding in ((2, 4, "full"), (1, 6, "none")):
-        arguments = ["-m", "maxrl_fast.train", "--resume", str(out), "--steps", str(steps), "--sharding", sharding]
+        arguments = [
+            "-m",
+            "maxrl_fast.train",
+            "--resume",
+            str(out),
+            "--steps",
+            str(steps),
+            "--sharding",
+            sharding,
+        ]
         process = torchrun(num_ranks, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         output = finished(process, 300)
         assert process.returncode == 0, output
-    for expected, result in zip(read(tmp_path / "alone", "metrics"), read(out, "metrics"), strict=True):
+    for expected, result in zip(
+        read(tmp_path / "alone", "metrics"), read(out, "metrics"), strict=True
+    ):
         assert expected["critic_grad_norm"] > 1e-3
         assert expected["value_loss"] > 1e-3
         for key in expected.keys() - TIMES:
-            assert result[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-4), (expected["step"], key)
+            assert result[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-4), (
+                expected["step"],
+                key,
+            )
 
 
 LATE = """  # gloo's thread still lets go of a tensor when the process ends
@@ -262,7 +407,9 @@ exit_process(int(sys.argv[1]))
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_ends_with_its_code_while_a_tensor_is_still_in_flight(tmp_path, code):
     (tmp_path / "late.py").write_text(LATE)
-    process = torchrun(2, str(tmp_path / "late.py"), str(code), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(
+        2, str(tmp_path / "late.py"), str(code), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     output = finished(process, 100)
     assert output.count("ended") == 2
     assert "SIGABRT" not in output
@@ -285,11 +432,15 @@ def test_restarted_ranks_do_not_see_the_keys_of_an_earlier_start():
     server = TCPStore("127.0.0.1", 0, is_master=True)
     for _ in range(3):
         with ThreadPoolExecutor(3) as ranks:
-            names = [ranks.submit(rendezvous_id, server.clone(), rank, 3, 60.0) for rank in range(3)]
+            names = [
+                ranks.submit(rendezvous_id, server.clone(), rank, 3, 60.0) for rank in range(3)
+            ]
             (name,) = {name.result() for name in names}
         assert not server.check([f"{name}/failed"])
         server.set(f"{name}/failed", "")
-    with pytest.raises(RuntimeError, match="rank 1 has waited 1 s for the other processes to start"):
+    with pytest.raises(
+        RuntimeError, match="rank 1 has waited 1 s for the other processes to start"
+    ):
         rendezvous_id(server.clone(), 1, 3, 1.0)  # alone
 
 
@@ -338,15 +489,24 @@ def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path, unused_por
     command = [sys.executable, "-m", "torch.distributed.run", *launch, *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("restarted", "whole"):  # the second run finds the marks of the kills
-        done = subprocess.run([*command, str(tmp_path / name)], env=environment, text=True, capture_output=True, timeout=300)
+        done = subprocess.run(
+            [*command, str(tmp_path / name)],
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
-        # Of the ranks that have ended when it looks, torchrun names the first: the killed one, or one that has noticed (1).
+        # Of the ranks that have ended when it looks, torchrun names the first: the killed one, or
+        # one that has noticed (1).
         failures = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank", done.stderr)
         assert set(failures) <= {"-9", "1"}
         assert len(failures) == (2 if name == "restarted" else 0)
         assert "Traceback" not in done.stderr
         assert done.stdout.count("new\n4 prompts") == (2 if name == "restarted" else 1)
-        assert done.stdout.count(f"from {tmp_path / name / 'checkpoints' / 'step-000003'}\n4 prompts") == (name == "restarted")
+        assert done.stdout.count(
+            f"from {tmp_path / name / 'checkpoints' / 'step-000003'}\n4 prompts"
+        ) == (name == "restarted")
     assert_same(tmp_path / "whole", tmp_path / "restarted")
 
 
@@ -380,9 +540,19 @@ def start_ranks_apart(tmp_path, failure, port):
     script = tmp_path / "failing.py"
     pid = str(tmp_path / "pid")
     script.write_text(FAILING.format(failure=failure.format(pid=pid), pid=pid))
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "PYTHONPATH": str(ROOT),
+    }
     return [
-        subprocess.Popen([sys.executable, str(script)], env=shared | {"RANK": str(rank)}, text=True, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=shared | {"RANK": str(rank)},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
         for rank in range(2)
     ]
 
@@ -390,8 +560,14 @@ def start_ranks_apart(tmp_path, failure, port):
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        ("raise RuntimeError('out of luck')", "rank 1 failed: RuntimeError: out of luck; rank 0 stops"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 has not been heard of|Connection (closed|reset) by peer"),
+        (
+            "raise RuntimeError('out of luck')",
+            "rank 1 failed: RuntimeError: out of luck; rank 0 stops",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "rank 1 has not been heard of|Connection (closed|reset) by peer",
+        ),
     ],
 )
 def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, message, unused_port):
@@ -408,20 +584,28 @@ def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, messa
 
 
 def test_a_frozen_store_ends_the_others_within_a_minute(tmp_path, unused_port):
-    """Rank 0 hosts the store by which the ranks hear of each other. It is frozen, so the store stops answering."""
-    first, second = start_ranks_apart(tmp_path, "os.kill(int(Path({pid!r}).read_text()), signal.SIGSTOP)", unused_port)
+    """Rank 0 hosts the store by which the ranks hear of each other. It is frozen, so the store
+    stops answering.
+    """
+    first, second = start_ranks_apart(
+        tmp_path, "os.kill(int(Path({pid!r}).read_text()), signal.SIGSTOP)", unused_port
+    )
     try:
         _, error = second.communicate(timeout=60 + 30)
     finally:
         first.kill()
         second.kill()
     assert second.returncode == 1
-    assert re.search(r"the store that connects the ranks, .* has not answered for 4\d s; rank 1 stops", error)
+    assert re.search(
+        r"the store that connects the ranks, .* has not answered for 4\d s; rank 1 stops", error
+    )
     assert "stacks of rank 1" in error
 
 
 def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
-    """Rank 1 is frozen, as when its machine hangs: no connection is closed and no message is sent."""
+    """Rank 1 is frozen, as when its machine hangs: no connection is closed and no message is
+    sent.
+    """
     first, second = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", unused_port)
     try:
         _, error = first.communicate(timeout=60 + 30)
@@ -444,9 +628,24 @@ sys.exit(train.main(sys.argv[1:]))
 def test_all_ranks_write_into_one_folder_at_different_times(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(WITHOUT_OUT)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "late.py",
+    ]
     flags = ["--steps", "1", "--sharding", "full"]
-    subprocess.run([*launch, *SMALL, *flags], cwd=tmp_path, env=environment, check=True, timeout=200, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*launch, *SMALL, *flags],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        timeout=200,
+        stdout=subprocess.DEVNULL,
+    )
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["maxpo-second-0"]
     assert len(list((tmp_path / "runs" / "maxpo-second-0" / "latest" / "state").iterdir())) == 2
     monkeypatch.chdir(tmp_path)
@@ -469,7 +668,15 @@ def test_bad_input_is_reported_once(tmp_path):
 
 
 def test_an_unknown_flag_is_reported_once():
-    process = torchrun(2, "-m", "maxrl_fast.train", "--stepz", "3", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(
+        2,
+        "-m",
+        "maxrl_fast.train",
+        "--stepz",
+        "3",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     output = finished(process, 100)
     assert process.returncode != 0
     assert output.count("unknown option --stepz; did you mean --steps?") == 1, output

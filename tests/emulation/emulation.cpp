@@ -1,7 +1,8 @@
 // The fibers, the barriers and the device behind include/cuda_runtime.h.
 //
-// With MAXRL_RACES defined, ThreadSanitizer takes every fiber for a thread (test_races.py). What orders the memory accesses of
-// two fibers is then a barrier, or an atomic between two fences; an exchange within a warp does not, nor does it on a GPU.
+// With MAXRL_RACES defined, ThreadSanitizer takes every fiber for a thread (test_races.py). What
+// orders the memory accesses of two fibers is then a barrier, or an atomic between two fences; an
+// exchange within a warp does not, nor does it on a GPU.
 #include <ucontext.h>
 
 #include <chrono>
@@ -29,7 +30,8 @@ inline void __tsan_release(void*) {}
 
 namespace {
 
-constexpr size_t kMaxShared = 227 << 10, kFence = 4 << 10, kDefaultShared = 48 << 10;  // bytes per block of a Hopper GPU
+constexpr size_t kMaxShared = 227 << 10, kFence = 4 << 10,
+                 kDefaultShared = 48 << 10;  // bytes per block of a Hopper GPU
 constexpr unsigned char kPattern = 0xa5;
 constexpr size_t kStack = kFindsRaces ? 128 << 10 : 64 << 10;
 constexpr auto kPatience = std::chrono::seconds(60);
@@ -37,7 +39,8 @@ constexpr auto kPatience = std::chrono::seconds(60);
 }  // namespace
 
 namespace maxrl::cuda {
-__attribute__((aligned(16))) thread_local unsigned char storage[kMaxShared + kFence];  // used by dynamic_shared of launch.h
+__attribute__((aligned(16))) thread_local unsigned char
+    storage[kMaxShared + kFence];  // used by dynamic_shared of launch.h
 }
 
 thread_local dim3 threadIdx, blockIdx;
@@ -54,15 +57,16 @@ namespace {
   std::abort();
 }
 
-// Where a fiber, or the scheduler of a block, goes on. `leave` returns when another one leaves for `from`; `start` leaves for a
-// new fiber that calls `function`.
+// Where a fiber, or the scheduler of a block, goes on. `leave` returns when another one leaves for
+// `from`; `start` leaves for a new fiber that calls `function`.
 #ifdef MAXRL_RACES
 struct Place {
   ucontext_t state;
   void* fiber = nullptr;  // ThreadSanitizer's
 };
 std::mutex of_fibers;
-std::vector<void*> fibers;  // of the present launch: without its fiber, ThreadSanitizer forgets what a thread has done
+std::vector<void*> fibers;  // of the present launch: without its fiber, ThreadSanitizer forgets
+                            // what a thread has done
 void leave(Place& from, Place& to) {
   from.fiber = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(to.fiber, __tsan_switch_to_fiber_no_sync);
@@ -118,14 +122,16 @@ struct Fiber {
   std::unique_ptr<unsigned char[]> stack = std::make_unique<unsigned char[]>(kStack);
   bool is_started = false, is_done = false;
   bool has_fenced = false;  // so that its next atomics tell others what it wrote before
-  std::vector<void*> has_changed;  // the atomics since its last fence, which tell it what others wrote
+  std::vector<void*>
+      has_changed;  // the atomics since its last fence, which tell it what others wrote
 };
 
 // Those who meet, and how often all have met.
 struct Meeting {
   unsigned size = 0, came = 0;
   uint64_t number = 0;
-  char orders[2] = {};  // for ThreadSanitizer, by turns: some may come again before others have left
+  char orders[2] =
+      {};  // for ThreadSanitizer, by turns: some may come again before others have left
 };
 
 struct Warp {
@@ -213,12 +219,13 @@ void run_block(Block& block, size_t shared_bytes) {
     if (left > 0 && block.steps == before) stop("a barrier that not all threads reach");
   }
   for (size_t i = 0; i < kFence; ++i)
-    if (maxrl::cuda::storage[shared_bytes + i] != kPattern) stop("a write behind the shared memory of a block");
+    if (maxrl::cuda::storage[shared_bytes + i] != kPattern)
+      stop("a write behind the shared memory of a block");
 }
 
 // All blocks of one rank in some clusters, whose first blocks are `begin` to `end`.
-void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& cluster, size_t shared_bytes,
-              const std::function<void()>& kernel) {
+void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& cluster,
+              size_t shared_bytes, const std::function<void()>& kernel) {
   auto block = std::make_unique<Block>();
   block->rank = rank;
   block->cluster = &cluster;
@@ -232,7 +239,8 @@ void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& clust
   if (kFindsRaces) block.release();  // the stacks of unordered fibers must not get the same memory
 }
 
-void run_clusters(unsigned begin, unsigned end, size_t shared_bytes, const std::function<void()>& kernel) {
+void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
+                  const std::function<void()>& kernel) {
   auto made = std::make_unique<ClusterBarrier>();
   ClusterBarrier& cluster = *made;
   cluster.memory.resize(cluster_size);
@@ -320,7 +328,8 @@ void sync_cluster() {
       cluster.came = 0;
       ++cluster.number;
       cluster.changed.notify_all();
-    } else if (!cluster.changed.wait_for(lock, kPatience, [&] { return cluster.number != number; })) {
+    } else if (!cluster.changed.wait_for(lock, kPatience,
+                                         [&] { return cluster.number != number; })) {
       stop("a barrier that not all blocks of the cluster reach");
     }
   }
@@ -332,15 +341,18 @@ void* of_rank(void* mine, unsigned rank) {
   return here->cluster->memory[rank] + (static_cast<unsigned char*>(mine) - maxrl::cuda::storage);
 }
 
-void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes, const std::function<void()>& kernel) {
+void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes,
+         const std::function<void()>& kernel) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   gridDim = grid;
   blockDim = block;
   cluster_size = blocks_of_cluster;
-  // To find races, every cluster gets threads of its own, in whose shared memory no other block has written.
+  // To find races, every cluster gets threads of its own, in whose shared memory no other block has
+  // written.
   const unsigned at_once = kFindsRaces ? cluster_size : grid.x;
-  for (unsigned begin = 0; begin < grid.x; begin += at_once) run_clusters(begin, begin + at_once, shared_bytes, kernel);
+  for (unsigned begin = 0; begin < grid.x; begin += at_once)
+    run_clusters(begin, begin + at_once, shared_bytes, kernel);
   __tsan_acquire(&end_of_launch);
   end_launch();
 }
@@ -353,12 +365,13 @@ cudaError_t allow_shared(const void* kernel, int bytes) {
 
 cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
   const auto allowed = allowed_shared.find(kernel);
-  const size_t most = allowed == allowed_shared.end() ? kDefaultShared : std::max(allowed->second, kDefaultShared);
+  const size_t most =
+      allowed == allowed_shared.end() ? kDefaultShared : std::max(allowed->second, kDefaultShared);
   const unsigned threads = config.blockDim.x, blocks = config.gridDim.x;
   const unsigned blocks_of_cluster = config.numAttrs > 0 ? config.attrs[0].val.clusterDim.x : 1;
   if (config.dynamicSmemBytes > most) return cudaErrorInvalidValue;
-  if (threads == 0 || threads > 1024 || threads % kWarp || blocks == 0 || blocks_of_cluster == 0 || blocks_of_cluster > 8 ||
-      blocks % blocks_of_cluster)
+  if (threads == 0 || threads > 1024 || threads % kWarp || blocks == 0 || blocks_of_cluster == 0 ||
+      blocks_of_cluster > 8 || blocks % blocks_of_cluster)
     return cudaErrorInvalidConfiguration;
   return cudaSuccess;
 }
@@ -366,7 +379,8 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
 }  // namespace emulation
 
 const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorInvalidConfiguration ? "invalid configuration argument" : "invalid argument";
+  return error == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+                                                : "invalid argument";
 }
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -376,6 +390,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const char* major = std::getenv("MAXRL_EMULATED_CAPABILITY");  // 8: a GPU without clusters
   if (attribute == cudaDevAttrComputeCapabilityMajor) *value = major ? std::atoi(major) : 9;
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = static_cast<int>(kMaxShared);
-  if (attribute == cudaDevAttrMultiProcessorCount) *value = kFindsRaces ? 1 : 6;  // few, so that blocks take several rows
+  if (attribute == cudaDevAttrMultiProcessorCount)
+    *value = kFindsRaces ? 1 : 6;  // few, so that blocks take several rows
   return cudaSuccess;
 }

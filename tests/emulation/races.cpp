@@ -1,5 +1,6 @@
-// `races PART` launches the CUDA kernels of one part, compiled for the CPU, so that ThreadSanitizer sees their memory accesses
-// (test_races.py). Sizes are the smallest ones that reach every barrier. Results are compared elsewhere.
+// `races PART` launches the CUDA kernels of one part, compiled for the CPU, so that ThreadSanitizer
+// sees their memory accesses (test_races.py). Sizes are the smallest ones that reach every barrier.
+// Results are compared elsewhere.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -70,7 +71,8 @@ struct Numbers {
   std::vector<unsigned char> memory;
   Element* data;
 
-  explicit Numbers(int64_t size, int64_t shift = 0) : memory((size + shift) * sizeof(Element) + 16) {
+  explicit Numbers(int64_t size, int64_t shift = 0)
+      : memory((size + shift) * sizeof(Element) + 16) {
     const uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16;
     data = reinterpret_cast<Element*>(aligned) + shift;
     for (int64_t i = 0; i < size; ++i) data[i] = from_double<Element>(2.0 * normal());
@@ -93,7 +95,8 @@ template <typename Element>
 void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t shift) {
   const int64_t stride = vocab_size + 3;
   Numbers<Element> logits(num_tokens * stride, shift), gradient(num_tokens * stride, shift);
-  const std::vector<int64_t> targets = integers(num_tokens, vocab_size), cu_seqlens{0, num_tokens / 2, num_tokens};
+  const std::vector<int64_t> targets = integers(num_tokens, vocab_size),
+                             cu_seqlens{0, num_tokens / 2, num_tokens};
   const std::vector<float> advantages{1.0f, -2.0f}, old(num_tokens, -3.0f), ref(num_tokens, -3.1f);
   Flags mask(num_tokens, true);
   mask.values[1] = mask.values[2] = false;
@@ -110,7 +113,9 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
   const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
   std::vector<double> workspace(workspace_size(LossSums::kSize));
   const Rows<Element> to{in_place ? logits.data : gradient.data, stride};
-  cuda::token_loss(TokenLossCall<Element, float>{{logits.data, stride}, in, terms, to, workspace.data()}, nullptr);
+  cuda::token_loss(
+      TokenLossCall<Element, float>{{logits.data, stride}, in, terms, to, workspace.data()},
+      nullptr);
 }
 
 void token_logprobs() {
@@ -121,8 +126,10 @@ void token_logprobs() {
   const TokenRows<float> rows{num_tokens, vocab_size, targets.data(), nullptr, 1.0};
   const Rows<const float> from{logits.data, vocab_size};
   const Rows<float> to{logits.data, vocab_size};
-  cuda::token_logprobs(TokenLogprobs<float, float>{from, rows, logprobs.data(), entropy.data()}, nullptr);
-  cuda::token_logprobs_backward(TokenLogprobsBackward<float, float>{from, rows, grads.data(), grads.data(), to}, nullptr);
+  cuda::token_logprobs(TokenLogprobs<float, float>{from, rows, logprobs.data(), entropy.data()},
+                       nullptr);
+  cuda::token_logprobs_backward(
+      TokenLogprobsBackward<float, float>{from, rows, grads.data(), grads.data(), to}, nullptr);
   const double factor = 2.0;
   cuda::scale(ScaleCall<float, float>{to, num_tokens, vocab_size, &factor}, nullptr);
 }
@@ -131,7 +138,8 @@ void decode_attention() {
   const int64_t rows = 5, limit = 40;
   const int heads = 8, kv_heads = 2, head_dim = 64;
   const int64_t queries = rows * heads * head_dim, keys = rows * kv_heads * head_dim;
-  Numbers<BFloat16> q(queries), k(keys), v(keys), k_cache(keys * limit), v_cache(keys * limit), prompt(queries), out(queries);
+  Numbers<BFloat16> q(queries), k(keys), v(keys), k_cache(keys * limit), v_cache(keys * limit),
+      prompt(queries), out(queries);
   const std::vector<int64_t> lengths{1, 40, 17, 2, 33};
   const std::vector<float> prompt_lse(rows * heads, 1.0f);
   for (const int num_splits : {1, 3}) {
@@ -174,8 +182,9 @@ void decode_sample() {
       Flags stops(vocab_size), done(rows);
       done.values[2] = true;
       cuda::decode_sample(
-          DecodeSample<Element>{rows, vocab_size, limit, logits.data, 2, chosen.data(), temperature, keys.data(), stops.data(),
-                                last.data(), length.data(), done.data(), tokens.data(), logprobs.data()},
+          DecodeSample<Element>{rows, vocab_size, limit, logits.data, 2, chosen.data(), temperature,
+                                keys.data(), stops.data(), last.data(), length.data(), done.data(),
+                                tokens.data(), logprobs.data()},
           nullptr);
     }
 }
@@ -186,35 +195,41 @@ void layer() {
   const int size = 520;
   const Numbers<float> x(rows * size), delta(rows * size), weight(size), grad(rows * size);
   Numbers<float> sum(rows * size), out(rows * size), partials(3 * size);
-  cuda::add_rms_norm(AddRmsNorm<float>{rows, size, 1e-6f, x.data, delta.data, weight.data, sum.data, out.data}, nullptr);
+  cuda::add_rms_norm(
+      AddRmsNorm<float>{rows, size, 1e-6f, x.data, delta.data, weight.data, sum.data, out.data},
+      nullptr);
   cuda::add_rms_norm_backward(
-      AddRmsNormBackward<float>{rows, size, 1e-6f, sum.data, weight.data, grad.data, grad.data, out.data, 3, partials.data},
+      AddRmsNormBackward<float>{rows, size, 1e-6f, sum.data, weight.data, grad.data, grad.data,
+                                out.data, 3, partials.data},
       nullptr);
   const SwiGlu<float> halves{rows, size / 2, x.data, x.data + size / 2, size, size, out.data};
   cuda::swiglu(halves, nullptr);
-  cuda::swiglu_backward(SwiGluBackward<float>{halves, grad.data, out.data, sum.data, size / 2}, nullptr);
+  cuda::swiglu_backward(SwiGluBackward<float>{halves, grad.data, out.data, sum.data, size / 2},
+                        nullptr);
 
   const int dim = 40, heads = 3, kv_heads = 1;  // a packed row has 5 heads
   const int64_t packed = 5 * dim, of_q = rows * heads * dim;
   const Numbers<float> qkv(rows * packed), table(rows * dim / 2), norm(dim), grad_q(of_q);
   Numbers<float> q(of_q), k(rows * dim), v(rows * dim), of_norms(2 * 4 * dim);
   const std::vector<int64_t> positions = integers(rows, rows);
-  RotateHeads<float> rotation{
-      rows,
-      dim,
-      1e-6f,
-      1.0f,
-      {{qkv.data, packed, heads}, {qkv.data + heads * dim, packed, kv_heads}, {qkv.data + 4 * dim, packed, 1}},
-      {norm.data, norm.data},
-      {q.data, k.data, v.data},
-      {of_q / rows, dim, dim},
-      table.data,
-      table.data,
-      positions.data(),
-      rows};
+  RotateHeads<float> rotation{rows,
+                              dim,
+                              1e-6f,
+                              1.0f,
+                              {{qkv.data, packed, heads},
+                               {qkv.data + heads * dim, packed, kv_heads},
+                               {qkv.data + 4 * dim, packed, 1}},
+                              {norm.data, norm.data},
+                              {q.data, k.data, v.data},
+                              {of_q / rows, dim, dim},
+                              table.data,
+                              table.data,
+                              positions.data(),
+                              rows};
   cuda::rotate_heads(rotation, nullptr);
   rotation.from[2].count = 0;
-  cuda::rotate_heads_backward(RotateHeadsBackward<float>{rotation, {grad_q.data, grad_q.data}, 2, of_norms.data}, nullptr);
+  cuda::rotate_heads_backward(
+      RotateHeadsBackward<float>{rotation, {grad_q.data, grad_q.data}, 2, of_norms.data}, nullptr);
 }
 
 void group_advantage() {
@@ -232,7 +247,9 @@ void group_advantage() {
       const Numbers<double> table(2 * size + 2);
       const Groups groups{num_groups, size, total, nullptr, nullptr, nullptr};
       const Tables tables{table.data, nullptr, size};
-      cuda::group_advantage(GroupAdvantage<float, float>{rewards.data(), groups, tables, formula, advantages.data()}, nullptr);
+      cuda::group_advantage(
+          GroupAdvantage<float, float>{rewards.data(), groups, tables, formula, advantages.data()},
+          nullptr);
     }
 }
 
@@ -264,7 +281,8 @@ void pacs() {
   std::vector<float> sums(3), grad_logprobs(700);
   const Sequences sequences{700, 3, cu_seqlens.data(), nullptr, 0.5};
   cuda::log_ratio_reward(LogRatio<float>{sequences, logprobs.data, ref.data, sums.data()}, nullptr);
-  cuda::log_ratio_reward_backward(LogRatioBackward<float>{sequences, grads.data, grad_logprobs.data()}, nullptr);
+  cuda::log_ratio_reward_backward(
+      LogRatioBackward<float>{sequences, grads.data, grad_logprobs.data()}, nullptr);
 }
 
 }  // namespace
@@ -272,7 +290,7 @@ void pacs() {
 int main(int argc, char** argv) {
   const std::string part = argc == 2 ? argv[1] : "";
   if (part == "token_loss") {
-    token_loss<float>(20, 300, false, 0);   // a warp for each row
+    token_loss<float>(20, 300, false, 0);  // a warp for each row
     token_loss<BFloat16>(5, 5001, true, 1);  // a block
   } else if (part == "token_loss_in_clusters") {
     token_loss<BFloat16>(5, 45001, true, 0);

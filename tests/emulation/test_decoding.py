@@ -1,4 +1,6 @@
-"""The CUDA kernels of a decoding step on an emulated GPU: attention against float64, sampling against PyTorch."""
+"""The CUDA kernels of a decoding step on an emulated GPU: attention against float64, sampling
+against PyTorch.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,14 @@ from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import uniforms
-from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling, sampling_state
+from tests.decoding import (
+    SHAPES,
+    TEMPERATURES,
+    VOCABULARIES,
+    attention,
+    check_sampling,
+    sampling_state,
+)
 from tests.emulation.test_kernels import CPU, emulated_gpu
 from tests.gpu.test_rollout import PROMPTS
 from tests.models import tiny_decoder
@@ -63,7 +72,9 @@ def test_sampling(vocab, temperature, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_rows_are_sampled_from_the_same_logits(dtype):
-    """As the first tokens of a prompt's samples are: rows of the state in any order, the others unchanged."""
+    """As the first tokens of a prompt's samples are: rows of the state in any order, the others
+    unchanged.
+    """
     logits, *state = sampling_state(300, CPU, dtype)
     expected, before = [x.clone() for x in state], [x.clone() for x in state]
     rows = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:42]
@@ -77,7 +88,10 @@ def test_several_rows_are_sampled_from_the_same_logits(dtype):
     for actual, wanted, old in zip(state[2:], expected[2:], before[2:], strict=True):
         assert torch.equal(actual[rows], wanted[rows])
         assert torch.equal(actual[others], old[others])
-    with emulated_gpu(), pytest.raises(ValueError, match=r"the number of rows must be a multiple .* got 42 and 60"):
+    with (
+        emulated_gpu(),
+        pytest.raises(ValueError, match=r"the number of rows must be a multiple .* got 42 and 60"),
+    ):
         sample_and_append(logits, sampling, *state, rows=rows)
 
 
@@ -92,7 +106,9 @@ def test_a_nonfinite_logit_reaches_the_logprobs():
 
 
 def test_rounding_never_draws_a_token_of_probability_0():
-    """In float32 the sum over the vocabulary in order can stay below u total, where u is nearly 1."""
+    """In float32 the sum over the vocabulary in order can stay below u total, where u is nearly
+    1.
+    """
     keys = torch.arange(1 << 22)
     u = uniforms(keys, torch.zeros_like(keys))
     assert u.max() > 1 - 1e-6
@@ -101,7 +117,14 @@ def test_rounding_never_draws_a_token_of_probability_0():
     length[:], done[:] = 0, False
     with emulated_gpu():
         sample_and_append(
-            logits, Sampling(1.0, 9, ()), keys[u.argmax()].expand(60).clone(), stops, last, length, done, *written
+            logits,
+            Sampling(1.0, 9, ()),
+            keys[u.argmax()].expand(60).clone(),
+            stops,
+            last,
+            length,
+            done,
+            *written,
         )
     assert (last < 4000).all()
     assert last.float().mean() > 3900
@@ -115,14 +138,19 @@ def test_few_rows_with_long_responses_share_no_block_less_than_256_keys():
 
 
 class Operators(TorchDispatchMode):
-    """Keep the names of PyTorch's operators that launch a kernel: not views, nor allocations without values."""
+    """Keep the names of PyTorch's operators that launch a kernel: not views, nor allocations
+    without values.
+    """
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view and function.name() not in ("aten::empty.memory_format", "aten::detach"):
+        if not function.is_view and function.name() not in (
+            "aten::empty.memory_format",
+            "aten::detach",
+        ):
             self.names.append(function.name())
         return function(*args, **(kwargs or {}))
 
@@ -152,12 +180,15 @@ def test_a_step_launches_two_kernels_outside_the_model():
 
 @pytest.mark.parametrize("limit", [40, 1100])
 def test_attention_to_own_tokens_needs_no_copies(limit, monkeypatch):
-    q, k, v = torch.randn(3, 8, 64).split([4, 2, 2], dim=1)  # v is a part of the output of a matrix multiplication
+    # v is a part of the output of a matrix multiplication
+    q, k, v = torch.randn(3, 8, 64).split([4, 2, 2], dim=1)
     prompt = torch.randn(3, 4, 64), torch.randn(4, 3).t()
     monkeypatch.setattr(Step, "_to_prompts", lambda *_: prompt)
     own = torch.randn(3, limit, 2, 64), torch.randn(3, limit, 2, 64)
     with emulated_gpu(), Operators() as operators:
-        Step(None, torch.tensor([1, 7, limit]), limit, in_kernel=True).attend(q, k, v, (None, None), own)
+        Step(None, torch.tensor([1, 7, limit]), limit, in_kernel=True).attend(
+            q, k, v, (None, None), own
+        )
     assert operators.names == []
 
 

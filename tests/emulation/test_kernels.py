@@ -1,7 +1,9 @@
-"""The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in tests/gpu.
+"""The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in
+tests/gpu.
 
-Every test runs the threads of a block in ascending order, with asynchronous copies that happen late, and in descending order,
-with copies that happen early. Most run on a GPU with and without clusters.
+Every test runs the threads of a block in ascending order, with asynchronous copies that happen
+late, and in descending order, with copies that happen early. Most run on a GPU with and without
+clusters.
 """
 
 import contextlib
@@ -14,7 +16,14 @@ from maxrl_fast import _C, ops
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import group_advantage_kernel as group_kernel
 from tests.gpu.test_advantage import CASES, KERNELS, LARGE, SHAPES, arguments, layouts
-from tests.gpu.test_token_loss import FUNCTIONS, OPTIONS, TOLERANCE, assert_rows_close, example, gradient_of
+from tests.gpu.test_token_loss import (
+    FUNCTIONS,
+    OPTIONS,
+    TOLERANCE,
+    assert_rows_close,
+    example,
+    gradient_of,
+)
 from tests.ops.test_token_rows import check_rows_far_apart
 
 pytestmark = pytest.mark.emulated
@@ -64,7 +73,9 @@ def test_token_loss(vocab, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [31, 1030, 40961])
 def test_rows_at_any_address(vocab, dtype):
-    """Rows may start at any address, in place or not, and the padding between rows is not written."""
+    """Rows may start at any address, in place or not, and the padding between rows is not
+    written.
+    """
     logits, batch = example(vocab, dtype)
     _, expected, _ = gradient_of(logits, batch, **OPTIONS[2])
     for offset in (0, 1, 5):
@@ -74,7 +85,9 @@ def test_rows_at_any_address(vocab, dtype):
         with emulated_gpu():
             _, gradient, _ = gradient_of(view, batch, **OPTIONS[2])
             computed = padded.detach().requires_grad_() * 1.0
-            loss, _ = ops.policy_gradient_loss(computed[:, offset : offset + vocab], **batch, **OPTIONS[2], in_place=True)
+            loss, _ = ops.policy_gradient_loss(
+                computed[:, offset : offset + vocab], **batch, **OPTIONS[2], in_place=True
+            )
             loss.backward()
         assert_rows_close(gradient, expected, TOLERANCE[dtype])
         for result in (padded, computed.detach()):
@@ -92,7 +105,9 @@ def test_token_logprobs(dtype):
 
     def results():
         z = logits.detach().requires_grad_()
-        outputs = ops.token_logprobs(z, batch["targets"], temperature=batch["temperature"].to(outputs_dtype))
+        outputs = ops.token_logprobs(
+            z, batch["targets"], temperature=batch["temperature"].to(outputs_dtype)
+        )
         total = sum((w * x).sum() for w, x in zip(weights, outputs, strict=True))
         return (*(x.detach() for x in outputs), torch.autograd.grad(total, z)[0])
 
@@ -113,7 +128,8 @@ def test_more_rows_than_fit_at_once(vocab):
     logits = 3 * torch.randn(num_tokens, vocab, generator=generator)
     batch = {
         "targets": torch.randint(vocab, (num_tokens,), generator=generator),
-        "advantages": torch.randn(num_tokens, generator=generator) * (torch.rand(num_tokens, generator=generator) < 0.7),
+        "advantages": torch.randn(num_tokens, generator=generator)
+        * (torch.rand(num_tokens, generator=generator) < 0.7),
         "advantages_per_token": True,
         "cu_seqlens": torch.tensor([0, 17, num_tokens]),
         "mask": torch.rand(num_tokens, generator=generator) < 0.8,
@@ -130,7 +146,9 @@ def test_more_rows_than_fit_at_once(vocab):
 @pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("vocab", [40, 30011])
 def test_extreme_logits(vocab):
-    """Logits of -inf have probability 0, large differences do not overflow, and one NaN or +inf makes a row NaN."""
+    """Logits of -inf have probability 0, large differences do not overflow, and one NaN or +inf
+    makes a row NaN.
+    """
     logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(6))
     targets = torch.tensor([3, 3, vocab - 1, 0, 5, 5, 5, 5])
     logits[0, vocab // 2 :] = -torch.inf
@@ -165,7 +183,9 @@ def test_linear_loss(dtype):
 
     def results():
         h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        loss, _ = ops.linear_policy_gradient_loss(h, w, **batch, loss="ppo", kl_coef=0.1, chunk_tokens=7)
+        loss, _ = ops.linear_policy_gradient_loss(
+            h, w, **batch, loss="ppo", kl_coef=0.1, chunk_tokens=7
+        )
         (3 * loss).backward()
         return loss.detach(), h.grad, w.grad
 
@@ -173,17 +193,28 @@ def test_linear_loss(dtype):
     with emulated_gpu():
         actual = results()
     for a, b in zip(actual, expected, strict=True):
-        assert (a - b).double().norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * b.double().norm()
+        assert (a - b).double().norm() <= (
+            2e-2 if dtype == torch.bfloat16 else 1e-5
+        ) * b.double().norm()
 
 
 @pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clamped_log_ratios(dtype):
     logits, batch = example(127, dtype)
-    for name, t, wrong in (("old", 3, -1e4), ("old", 14, 1e4), ("ref", 4, 100.0), ("ref", 20, -torch.inf)):
+    for name, t, wrong in (
+        ("old", 3, -1e4),
+        ("old", 14, 1e4),
+        ("ref", 4, 100.0),
+        ("ref", 20, -torch.inf),
+    ):
         batch[f"{name}_logprobs"][t] = wrong
     batch["mask"][:] = True
-    for options in ({"loss": "ppo", "kl_coef": 0.1}, {"loss": "cispo", "kl": "k2", "kl_coef": 0.1}, {"loss": "gspo"}):
+    for options in (
+        {"loss": "ppo", "kl_coef": 0.1},
+        {"loss": "cispo", "kl": "k2", "kl_coef": 0.1},
+        {"loss": "gspo"},
+    ):
         expected = gradient_of(logits, batch, **options)
         with emulated_gpu():
             actual = gradient_of(logits, batch, **options)
@@ -208,8 +239,11 @@ def test_group_advantage(name, dtype):
     generator = torch.Generator().manual_seed(0)
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
     for shape in SHAPES if dtype == torch.float32 and name in LARGE else SHAPES[:5]:
-        rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100  # ties and an offset
-        rewards = (rewards > 100 if KERNELS[name].binary or dtype == torch.bool else rewards).to(dtype)
+        # ties and an offset
+        rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100
+        rewards = (rewards > 100 if KERNELS[name].binary or dtype == torch.bool else rewards).to(
+            dtype
+        )
         for viewed, layout in layouts(shape, generator):
             given = (rewards.view(viewed), *arguments(name, layout), 0)
             expected = group_kernel.group_advantage(*given)
@@ -225,7 +259,9 @@ SCALE_FREE = ("grpo", "maxrl_ratio")
 
 @pytest.mark.parametrize("name", [*SCALE_FREE, "maxpo", "rloo", "expected_improvement"])
 def test_huge_and_tiny_rewards(name):
-    """Rewards times a power of two have the same advantages, or the advantages times this power, bitwise."""
+    """Rewards times a power of two have the same advantages, or the advantages times this power,
+    bitwise.
+    """
     rewards = torch.randint(-8, 8, (3, 33), generator=torch.Generator().manual_seed(4)).double()
     given = arguments(name, {})
     given[-1] = [0.0, *given[-1][1:]] if given[-1] else []  # eps
@@ -252,10 +288,15 @@ def test_nonfinite_rewards_give_nan():
 def test_pacs(score, dtype):
     generator = torch.Generator().manual_seed(3)
     sizes = torch.tensor([1, 2, 0, 5, 33, 16, 64, 7, 1, 40])
-    total, tokens = int(sizes.sum()), torch.randint(0, 300, (int(sizes.sum()),), generator=generator)
+    total, tokens = (
+        int(sizes.sum()),
+        torch.randint(0, 300, (int(sizes.sum()),), generator=generator),
+    )
     cu_seqlens = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    given = [0.2 * torch.randn(int(cu_seqlens[-1]), generator=generator, dtype=dtype) for _ in range(2)]
+    given = [
+        0.2 * torch.randn(int(cu_seqlens[-1]), generator=generator, dtype=dtype) for _ in range(2)
+    ]
     mask = torch.rand(len(given[0]), generator=generator) < 0.8
     labels = (torch.rand(total, generator=generator) < 0.4).to(dtype)
 

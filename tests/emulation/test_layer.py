@@ -1,4 +1,6 @@
-"""The CUDA kernels of a decoder layer on an emulated GPU: against float64, and the decoder with them against the plain one."""
+"""The CUDA kernels of a decoder layer on an emulated GPU: against float64, and the decoder with
+them against the plain one.
+"""
 
 import contextlib
 import copy
@@ -20,7 +22,16 @@ from maxrl_fast.training.passes import run_batch
 from maxrl_fast.training.sharding import shard
 from tests.batches import make_prompts, one_batch
 from tests.emulation.test_kernels import CPU, emulated_gpu
-from tests.layers import MATRICES, NORMS, ROTATIONS, TOLERANCE, check_norm, check_rotation, check_swiglu, with_gradients
+from tests.layers import (
+    MATRICES,
+    NORMS,
+    ROTATIONS,
+    TOLERANCE,
+    check_norm,
+    check_rotation,
+    check_swiglu,
+    with_gradients,
+)
 from tests.model.test_linear import ALL
 from tests.models import tiny_decoder
 from tests.rollout.test_decode_model import check_hidden_states
@@ -61,11 +72,21 @@ def test_a_position_outside_the_table_gives_nan():
     with emulated_gpu():
         rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
         q, k, _ = KERNELS.rotate_heads((q, q, q), None, rotary)
-    assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == [False, True, True, False]
+    assert (
+        q.isnan().all(-1).all(-1).tolist()
+        == k.isnan().any(-1).any(-1).tolist()
+        == [False, True, True, False]
+    )
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.ones(3, 1, 16), torch.ones(4, 1, 8), torch.ones(4, 1, 16).half(), torch.ones(4, 1, 32)[..., ::2]]
+    "wrong",
+    [
+        torch.ones(3, 1, 16),
+        torch.ones(4, 1, 8),
+        torch.ones(4, 1, 16).half(),
+        torch.ones(4, 1, 32)[..., ::2],
+    ],
 )
 @pytest.mark.parametrize("which", [1, 2])
 def test_keys_and_values_that_do_not_fit_the_queries_are_refused(which, wrong):
@@ -79,7 +100,9 @@ def test_keys_and_values_that_do_not_fit_the_queries_are_refused(which, wrong):
 def test_large_gates_saturate():
     gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
     with emulated_gpu():
-        out, grad, _ = with_gradients(lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32)
+        out, grad, _ = with_gradients(
+            lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32
+        )
     torch.testing.assert_close(out, F.silu(gate), equal_nan=True)
     assert grad[0, :7].isfinite().all()
     assert grad[0, 7].isnan()
@@ -88,7 +111,11 @@ def test_large_gates_saturate():
 def test_no_rows():
     with emulated_gpu():
         for results in (
-            with_gradients(lambda x, w: KERNELS.add_rms_norm(x, x, w, 1e-6), (torch.ones(0, 8), torch.ones(8)), torch.float32),
+            with_gradients(
+                lambda x, w: KERNELS.add_rms_norm(x, x, w, 1e-6),
+                (torch.ones(0, 8), torch.ones(8)),
+                torch.float32,
+            ),
             with_gradients(KERNELS.swiglu, (torch.ones(0, 8), torch.ones(0, 8)), torch.float32),
         ):
             assert all(x.numel() == 0 or (x == 0).all() for x in results)
@@ -110,7 +137,9 @@ def test_the_operators_equal_their_fakes():
             (*packed, None, None, *tables, torch.arange(5), 0.0, 1.0),
             (heads, heads, None, of_head, of_head, *tables, None, 1e-6, 1.0),
         ],
-        "rotate_heads_backward": [(heads, heads, heads, heads, of_head, of_head, *tables, None, 1e-6)],
+        "rotate_heads_backward": [
+            (heads, heads, heads, heads, of_head, of_head, *tables, None, 1e-6)
+        ],
         "swiglu": [both],
         "swiglu_backward": [(x, *both)],
     }
@@ -152,7 +181,11 @@ def watched_gpu(names: list[str]) -> Iterator[None]:
     """Treat the CPU as a GPU, and add the name of every kernel that is launched to a list."""
     with emulated_gpu(), pytest.MonkeyPatch.context() as patch:
         launch = dispatch.KernelLaunch.launch
-        patch.setattr(dispatch.KernelLaunch, "launch", lambda call, name, **a: (names.append(name), launch(call, name, **a))[1])
+        patch.setattr(
+            dispatch.KernelLaunch,
+            "launch",
+            lambda call, name, **a: (names.append(name), launch(call, name, **a))[1],
+        )
         yield
 
 
@@ -172,7 +205,9 @@ def test_the_decoder_with_kernels_has_the_same_outputs_and_gradients(family, opt
         add_adapters(model, 3, 6.0, ALL, seed=0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
-                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
+                torch.nn.init.normal_(
+                    parameter, std=0.3, generator=torch.Generator().manual_seed(1)
+                )
     expected = trained(model, torch.float32)
     model.checkpoint_activations = options == "checkpointed"
     names = []
@@ -182,7 +217,8 @@ def test_the_decoder_with_kernels_has_the_same_outputs_and_gradients(family, opt
     assert names.count("swiglu") == 2 * passes
     assert names.count("swiglu_backward") == 2
     assert names.count("add_rms_norm") == 4 * passes + 1
-    assert names.count("add_rms_norm_backward") == (4 if options == "lora" else 5)  # adapters: no gradient below the first norm
+    # adapters: no gradient below the first norm
+    assert names.count("add_rms_norm_backward") == (4 if options == "lora" else 5)
     assert len(actual) == len(expected) > 4
     for a, e in zip(actual, expected, strict=True):
         assert e.abs().max() > 1e-3
@@ -216,7 +252,8 @@ def test_the_decoder_in_half_precision_is_no_further_from_float64_with_kernels(d
     with emulated_gpu():
         actual = trained(model, dtype)
     error, of_plain = (
-        sum(((a - e).norm() / e.norm()) ** 2 for a, e in zip(given, exact, strict=True)) for given in (actual, plain)
+        sum(((a - e).norm() / e.norm()) ** 2 for a, e in zip(given, exact, strict=True))
+        for given in (actual, plain)
     )
     assert error < 1.5 * of_plain
 
@@ -237,7 +274,8 @@ def test_a_compiled_decoder_keeps_the_operations_of_pytorch(monkeypatch):
 def test_decoding_in_kernels_has_the_decoders_hidden_states(family):
     names = []
     check_hidden_states(tiny_decoder(**family), 1e-5, lambda: watched_gpu(names))
-    # Of the decoding model alone: 2 layers of 4 launches, and the first norm; twice, with and without chosen rows.
+    # Of the decoding model alone: 2 layers of 4 launches, and the first norm; twice, with and
+    # without chosen rows.
     assert names.count("rotate_heads") == names.count("swiglu") == 4
     assert names.count("add_rms_norm") == 10
 
@@ -245,16 +283,23 @@ def test_decoding_in_kernels_has_the_decoders_hidden_states(family):
 def test_a_launch_refuses_what_it_cannot_read():
     x, ones = torch.ones(4, 8), torch.ones(8)
     with emulated_gpu():
-        with pytest.raises(ValueError, match=r"delta must be a contiguous torch.float32 tensor of shape \(4, 8\)"):
+        with pytest.raises(
+            ValueError, match=r"delta must be a contiguous torch.float32 tensor of shape \(4, 8\)"
+        ):
             KERNELS.add_rms_norm(x, torch.ones(4, 16)[:, ::2], ones, 1e-6)
         with pytest.raises(
-            ValueError, match=r"up must be torch\.float32 \(4, 8\) on cpu with contiguous rows, got torch\.float64"
+            ValueError,
+            match=r"up must be torch\.float32 \(4, 8\) on cpu with contiguous rows, got torch\.float64",
         ):
             KERNELS.swiglu(x, x.double())
         with pytest.raises(ValueError, match="swiglu needs tensors and rows aligned to 16 bytes"):
             KERNELS.swiglu(torch.ones(33)[1:].view(4, 8), x)
-        with pytest.raises(ValueError, match="hidden_size must be a multiple of 4 up to 4096, got 6"):
+        with pytest.raises(
+            ValueError, match="hidden_size must be a multiple of 4 up to 4096, got 6"
+        ):
             KERNELS.rms_norm(torch.ones(4, 6), torch.ones(6), 1e-6)
         heads = torch.ones(4, 1, 12)
         with pytest.raises(ValueError, match="head_dim must be a multiple of 8 up to 256, got 12"):
-            KERNELS.rotate_heads((heads, heads, heads), None, Rotary(torch.ones(4, 1, 6), torch.ones(4, 1, 6)))
+            KERNELS.rotate_heads(
+                (heads, heads, heads), None, Rotary(torch.ones(4, 1, 6), torch.ones(4, 1, 6))
+            )

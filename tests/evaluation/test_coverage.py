@@ -26,7 +26,9 @@ def test_pass_at_k_is_exact(n):
     for k in range(1, n + 1):
         actual = pass_at_k(n, torch.arange(n + 1), k)
         expected = [float(brute_force.pass_at_k(n, c, k)) for c in range(n + 1)]
-        torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-15
+        )
 
 
 def test_pass_at_k_is_precise_for_many_samples():
@@ -41,7 +43,9 @@ def test_a_k_out_of_range_is_refused():
     with pytest.raises(ValueError, match="max@k of 3 samples needs 1 <= k <= 3, got 0"):
         max_at_k(torch.ones(2, 3), 0)
     with pytest.raises(ValueError, match="maj@k of 3 samples needs 1 <= k <= 3, got 4"):
-        majority_at_k(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), [1, 4], 0)
+        majority_at_k(
+            torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), [1, 4], 0
+        )
 
 
 def test_powers_of_two():
@@ -50,13 +54,24 @@ def test_powers_of_two():
 
 def test_the_curve_is_the_mean_of_pass_at_k_at_every_k():
     correct = torch.tensor([0, 3, 3, 7, 1])
-    expected = [sum(brute_force.pass_at_k(7, c, k) for c in correct.tolist()) / 5 for k in range(1, 8)]
+    expected = [
+        sum(brute_force.pass_at_k(7, c, k) for c in correct.tolist()) / 5 for k in range(1, 8)
+    ]
     torch.testing.assert_close(
-        coverage_curve(7, correct), torch.tensor([float(x) for x in expected], dtype=torch.float64), rtol=1e-12, atol=0
+        coverage_curve(7, correct),
+        torch.tensor([float(x) for x in expected], dtype=torch.float64),
+        rtol=1e-12,
+        atol=0,
     )
 
 
-REWARDS = [[-3.0, -1.5, -1.5, -0.25, -7.0], [2.0, 2.0, 2.0, 2.0], [0.5, -1.0, 3.0, 3.0, 0.0, 0.5], [4.0]]  # with ties
+# with ties
+REWARDS = [
+    [-3.0, -1.5, -1.5, -0.25, -7.0],
+    [2.0, 2.0, 2.0, 2.0],
+    [0.5, -1.0, 3.0, 3.0, 0.0, 0.5],
+    [4.0],
+]
 
 
 @pytest.mark.parametrize("rewards", REWARDS)
@@ -70,14 +85,20 @@ def test_max_at_k_is_the_mean_over_all_subsets_of_the_best_reward(rewards):
 
 
 def test_max_at_k_of_many_samples():
-    rewards = torch.arange(1024).float()[None]  # the best of k of n consecutive numbers is (k n - 1) / (k + 1) on average
+    # the best of k of n consecutive numbers is (k n - 1) / (k + 1) on average
+    rewards = torch.arange(1024).float()[None]
     for k in (1, 10, 512, 1024):
         assert max_at_k(rewards, k).item() == pytest.approx(k * 1025 / (k + 1) - 1, rel=1e-11)
 
 
 def majority_by_hand(answers, right, k):
-    """Return maj@k as the mean over all subsets of size k. Answers that tie for the most votes share a subset equally."""
-    worth = {a: Fraction(sum(r for b, r in zip(answers, right, strict=True) if b == a), answers.count(a)) for a in set(answers)}
+    """Return maj@k as the mean over all subsets of size k. Answers that tie for the most votes
+    share a subset equally.
+    """
+    worth = {
+        a: Fraction(sum(r for b, r in zip(answers, right, strict=True) if b == a), answers.count(a))
+        for a in set(answers)
+    }
     total = Fraction(0)
     for subset in combinations(answers, k):
         votes = {a: subset.count(a) for a in subset if a != -1} or {-1: 1}
@@ -103,7 +124,9 @@ def test_majority_at_k_is_the_mean_over_all_subsets(monkeypatch):
     for (group, correct), values in zip(GROUPS, actual.tolist(), strict=True):
         for k, value in enumerate(values, start=1):
             # One draw is in [0, 1]: four standard errors of the mean are at most 0.01.
-            assert value == pytest.approx(majority_by_hand(group, correct, k), abs=1e-12 if k in (1, 7) else 0.01)
+            assert value == pytest.approx(
+                majority_by_hand(group, correct, k), abs=1e-12 if k in (1, 7) else 0.01
+            )
 
 
 def test_majority_at_1_and_at_n_is_exact():
@@ -131,7 +154,8 @@ def test_the_interval_of_a_fraction_is_binomial():
     below = [sum(probability[: i + 1]) for i in range(num + 1)]
     for confidence in (0.5, 0.95):
         low, high = (
-            next(i for i, b in enumerate(below) if b >= tail) / num for tail in ((1 - confidence) / 2, (1 + confidence) / 2)
+            next(i for i, b in enumerate(below) if b >= tail) / num
+            for tail in ((1 - confidence) / 2, (1 + confidence) / 2)
         )
         [interval] = bootstrap(values, 20000, confidence, seed=3)
         assert interval.mean == pytest.approx(p, abs=1e-12)
@@ -169,6 +193,14 @@ def test_samples_to_match_equals_a_direct_search():
     n = 9
     for counts in product(range(0, n + 1, 2), repeat=2):
         curve = [sum(brute_force.pass_at_k(n, c, k) for c in counts) / 2 for k in range(1, n + 1)]
-        for target in (Fraction(0), Fraction(1, 100), curve[0], curve[4], curve[-1], Fraction(3, 4), Fraction(1)):
+        for target in (
+            Fraction(0),
+            Fraction(1, 100),
+            curve[0],
+            curve[4],
+            curve[-1],
+            Fraction(3, 4),
+            Fraction(1),
+        ):
             expected = next((k for k, value in enumerate(curve, start=1) if value >= target), None)
             assert samples_to_match(n, torch.tensor(counts), float(target)) == expected

@@ -13,10 +13,15 @@ from maxrl_fast.evaluation.diversity import EmbeddingDiversity, NGramDiversity
 
 
 def by_pairs(responses):
-    vectors = [Counter(tuple(r[i : i + n]) for n in (1, 2, 3) for i in range(len(r) - n + 1)) for r in responses]
+    vectors = [
+        Counter(tuple(r[i : i + n]) for n in (1, 2, 3) for i in range(len(r) - n + 1))
+        for r in responses
+    ]
 
     def cosine(a, b):
-        return sum(a[x] * b[x] for x in a) / sqrt(sum(x * x for x in a.values()) * sum(x * x for x in b.values()))
+        return sum(a[x] * b[x] for x in a) / sqrt(
+            sum(x * x for x in a.values()) * sum(x * x for x in b.values())
+        )
 
     pairs = [cosine(a, b) for a, b in combinations(vectors, 2)]
     return 1 - sum(pairs) / len(pairs)
@@ -43,7 +48,10 @@ def test_responses_that_share_a_token():
 def test_n_gram_diversity_is_the_mean_over_all_pairs():
     rng = random.Random(0)
     for size in (2, 3, 8):
-        responses = [[rng.choice((0, 7, 150000, 150001)) for _ in range(rng.randint(1, 12))] for _ in range(size)]
+        responses = [
+            [rng.choice((0, 7, 150000, 150001)) for _ in range(rng.randint(1, 12))]
+            for _ in range(size)
+        ]
         assert measured(responses) == pytest.approx(by_pairs(responses), rel=1e-10)
 
 
@@ -57,9 +65,16 @@ def embedder(tmp_path_factory):
     words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "up", "down", "left", "right"])}
     reader = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     reader.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=reader, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=reader, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(directory)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = BertModel(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes))
     with torch.no_grad():
         model.embeddings.word_embeddings.weight.normal_()  # distinct words, so that texts differ
@@ -72,13 +87,23 @@ def test_embeddings_are_means_over_tokens_without_the_padding(embedder):
 
     diversity = EmbeddingDiversity(embedder, torch.device("cpu"))
     model = BertModel.from_pretrained(embedder).eval()
-    texts = {"up down": [2, 3], "left": [4], "right right up left down": [5, 5, 2, 4, 3], " ".join(["up"] * 20): [2] * 8}
+    texts = {
+        "up down": [2, 3],
+        "left": [4],
+        "right right up left down": [5, 5, 2, 4, 3],
+        " ".join(["up"] * 20): [2] * 8,
+    }
     with torch.no_grad():
-        alone = {text: model(torch.tensor([ids])).last_hidden_state[0].mean(0) for text, ids in texts.items()}
+        alone = {
+            text: model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+            for text, ids in texts.items()
+        }
     for text, vector in zip(texts, diversity.embed(list(texts)), strict=True):
         torch.testing.assert_close(vector, alone[text], rtol=1e-4, atol=1e-5)
     drawn = ["up down", "left", "left", "right right up left down"]
-    pairs = [torch.cosine_similarity(alone[a], alone[b], 0).item() for a, b in combinations(drawn, 2)]
+    pairs = [
+        torch.cosine_similarity(alone[a], alone[b], 0).item() for a, b in combinations(drawn, 2)
+    ]
     assert diversity([[0]] * 4, drawn) == pytest.approx(1 - sum(pairs) / 6, abs=1e-5)
     assert 1 - sum(pairs) / 6 > 0.05
     assert diversity([[0]] * 2, ["left", "left"]) == pytest.approx(0, abs=1e-6)

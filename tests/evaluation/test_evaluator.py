@@ -20,7 +20,9 @@ from tests import brute_force
 
 
 class Oracle:
-    """An engine that solves every maze with its first `solved` samples and walks into a wall with the others."""
+    """An engine that solves every maze with its first `solved` samples and walks into a wall with
+    the others.
+    """
 
     def __init__(self, task, solved, split="test"):
         self.task, self.solved, self.split = task, solved, split
@@ -29,13 +31,17 @@ class Oracle:
         answers = []
         for index in prompts.ids.tolist():
             path = [*shortest_path(self.task.maze(self.split, index)), DONE]
-            answers += [path if sample < self.solved else [UP, DONE] for sample in range(num_samples)]
+            answers += [
+                path if sample < self.solved else [UP, DONE] for sample in range(num_samples)
+            ]
         return Rollouts.given(answers)
 
 
 def evaluated(engine, task, progress=lambda done: None, keep=None, **options):
     sampling = Sampling(1.0, 20, task.stop_ids)
-    evaluator = Evaluator(engine, task, Scorer(task, None), sampling, num_prompts=40, num_samples=8, **options)
+    evaluator = Evaluator(
+        engine, task, Scorer(task, None), sampling, num_prompts=40, num_samples=8, **options
+    )
     return evaluator.evaluate(progress, keep)
 
 
@@ -51,7 +57,13 @@ def test_evaluation_counts_what_is_solved():
 
 def test_keep_gets_every_chunk_once():
     task, kept, done = MazeTask(7), [], []
-    result = evaluated(Oracle(task, 3), task, keep=lambda *chunk: kept.append(chunk), chunk=16, progress=done.append)
+    result = evaluated(
+        Oracle(task, 3),
+        task,
+        keep=lambda *chunk: kept.append(chunk),
+        chunk=16,
+        progress=done.append,
+    )
     assert done == [16, 32, 40]
     assert torch.cat([samples.prompts.ids for samples, _, _ in kept]).tolist() == list(range(40))
     assert torch.cat([rewards for _, rewards, _ in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
@@ -60,10 +72,14 @@ def test_keep_gets_every_chunk_once():
 
 
 def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engine(monkeypatch):
-    """Of 40 prompts in chunks of 13 on three ranks, the last is alone in its chunk: only the last rank has it."""
+    """Of 40 prompts in chunks of 13 on three ranks, the last is alone in its chunk: only the last
+    rank has it.
+    """
     task, oracle, counts = MazeTask(7), Oracle(MazeTask(7), 3), []
     generate = oracle.generate
-    oracle.generate = lambda prompts, *a, **options: counts.append(len(prompts)) or generate(prompts, *a, **options)
+    oracle.generate = lambda prompts, *a, **options: (
+        counts.append(len(prompts)) or generate(prompts, *a, **options)
+    )
     monkeypatch.setattr(Ranks, "concatenate", lambda self, x: x if len(x) else x.new_zeros(8))
     for shares_engine in (False, True):
         evaluated(oracle, task, ranks=Ranks(0, 3), chunk=13, shares_engine=shares_engine)
@@ -82,16 +98,24 @@ def test_sample_records():
     path = [*shortest_path(task.maze("test", 3)), DONE]
     rollouts = Rollouts.given([path, [UP], [UP, UP, DONE], path])
     rollouts.truncated[1] = True
-    rewards, parts = torch.tensor([1.0, math.nan, -0.5, 0.0]), [{"form": 0.5}, {}, {"form": math.nan}, {}]
+    rewards, parts = (
+        torch.tensor([1.0, math.nan, -0.5, 0.0]),
+        [{"form": 0.5}, {}, {"form": math.nan}, {}],
+    )
     records = list(sample_records(task, Samples(prompts, rollouts), rewards, parts))
     assert [record["id"] for record in records] == [3, 3, 4, 4]
-    assert [record["prompt"] for record in records[::2]] == [task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)]
-    assert [record["response"] for record in records] == [task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)]
+    assert [record["prompt"] for record in records[::2]] == [
+        task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)
+    ]
+    assert [record["response"] for record in records] == [
+        task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)
+    ]
     assert [record["reward"] for record in records] == [1.0, None, -0.5, 0.0]
     assert [record["truncated"] for record in records] == [False, True, False, False]
     assert [record["tokens"] for record in records] == [len(path), 1, 3, len(path)]
     assert [record["components"] for record in records] == [{"form": 0.5}, {}, {"form": None}, {}]
-    assert [(record["answer"], record["columns"]) for record in records] == [(None, {})] * 4  # mazes have none
+    # mazes have none
+    assert [(record["answer"], record["columns"]) for record in records] == [(None, {})] * 4
 
 
 def test_records_have_the_answer_and_columns_of_their_line_cut_where_they_are_long():
@@ -102,19 +126,34 @@ def test_records_have_the_answer_and_columns_of_their_line_cut_where_they_are_lo
     samples = Samples(prompts, Rollouts.given([[UP]] * 4))
     one, _, other, _ = sample_records(task, samples, torch.zeros(4), [{}] * 4)
     assert one["answer"] == [2]
-    assert one["columns"] == {"level": 3, "tests": '["' + "x" * 998 + "...", "note": "é" * 1000 + "..."}
+    assert one["columns"] == {
+        "level": 3,
+        "tests": '["' + "x" * 998 + "...",
+        "note": "é" * 1000 + "...",
+    }
     assert other["answer"] is None
     assert other["columns"] == {f"column {i}": i for i in range(32)}
 
 
 def test_columns_that_json_does_not_have_are_recorded_as_text():
     """Your own task may score by any values."""
-    columns = {"answer": date(2026, 11, 21), "number": float("nan"), "list": [float("inf")], "moves": {(1, 2): 3}, "none": None}
+    columns = {
+        "answer": date(2026, 11, 21),
+        "number": float("nan"),
+        "list": [float("inf")],
+        "moves": {(1, 2): 3},
+        "none": None,
+    }
     task = MazeTask(5)
     prompts = dataclasses.replace(task.prompts("test", 0, 1), columns=(columns,))
     (record,) = sample_records(task, Samples(prompts, Rollouts.given([[UP]])), torch.zeros(1), [{}])
     assert record["answer"] == "2026-11-21"
-    assert record["columns"] == {"number": "nan", "list": "[inf]", "moves": "{(1, 2): 3}", "none": None}
+    assert record["columns"] == {
+        "number": "nan",
+        "list": "[inf]",
+        "moves": "{(1, 2): 3}",
+        "none": None,
+    }
 
 
 def test_the_tally_numbers_answers_and_measures_correct_responses():
@@ -128,13 +167,23 @@ def test_the_tally_numbers_answers_and_measures_correct_responses():
     lines = []
     tally = SampleTally(task, NGramDiversity(), lines.append)
     down, left, right = 14, 15, 16
-    responses = [[down, DONE], [left, DONE], [right, DONE], [UP, DONE], [left, DONE], [left, DONE], [UP, DONE], [down, DONE]]
+    responses = [
+        [down, DONE],
+        [left, DONE],
+        [right, DONE],
+        [UP, DONE],
+        [left, DONE],
+        [left, DONE],
+        [UP, DONE],
+        [down, DONE],
+    ]
     rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
     tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards, [{}] * 8)
     assert tally.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
     assert tally.rewards.shape == (2, 4)
     assert len(lines) == 8
-    # (down), (done), (down done) against (left), (done), (left done); one correct response has no pair.
+    # (down), (done), (down done) against (left), (done), (left done); one correct response has no
+    # pair.
     assert tally.diversities == [pytest.approx(2 / 3), None]
     assert tally.mean_diversity == pytest.approx(2 / 3)
     assert tally.ids == [0, 1]
@@ -145,4 +194,6 @@ def test_log_probs_that_are_not_finite_are_refused():
     rollouts = Rollouts.given([[UP], [UP, DONE]])
     rollouts.logprobs[1] = math.inf
     with pytest.raises(RuntimeError, match="log-probs sampled for prompt 5 are not finite"):
-        SampleTally(task, NGramDiversity())(Samples(task.prompts("test", 4, 2), rollouts), torch.zeros(2), [{}] * 2)
+        SampleTally(task, NGramDiversity())(
+            Samples(task.prompts("test", 4, 2), rollouts), torch.zeros(2), [{}] * 2
+        )

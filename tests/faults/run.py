@@ -1,4 +1,5 @@
-"""Plants faults in a copy of this checkout, one at a time, and runs the tests that should fail: `python tests/faults/run.py`.
+"""Plants faults in a copy of this checkout, one at a time, and runs the tests that should fail:
+`python tests/faults/run.py`.
 
 Every *.toml beside this file, or the one given by --file, is a list of
 
@@ -11,9 +12,10 @@ Every *.toml beside this file, or the one given by --file, is a list of
     tests = ["tests/ops/test_losses.py"]   # arguments of pytest: a list, or a string that a shell would split
     compile = ["csrc/cpu/token_loss.cpp"]  # for a header: the only sources that use what is changed; default: all
 
-A fault is caught if a test fails. A test module that cannot be imported, no test at all, a crash and a build that fails do not
-count. Before the first fault the tests must pass. Where there are faults in csrc/, all CPU kernels are built at the start
-(minutes), and what a fault changes again for each; these faults come last. The checkout itself is never changed.
+A fault is caught if a test fails. A test module that cannot be imported, no test at all, a crash
+and a build that fails do not count. Before the first fault the tests must pass. Where there are
+faults in csrc/, all CPU kernels are built at the start (minutes), and what a fault changes again
+for each; these faults come last. The checkout itself is never changed.
 """
 
 import argparse
@@ -40,10 +42,14 @@ LIMIT = 300  # seconds of one run of pytest
 
 
 def read_faults(files: list[Path], names: list[str] | None) -> list[dict[str, Any]]:
-    """Return the faults of these names, those in csrc/ last; exit if a name is unknown or given twice."""
+    """Return the faults of these names, those in csrc/ last; exit if a name is unknown or given
+    twice.
+    """
     faults = [fault for file in files for fault in tomllib.loads(file.read_text())["fault"]]
     known = [fault["name"] for fault in faults]
-    if wrong := [name for name in known if known.count(name) > 1] or [name for name in names or [] if name not in known]:
+    if wrong := [name for name in known if known.count(name) > 1] or [
+        name for name in names or [] if name not in known
+    ]:
         sys.exit(f"a name must be that of exactly one fault, got {wrong[0]!r}")
     for fault in faults:
         if isinstance(fault["tests"], str):
@@ -53,9 +59,19 @@ def read_faults(files: list[Path], names: list[str] | None) -> list[dict[str, An
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Copy what git tracks, as it is now, and the built extension. A build folder cannot be moved: CMake keeps its path."""
-    root = Path(subprocess.check_output(["git", "rev-parse", "--show-toplevel"], cwd=HERE, text=True).strip())
-    tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=root, text=True).rstrip("\0").split("\0")
+    """Copy what git tracks, as it is now, and the built extension. A build folder cannot be moved:
+    CMake keeps its path.
+    """
+    root = Path(
+        subprocess.check_output(
+            ["git", "rev-parse", "--show-toplevel"], cwd=HERE, text=True
+        ).strip()
+    )
+    tracked = (
+        subprocess.check_output(["git", "ls-files", "-z"], cwd=root, text=True)
+        .rstrip("\0")
+        .split("\0")
+    )
     built = [str(path.relative_to(root)) for path in (root / "maxrl_fast").glob("_C.*")]
     for name in {*tracked, *built}:
         if (root / name).is_file():
@@ -65,10 +81,14 @@ def copy_checkout(folder: Path) -> Path:
 
 
 def run(copy: Path, *arguments: str, limit: float | None = None) -> tuple[int, str]:
-    """Return exit code and output of Python with these arguments. All its processes end with it, or with this one."""
+    """Return exit code and output of Python with these arguments. All its processes end with it, or
+    with this one.
+    """
     environment = {**os.environ, "MAXRL_FAST_CUDA": "OFF", "PYTHONPATH": str(copy)}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # cmake, ninja
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a module of the same size and second would not be compiled again
+    # cmake, ninja
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # a module of the same size and second would not be compiled again
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=copy,
@@ -91,7 +111,8 @@ def build(copy: Path) -> str:
     cache = copy / "build" / f"extension-{sys.implementation.cache_tag}" / "CMakeCache.txt"
     if not cache.exists():
         cache.parent.mkdir(parents=True)
-        cache.write_text("CMAKE_INTERPROCEDURAL_OPTIMIZATION:BOOL=OFF\n")  # else each link compiles all: 3 minutes on two cores
+        # else each link compiles all: 3 minutes on two cores
+        cache.write_text("CMAKE_INTERPROCEDURAL_OPTIMIZATION:BOOL=OFF\n")
     code, output = run(copy, "setup.py", "build_ext", "--inplace")
     return "" if code == 0 else f"the build failed:\n{output[-2000:]}"
 
@@ -99,7 +120,9 @@ def build(copy: Path) -> str:
 def failing_test(copy: Path, tests: list[str], limit: int = LIMIT) -> tuple[str, str]:
     """Return the first test that fails, or nothing and why there is none."""
     try:
-        code, output = run(copy, "-m", "pytest", "-q", "-x", "-rf", "-p", "no:cacheprovider", *tests, limit=limit)
+        code, output = run(
+            copy, "-m", "pytest", "-q", "-x", "-rf", "-p", "no:cacheprovider", *tests, limit=limit
+        )
     except subprocess.TimeoutExpired:
         return "", f"no test failed within {limit} s"
     # By name, since with -x a module that cannot be imported may end pytest with 1 too.
@@ -111,7 +134,9 @@ def failing_test(copy: Path, tests: list[str], limit: int = LIMIT) -> tuple[str,
 
 
 def plant(copy: Path, fault: dict[str, Any]) -> tuple[str, str]:
-    """Run the tests of a fault with the fault; return the test that fails, or nothing and why there is none."""
+    """Run the tests of a fault with the fault; return the test that fails, or nothing and why there
+    is none.
+    """
     path, is_compiled = copy / fault["file"], fault["file"].startswith("csrc/")
     text, written = path.read_text(), path.stat()
     if (count := text.count(fault["old"])) != 1:
@@ -134,23 +159,41 @@ def plant(copy: Path, fault: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, help="read this file instead of those beside the script")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant the faults of these names alone")
-    parser.add_argument("--list", action="store_true", help="print names, files and what the faults are, and plant none")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--file", type=Path, help="read this file instead of those beside the script"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="plant the faults of these names alone"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print names, files and what the faults are, and plant none",
+    )
     options = parser.parse_args()
-    faults = read_faults([options.file] if options.file else sorted(HERE.glob("*.toml")), options.only)
+    faults = read_faults(
+        [options.file] if options.file else sorted(HERE.glob("*.toml")), options.only
+    )
     if options.list:
-        print(*(f"{fault['name']}\n    {fault['file']}: {fault['what']}" for fault in faults), sep="\n")
+        print(
+            *(f"{fault['name']}\n    {fault['file']}: {fault['what']}" for fault in faults),
+            sep="\n",
+        )
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is removed, as at an interrupt
+    # so that the copy is removed, as at an interrupt
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = copy_checkout(Path(folder))
         if any(fault["file"].startswith("csrc/") for fault in faults) and (problem := build(copy)):
             sys.exit(problem)
         lists = [fault["tests"] for fault in faults]
         with_options = [tests for tests in lists if any(test.startswith("-") for test in tests)]
-        together = [*dict.fromkeys(test for tests in lists if tests not in with_options for test in tests)]
+        together = [
+            *dict.fromkeys(test for tests in lists if tests not in with_options for test in tests)
+        ]
         for tests in [together, *with_options] if together else with_options:
             failed, reason = failing_test(copy, tests, LIMIT * len(tests))
             if reason != "all tests passed":

@@ -1,4 +1,6 @@
-"""The CUDA group advantages against the CPU kernels, on side streams, in CUDA graphs, and without synchronization."""
+"""The CUDA group advantages against the CPU kernels, on side streams, in CUDA graphs, and without
+synchronization.
+"""
 
 import pytest
 import torch
@@ -9,22 +11,40 @@ from maxrl_fast.ops.group_advantage_kernel import forget_tables
 pytestmark = pytest.mark.gpu
 OP = torch.ops.maxrl_fast.group_advantage.default
 SHAPES = [(1, 1), (3, 8), (5, 31), (4, 33), (2, 257), (300, 16), (3, 1024), (2, 3000), (1, 4096)]
-KERNELS = {name: row for name, row in ops.ESTIMATORS.items() if row.kernel is not None and row.alias_of is None}
-# All run in float32. Those with the same formula differ only in numbers, so one of them runs in the other dtypes.
-FORMULAS = {(row.kernel.table is None, row.binary, row.kernel.centred, row.kernel.scale): name for name, row in KERNELS.items()}
+KERNELS = {
+    name: row
+    for name, row in ops.ESTIMATORS.items()
+    if row.kernel is not None and row.alias_of is None
+}
+# All run in float32. Those with the same formula differ only in numbers, so one of them runs in the
+# other dtypes.
+FORMULAS = {
+    (row.kernel.table is None, row.binary, row.kernel.centred, row.kernel.scale): name
+    for name, row in KERNELS.items()
+}
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool]
-CASES = [*((name, torch.float32) for name in KERNELS), *((name, dtype) for name in FORMULAS.values() for dtype in DTYPES)]
+CASES = [
+    *((name, torch.float32) for name in KERNELS),
+    *((name, dtype) for name in FORMULAS.values() for dtype in DTYPES),
+]
 LARGE = ("maxpo", "grpo")  # they run at all sizes
 
 
 def arguments(name, layout):
     row = KERNELS[name]
     given = [layout.get(key) for key in ("offsets", "order", "valid")]
-    return [*given, name, 2 if row.size is not None else 0, [option.default for option in row.options.values()]]
+    return [
+        *given,
+        name,
+        2 if row.size is not None else 0,
+        [option.default for option in row.options.values()],
+    ]
 
 
 def layouts(shape, generator):
-    """Yield layouts of the same rollouts: even groups, groups with invalid rollouts, uneven groups, and shuffled rollouts."""
+    """Yield layouts of the same rollouts: even groups, groups with invalid rollouts, uneven groups,
+    and shuffled rollouts.
+    """
     total = shape[0] * shape[1]
     cuts = torch.randint(0, total + 1, (7,), generator=generator).sort().values
     offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([total])])
@@ -41,36 +61,55 @@ def test_equals_the_cpu_kernel(name, dtype):
     generator = torch.Generator().manual_seed(0)
     tolerance = {torch.float64: 1e-12, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
     for shape in SHAPES if dtype == torch.float32 and name in LARGE else SHAPES[:5]:
-        rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100  # ties and an offset
-        rewards = (rewards > 100 if KERNELS[name].binary or dtype == torch.bool else rewards).to(dtype)
+        # ties and an offset
+        rewards = (torch.randn(shape, generator=generator) * 4).round() / 4 + 100
+        rewards = (rewards > 100 if KERNELS[name].binary or dtype == torch.bool else rewards).to(
+            dtype
+        )
         for viewed, layout in layouts(shape, generator):
             r = rewards.view(viewed)
             expected = OP(r, *arguments(name, layout), 0)
             on_gpu = {key: tensor.cuda() for key, tensor in layout.items()}
-            longest = int(layout["offsets"].diff().max()) if "offsets" in layout else 0  # a smaller bound makes smaller tables
+            # a smaller bound makes smaller tables
+            longest = int(layout["offsets"].diff().max()) if "offsets" in layout else 0
             actual = OP(r.cuda(), *arguments(name, on_gpu), longest)
             assert actual.dtype == expected.dtype
             largest = expected.double().abs().max()
             error = (actual.cpu().double() - expected.double()).abs().max()
             assert error <= tolerance * largest, (shape, list(layout))
-            assert torch.equal(actual, OP(r.cuda(), *arguments(name, on_gpu), longest))  # deterministic
+            # deterministic
+            assert torch.equal(actual, OP(r.cuda(), *arguments(name, on_gpu), longest))
 
 
-@pytest.mark.parametrize("name", [name for name, row in ops.ESTIMATORS.items() if row.kernel is None])
+@pytest.mark.parametrize(
+    "name", [name for name, row in ops.ESTIMATORS.items() if row.kernel is None]
+)
 def test_functions_equal_those_of_the_cpu(name):
     generator, row = torch.Generator().manual_seed(1), ops.ESTIMATORS[name]
     rewards = torch.randint(0, 2, (30,), generator=generator).float()
-    known = {"lengths": torch.randint(0, 9, (30,), generator=generator), "logprobs": -torch.rand(30, generator=generator)}
-    known |= {"greedy_correct": rewards > 0, "greedy_rewards": rewards / 2, "log_ratios": torch.randn(30, generator=generator)}
+    known = {
+        "lengths": torch.randint(0, 9, (30,), generator=generator),
+        "logprobs": -torch.rand(30, generator=generator),
+    }
+    known |= {
+        "greedy_correct": rewards > 0,
+        "greedy_rewards": rewards / 2,
+        "log_ratios": torch.randn(30, generator=generator),
+    }
     known |= {"reward_parts": torch.stack([rewards, torch.randn(30, generator=generator)])}
-    given = {"offsets": torch.tensor([0, 12, 12, 20, 30]), "valid": torch.rand(30, generator=generator) < 0.8}
+    given = {
+        "offsets": torch.tensor([0, 12, 12, 20, 30]),
+        "valid": torch.rand(30, generator=generator) < 0.8,
+    }
     given |= {key: known[key] for key in row.inputs}
     options = {key: 0.1 for key, option in row.options.items() if option.default is None}
     options |= {"k": 2} if row.size is not None and row.size.required else {}
     expected = ops.group_advantage(rewards, name, **given, **options)
     for width in (None, 16):
         on_gpu = {key: tensor.cuda() for key, tensor in given.items()}
-        actual = ops.group_advantage(rewards.cuda(), name, max_group_size=width, **on_gpu, **options)
+        actual = ops.group_advantage(
+            rewards.cuda(), name, max_group_size=width, **on_gpu, **options
+        )
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -82,10 +121,18 @@ def test_a_group_does_not_depend_on_its_batch():
         offsets = torch.tensor([0, n, 2 * n, 3 * n, 3 * n + 900, 3 * n + 5000]).cuda()
         order = torch.randperm(n, generator=generator).cuda()
         for name in ("maxpo", "maxrl", "grpo", "rloo", "maxrl_ratio"):
-            size = {"k": min(3, n - 1)} if name == "maxpo" and n > 1 else {"k": 1} if name == "maxpo" else {}
+            size = (
+                {"k": min(3, n - 1)}
+                if name == "maxpo" and n > 1
+                else {"k": 1}
+                if name == "maxpo"
+                else {}
+            )
             rows = ops.group_advantage(rewards, name, **size)
             flat = torch.cat([rewards.flatten(), padding])
-            assert torch.equal(ops.group_advantage(flat, name, offsets=offsets, **size)[: 3 * n], rows.flatten())
+            assert torch.equal(
+                ops.group_advantage(flat, name, offsets=offsets, **size)[: 3 * n], rows.flatten()
+            )
             assert torch.equal(ops.group_advantage(rewards[:, order], name, **size), rows[:, order])
 
 
@@ -134,7 +181,9 @@ def test_side_stream_graph_and_no_synchronization():
     r.neg_()  # a replay of the graph reads the current values
     graph.replay()
     torch.cuda.synchronize()
-    torch.testing.assert_close(captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        captured[0].cpu(), ops.maxpo_advantage(-rewards, 4), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_table_outlives_its_cache_where_a_stream_or_a_graph_reads_it():
@@ -143,7 +192,10 @@ def test_a_table_outlives_its_cache_where_a_stream_or_a_graph_reads_it():
 
     def drop_the_table():
         forget_tables()
-        return [torch.full((2, 16), torch.nan, dtype=torch.float64, device="cuda") for _ in range(256)]  # in its memory
+        # in its memory
+        return [
+            torch.full((2, 16), torch.nan, dtype=torch.float64, device="cuda") for _ in range(256)
+        ]
 
     ops.maxpo_advantage(r, 4)  # builds the table, in the memory of this stream
     torch.cuda.synchronize()
@@ -167,7 +219,13 @@ def test_a_table_outlives_its_cache_where_a_stream_or_a_graph_reads_it():
 def test_bad_values_become_nan_or_are_refused():
     rewards = torch.zeros(3, 40, device="cuda")
     rewards[1, 7] = torch.inf
-    for name, size in (("rloo", {}), ("maxpo", {"k": 2}), ("reinforce_raw", {}), ("passk_training", {"k": 2}), ("qae", {})):
+    for name, size in (
+        ("rloo", {}),
+        ("maxpo", {"k": 2}),
+        ("reinforce_raw", {}),
+        ("passk_training", {"k": 2}),
+        ("qae", {}),
+    ):
         a = ops.group_advantage(rewards, name, **size)
         assert a[1].isnan().all()
         assert a[[0, 2]].isfinite().all()
@@ -180,10 +238,14 @@ def test_bad_values_become_nan_or_are_refused():
     assert ops.maxpo_advantage(rewards, 2, valid=valid).isfinite().all()
     offsets = torch.tensor([0, 30, 120], device="cuda")
     for name, size in (("maxpo", {"k": 2}), ("qae", {})):
-        a = ops.group_advantage(torch.rand(120, device="cuda"), name, **size, offsets=offsets, max_group_size=50)
+        a = ops.group_advantage(
+            torch.rand(120, device="cuda"), name, **size, offsets=offsets, max_group_size=50
+        )
         assert a[:30].isfinite().all()
         assert a[30:].isnan().all()
-    a = ops.rloo_advantage(torch.rand(120, device="cuda"), offsets=torch.tensor([0, -5, 900], device="cuda"))
+    a = ops.rloo_advantage(
+        torch.rand(120, device="cuda"), offsets=torch.tensor([0, -5, 900], device="cuda")
+    )
     assert a.shape == (120,)  # the values are meaningless, but no access is out of bounds
     with pytest.raises(ValueError, match="groups of at most 4096 rollouts, got 5000"):
         ops.maxrl_advantage(torch.zeros(1, 5000, device="cuda"))

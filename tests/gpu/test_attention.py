@@ -1,4 +1,6 @@
-"""Attention on a GPU against float64: torch's FlashAttention, flash-attn where installed, and the merge."""
+"""Attention on a GPU against float64: torch's FlashAttention, flash-attn where installed, and the
+merge.
+"""
 
 import importlib.util
 
@@ -10,7 +12,8 @@ from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attenti
 
 pytestmark = pytest.mark.gpu
 
-# The lengths of the sequences, the lengths of the responses, and the sequence that each response answers.
+# The lengths of the sequences, the lengths of the responses, and the sequence that each response
+# answers.
 CASES = {
     "uneven groups": ([70, 50, 50], [30, 1, 60, 2, 190], [0, 0, 1, 1, 2]),
     "empty responses": ([31, 40], [0, 5, 0, 1], [0, 0, 1, 1]),
@@ -26,7 +29,9 @@ if importlib.util.find_spec("flash_attn"):
 def run(case, q, k, v, grad):
     """Return the output and its gradients."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), q.device)
+    layout = SharedPromptLayout(
+        *(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), q.device
+    )
     out = shared_prompt_attention(q, k, v, layout)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
 
@@ -45,7 +50,8 @@ def test_outputs_and_gradients_differ_only_by_rounding(case, kernel, heads, dtyp
         (total, heads[0], heads[2]),
     ]
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    truth = run(case, *(x.double() for x in given))  # the CPU kernel, which tests/model compares with ordinary attention
+    # the CPU kernel, which tests/model compares with ordinary attention
+    truth = run(case, *(x.double() for x in given))
     monkeypatch.setattr(flash, "kernel_for", lambda *_: kernel)
     results = run(case, *(x.cuda() for x in given))
     spacing = torch.finfo(dtype).eps

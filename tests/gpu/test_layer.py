@@ -1,4 +1,6 @@
-"""The kernels of a decoder layer on a GPU: against float64, and a policy's update with them against the CPU's."""
+"""The kernels of a decoder layer on a GPU: against float64, and a policy's update with them against
+the CPU's.
+"""
 
 import contextlib
 
@@ -6,7 +8,15 @@ import pytest
 import torch
 
 from maxrl_fast.model.decoder import Decoder
-from tests.layers import MATRICES, NORMS, ROTATIONS, TOLERANCE, check_norm, check_rotation, check_swiglu
+from tests.layers import (
+    MATRICES,
+    NORMS,
+    ROTATIONS,
+    TOLERANCE,
+    check_norm,
+    check_rotation,
+    check_swiglu,
+)
 from tests.models import tiny_decoder
 from tests.rollout.test_decode_model import POSITIONS, TOKENS
 
@@ -40,11 +50,17 @@ def gradients(model: Decoder, device: torch.device) -> list[torch.Tensor]:
     model = model.to(device)
     tokens, positions = TOKENS.to(device), POSITIONS.to(device)
     hidden = model(
-        tokens, positions, lambda layer, q, k, v: q + (k * v).sum(1, keepdim=True), torch.tensor([5, 2], device=device)
+        tokens,
+        positions,
+        lambda layer, q, k, v: q + (k * v).sum(1, keepdim=True),
+        torch.tensor([5, 2], device=device),
     )
     model.zero_grad()
     hidden.square().sum().backward()
-    return [x.detach().cpu() for x in (hidden, *(p.grad for p in model.parameters() if p.grad is not None))]
+    return [
+        x.detach().cpu()
+        for x in (hidden, *(p.grad for p in model.parameters() if p.grad is not None))
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -1,4 +1,6 @@
-"""Decoding on a GPU: attention against float64, CUDA graphs against the CPU, and log-probs against the full forward pass."""
+"""Decoding on a GPU: attention against float64, CUDA graphs against the CPU, and log-probs against
+the full forward pass.
+"""
 
 import contextlib
 import threading
@@ -17,7 +19,11 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
-SAMPLINGS = [Sampling(1.3, 40, (3, 17)), Sampling(1.0, 40, (3,), top_k=12, top_p=0.9, min_p=0.05), Sampling(0.0, 40, (3,))]
+SAMPLINGS = [
+    Sampling(1.3, 40, (3, 17)),
+    Sampling(1.0, 40, (3,), top_k=12, top_p=0.9, min_p=0.05),
+    Sampling(0.0, 40, (3,)),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -29,8 +35,11 @@ def test_attention_equals_float64(shape, dtype):
         expected, *caches = attention(shape, dtype, torch.device("cpu"), in_kernel=False)
     actual, *written = attention(shape, dtype, GPU, in_kernel=True)
     for a, b in zip(written, caches, strict=True):
-        assert torch.equal(a.cpu(), b.to(dtype))  # float16 cannot represent all small numbers of bfloat16
-    error = (actual.cpu().double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+        # float16 cannot represent all small numbers of bfloat16
+        assert torch.equal(a.cpu(), b.to(dtype))
+    error = (actual.cpu().double() - expected.double()).norm(dim=-1) / expected.double().norm(
+        dim=-1
+    )
     assert error.max() < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
@@ -55,7 +64,9 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
 
 def test_a_policy_on_another_gpu_than_the_current_one():
     """With one GPU the two are the same."""
-    expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 6, SAMPLINGS[0], seed=4, step=2)
+    expected = NativeEngine(tiny_decoder(), torch.float32).generate(
+        PROMPTS, 6, SAMPLINGS[0], seed=4, step=2
+    )
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         engine = NativeEngine(tiny_decoder().to(device), torch.float32)
@@ -71,7 +82,9 @@ def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
     expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32, **options)
     for _ in range(3):
-        rollouts = engine.generate(PROMPTS.to(GPU), 6, sampling, seed=4, step=2).to(torch.device("cpu"))
+        rollouts = engine.generate(PROMPTS.to(GPU), 6, sampling, seed=4, step=2).to(
+            torch.device("cpu")
+        )
         assert torch.equal(rollouts.tokens, expected.tokens)
         torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
@@ -79,15 +92,21 @@ def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
 @pytest.mark.parametrize("memory", [9, 11])  # times the cache: a cache above a tenth of it is freed
 def test_six_graphs_serve_every_call(memory, monkeypatch):
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32)
-    expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 40, SAMPLINGS[0], seed=4, step=2)
+    expected = NativeEngine(tiny_decoder(), torch.float32).generate(
+        PROMPTS, 40, SAMPLINGS[0], seed=4, step=2
+    )
     batch = None
     for step in range(3):
         rollouts = engine.generate(PROMPTS.to(GPU), 40, SAMPLINGS[0], seed=4, step=2)
         assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
-        assert list(engine.decoder.batch.graphs) == [(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)]
+        assert list(engine.decoder.batch.graphs) == [
+            (SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)
+        ]
         assert memory == 9 or step == 0 or engine.decoder.batch is batch
         batch = engine.decoder.batch
-        monkeypatch.setattr(device_decoder, "memory_bytes", lambda device, total=memory * batch.bytes: total)
+        monkeypatch.setattr(
+            device_decoder, "memory_bytes", lambda device, total=memory * batch.bytes: total
+        )
         engine.sleep()
         assert (engine.decoder.batch is None) == (memory == 9)
 
@@ -106,7 +125,9 @@ def test_graphs_are_captured_while_another_thread_uses_the_gpu():
 
     thread = threading.Thread(target=copy)
     thread.start()
-    expected = NativeEngine(tiny_decoder(), torch.float32).generate(PROMPTS, 6, SAMPLINGS[0], seed=4, step=2)
+    expected = NativeEngine(tiny_decoder(), torch.float32).generate(
+        PROMPTS, 6, SAMPLINGS[0], seed=4, step=2
+    )
     try:
         for _ in range(3):
             rollouts = NativeEngine(tiny_decoder().to(GPU), torch.float32).generate(
@@ -127,5 +148,8 @@ def test_new_weights_reach_the_captured_graphs():
     engine.load_weights(other)
     after = engine.generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
     assert torch.equal(
-        after.tokens, NativeEngine(other, torch.float32).generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0).tokens
+        after.tokens,
+        NativeEngine(other, torch.float32)
+        .generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
+        .tokens,
     )

@@ -1,4 +1,6 @@
-"""The CUDA token kernels against CPU and float64, on side streams, in CUDA graphs, unsynchronized, and with large sizes."""
+"""The CUDA token kernels against CPU and float64, on side streams, in CUDA graphs, unsynchronized,
+and with large sizes.
+"""
 
 import pytest
 import torch
@@ -52,7 +54,8 @@ OPTIONS = [
     {"loss": "cispo", "kl_coef": 0.1, "kl": "k2"},
     {"loss": "gspo", "aggregation": "seq_mean_token_sum", "denominator": 11.0},
 ]
-# Functions on token_logprobs, whose values do not depend on the choice of one of several nearly equal tokens.
+# Functions on token_logprobs, whose values do not depend on the choice of one of several nearly
+# equal tokens.
 FUNCTIONS = [
     {"loss": loss, "aggregation": row.aggregation or "token_mean"}
     for loss, row in ops.LOSSES.items()
@@ -66,7 +69,9 @@ def test_loss_gradient_and_metrics_equal_the_cpu_kernels(vocab, dtype):
     logits, batch = example(vocab, dtype)
     for options in OPTIONS + FUNCTIONS * (vocab in (127, 50257)):
         loss, gradient, metrics = gradient_of(logits, batch, **options)
-        gpu_loss, gpu_gradient, gpu_metrics = gradient_of(logits.to(DEVICE), on_gpu(batch), **options)
+        gpu_loss, gpu_gradient, gpu_metrics = gradient_of(
+            logits.to(DEVICE), on_gpu(batch), **options
+        )
         assert gpu_loss.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
         assert_rows_close(gpu_gradient, gradient, TOLERANCE[dtype])
         for name, value in metrics.items():
@@ -111,7 +116,8 @@ def test_logprobs_entropy_and_their_gradient(dtype):
 def test_losses_that_choose_tokens(loss):
     """Of float64 logits, whose log-probs differ by less than those of two tokens."""
     logits, batch = example(127, torch.float64)
-    options = {"share": 1.0} if loss == "clip_cov" else None  # all candidates, since a GPU's draws are others
+    # all candidates, since a GPU's draws are others
+    options = {"share": 1.0} if loss == "clip_cov" else None
     expected = gradient_of(logits, batch, loss=loss, loss_options=options)
     actual = gradient_of(logits.to(DEVICE), on_gpu(batch), loss=loss, loss_options=options)
     assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-9)
@@ -136,7 +142,11 @@ def test_more_than_two_to_the_31_elements():
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
     targets = torch.full((rows,), 7, device=DEVICE)
     loss, _ = ops.policy_gradient_loss(
-        logits, targets, torch.ones(1, device=DEVICE), torch.tensor([0, rows], device=DEVICE), loss="reinforce"
+        logits,
+        targets,
+        torch.ones(1, device=DEVICE),
+        torch.tensor([0, rows], device=DEVICE),
+        loss="reinforce",
     )
     loss.backward()
     assert loss.item() == pytest.approx(torch.tensor(float(vocab)).log().item(), rel=1e-6)
@@ -152,9 +162,13 @@ def test_linear_loss():
     results = []
     for device in (torch.device("cpu"), DEVICE):
         h, w = hidden.to(device).requires_grad_(), weight.float().to(device).requires_grad_()
-        moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        moved = {
+            name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()
+        }
         loss, _ = ops.linear_policy_gradient_loss(h, w, **moved, chunk_tokens=5)
-        results.append((loss.detach().cpu(), *(x.cpu() for x in torch.autograd.grad(2 * loss, (h, w)))))
+        results.append(
+            (loss.detach().cpu(), *(x.cpu() for x in torch.autograd.grad(2 * loss, (h, w))))
+        )
     assert results[1][0].item() == pytest.approx(results[0][0].item(), rel=1e-3)
     for cpu, gpu in zip(results[0][1:], results[1][1:], strict=True):
         assert (gpu.double() - cpu.double()).norm() <= 1e-2 * cpu.double().norm()
@@ -163,7 +177,10 @@ def test_linear_loss():
 @pytest.mark.parametrize("groups", [16, torch.tensor([0, 1, 1, 40, 500, 16384])])
 def test_pacs(groups):
     generator = torch.Generator().manual_seed(0)
-    proxies, labels = torch.randn(16384, generator=generator), torch.rand(16384, generator=generator) < 0.3
+    proxies, labels = (
+        torch.randn(16384, generator=generator),
+        torch.rand(16384, generator=generator) < 0.3,
+    )
     for score in ("rloo", "grpo", "dr_grpo", "naive"):
         results = []
         for device in (torch.device("cpu"), DEVICE):
@@ -177,7 +194,9 @@ def test_pacs(groups):
     results = []
     for device in (torch.device("cpu"), DEVICE):
         r = proxies.to(device).requires_grad_()
-        reward = ops.log_ratio_reward(r, labels.float().to(device), cu_seqlens.to(device), 0.5, mask=labels.to(device))
+        reward = ops.log_ratio_reward(
+            r, labels.float().to(device), cu_seqlens.to(device), 0.5, mask=labels.to(device)
+        )
         results.append((reward.detach(), torch.autograd.grad(reward.square().sum(), r)[0]))
     for cpu, gpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-5, atol=1e-6)
@@ -210,9 +229,12 @@ def test_on_a_side_stream_and_in_a_graph():
 def test_no_operator_waits_for_the_device():
     logits, batch = example(5000, torch.bfloat16)
     batch, z = on_gpu(batch), logits.to(DEVICE).requires_grad_()
-    hidden, weight = (torch.randn(n, 64, device=DEVICE).bfloat16().requires_grad_() for n in (T, 5000))
+    hidden, weight = (
+        torch.randn(n, 64, device=DEVICE).bfloat16().requires_grad_() for n in (T, 5000)
+    )
     unmasked = {name: values for name, values in batch.items() if name != "mask"}
-    ops.linear_policy_gradient_loss(hidden, weight, **unmasked)[0].backward()  # the first one looks what torch can do
+    # the first one looks what torch can do
+    ops.linear_policy_gradient_loss(hidden, weight, **unmasked)[0].backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,13 +1,15 @@
-"""A GPU that does not exist: tensors that claim the device cuda:0, and the count of what their operations would launch.
+"""A GPU that does not exist: tensors that claim the device cuda:0, and the count of what their
+operations would launch.
 
-PyTorch's FakeTensor knows the shape, dtype and device of a result without computing it, and refuses operations that mix
-devices. On top of it, `PretendGpu` counts kernels, and notes where the host would wait for the device: reads of values
-(.item(), bool, .tolist(), .cpu()), results whose shape depends on values (nonzero, boolean indices, repeat_interleave without
-output_size), and copies from memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
+PyTorch's FakeTensor knows the shape, dtype and device of a result without computing it, and refuses
+operations that mix devices. On top of it, `PretendGpu` counts kernels, and notes where the host
+would wait for the device: reads of values (.item(), bool, .tolist(), .cpu()), results whose shape
+depends on values (nonzero, boolean indices, repeat_interleave without output_size), and copies from
+memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
 which reads them goes on as on a GPU; other values read as 1.
 
-One aten operation counts as one kernel. This is exact for elementwise operations, copies, matrix multiplications and fused
-kernels; sorts, and reductions over much memory, launch a few more.
+One aten operation counts as one kernel. This is exact for elementwise operations, copies, matrix
+multiplications and fused kernels; sorts, and reductions over much memory, launch a few more.
 """
 
 import contextlib
@@ -18,7 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config  # FakeTensorMode imports it, and it checks the signature of what `pretend_gpu` replaces
+
+# FakeTensorMode imports it, and it checks the signature of what `pretend_gpu` replaces
+import torch._dynamo.config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
@@ -34,7 +38,15 @@ _WITHOUT_KERNEL = (
     *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"),
     *("_unsafe_view", "detach", "lift_fresh", "set_", "device"),
 )
-_BY_VALUES = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount")
+_BY_VALUES = (
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_consecutive",
+    "unique_dim",
+    "equal",
+    "bincount",
+)
 _LARGEST_KNOWN = 1 << 20  # elements of a tensor whose values are kept
 _CUDA_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
@@ -42,8 +54,8 @@ _CUDA_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 class PretendGpu(TorchDispatchMode):
     """Counts what runs while it is entered.
 
-    `launches` counts kernels by name, `waits` lists what makes the host wait for the device. What has only tensors of the host
-    runs as always, and is not counted.
+    `launches` counts kernels by name, `waits` lists what makes the host wait for the device. What
+    has only tensors of the host runs as always, and is not counted.
     """
 
     def __init__(self) -> None:
@@ -51,20 +63,27 @@ class PretendGpu(TorchDispatchMode):
         self.launches, self.waits = Counter[str](), list[str]()
         self._fake, self._before = FakeTensorMode(allow_non_fake_inputs=True), list[bool]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         inputs = [x for x in given if isinstance(x, FakeTensor)]
         device = kwargs.get("device")
-        if inputs and device is not None and torch.device(device).type == "meta":  # what C++ takes for the device of the inputs
+        # what C++ takes for the device of the inputs
+        if inputs and device is not None and torch.device(device).type == "meta":
             kwargs = kwargs | {"device": GPU}
             device = GPU
         if inputs:  # scalars that C++ has put there
             args, kwargs = tree_map(self._from_meta, (args, kwargs))
         goes_to_gpu = device is not None and torch.device(device).type == "cuda"
         if name in ("_pin_memory", "is_pinned") and not inputs:
-            return _pinned(args[0]) if name == "_pin_memory" else hasattr(args[0], "is_pretended_pinned")
+            return (
+                _pinned(args[0])
+                if name == "_pin_memory"
+                else hasattr(args[0], "is_pretended_pinned")
+            )
         if not inputs and not goes_to_gpu:
             return func(*args, **kwargs)
         if func.namespace == "maxrl_fast":  # the package's own code, down to its launch
@@ -77,10 +96,17 @@ class PretendGpu(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.waits.append("a value is read")
             return _value(inputs[0]).item()
-        if inputs and ((device is not None and not goes_to_gpu) or (name == "copy_" and not isinstance(args[0], FakeTensor))):
+        if inputs and (
+            (device is not None and not goes_to_gpu)
+            or (name == "copy_" and not isinstance(args[0], FakeTensor))
+        ):
             self.waits.append("a tensor is copied to the host")
             values = _value(inputs[0])
-            return args[0].copy_(values) if name == "copy_" else values.to(kwargs.get("dtype") or values.dtype)
+            return (
+                args[0].copy_(values)
+                if name == "copy_"
+                else values.to(kwargs.get("dtype") or values.dtype)
+            )
         if _depends_on_values(name, args, kwargs):
             self.waits.append(f"the shape of {name} depends on values")
             self.launches[name] += 1
@@ -95,17 +121,36 @@ class PretendGpu(TorchDispatchMode):
             return self._put(args[0].to(kwargs.get("dtype") or args[0].dtype, copy=True))
         return self._run(func, name, args, kwargs, inputs)
 
-    def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
-        """Count an operation whose result's shape is known without values, and return the result."""
+    def _run(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+    ) -> Any:
+        """Count an operation whose result's shape is known without values, and return the
+        result.
+        """
         with self._fake:
             result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if not func.is_view and name not in _WITHOUT_KERNEL and any(x.numel() for x in outputs or inputs):
+        if (
+            not func.is_view
+            and name not in _WITHOUT_KERNEL
+            and any(x.numel() for x in outputs or inputs)
+        ):
             self.launches[name] += 1
         small = all(x.numel() < _LARGEST_KNOWN for x in outputs)
-        if small and all(map(_is_known, inputs)) and not name.startswith(("empty", "new_empty", "_flash")):
+        if (
+            small
+            and all(map(_is_known, inputs))
+            and not name.startswith(("empty", "new_empty", "_flash"))
+        ):
             values = tree_leaves(self._on_host(func, args, kwargs))
-            for output, value in zip(outputs, (x for x in values if isinstance(x, Tensor)), strict=True):
+            for output, value in zip(
+                outputs, (x for x in values if isinstance(x, Tensor)), strict=True
+            ):
                 output.known = value
         else:
             for x in _written(func, args, kwargs):
@@ -113,7 +158,9 @@ class PretendGpu(TorchDispatchMode):
         return result
 
     def _from_meta(self, x: Any) -> Any:
-        is_meta = isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.device.type == "meta"
+        is_meta = (
+            isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.device.type == "meta"
+        )
         return self._put(torch.empty(x.shape, dtype=x.dtype), known=False) if is_meta else x
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,10 +183,14 @@ class PretendGpu(TorchDispatchMode):
         return tree_map(put, values)
 
     def put(self, x: Any) -> Any:
-        """Return a tensor, or a record of tensors, on this GPU, with its values. Nothing is counted."""
+        """Return a tensor, or a record of tensors, on this GPU, with its values. Nothing is
+        counted.
+        """
         if isinstance(x, Tensor):
             return self._put(x.clone())
-        return type(x)(**{name: self.put(y) if isinstance(y, Tensor) else y for name, y in vars(x).items()})
+        return type(x)(
+            **{name: self.put(y) if isinstance(y, Tensor) else y for name, y in vars(x).items()}
+        )
 
     @contextlib.contextmanager
     def watch(self) -> Iterator["PretendGpu"]:
@@ -176,8 +227,14 @@ def _pinned(x: Tensor) -> Tensor:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    given = {argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)} | kwargs
-    names = [argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    given = {
+        argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)
+    } | kwargs
+    names = [
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info and argument.alias_info.is_write
+    ]
     return [x for x in tree_leaves([given.get(name) for name in names]) if isinstance(x, Tensor)]
 
 
@@ -198,7 +255,9 @@ def _depends_on_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _RmsNorm(torch.autograd.Function):
-    """F.rms_norm, which chooses its fused CUDA kernel in C++, where a FakeTensor shows the device `meta`."""
+    """F.rms_norm, which chooses its fused CUDA kernel in C++, where a FakeTensor shows the device
+    `meta`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, launches: Counter[str]) -> Tensor:
@@ -215,11 +274,15 @@ class _RmsNorm(torch.autograd.Function):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
-    """A GPU without kernels of the package: their launches are counted, with every tensor whose address they take checked."""
+    """A GPU without kernels of the package: their launches are counted, with every tensor whose
+    address they take checked.
+    """
     make_subclass = torch.Tensor._make_subclass
 
     def without_device(cls: Any, *args: Any, dispatch_device: bool = False, **kwargs: Any) -> Any:
-        """In C++ the device stays `meta`: autograd of a PyTorch without CUDA ends the process at a tensor on cuda."""
+        """In C++ the device stays `meta`: autograd of a PyTorch without CUDA ends the process at a
+        tensor on cuda.
+        """
         return make_subclass(cls, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(without_device))
@@ -228,7 +291,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(dispatch, "has_cuda_kernels", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     monkeypatch.setattr(flash, "_is_recent", lambda device: True)
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=141 * 10**9, major=9, minor=0)
+    properties = SimpleNamespace(
+        multi_processor_count=132, total_memory=141 * 10**9, major=9, minor=0
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(logit_chunks, "_adds_half_products", lambda device, dtype: True)
@@ -237,7 +302,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     pretended, rms_norm = PretendGpu(), torch.nn.functional.rms_norm
 
     def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        return _RmsNorm.apply(x, weight, pretended.launches) if x.device == GPU else rms_norm(x, shape, weight, eps)
+        return (
+            _RmsNorm.apply(x, weight, pretended.launches)
+            if x.device == GPU
+            else rms_norm(x, shape, weight, eps)
+        )
 
     def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
         on_gpu = isinstance(tensor, FakeTensor) and tensor.device == call.device == GPU
@@ -248,7 +317,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> None:
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
-            if not _is_known(tensor) and tensor.dtype in (torch.float32, torch.float64) and tensor.numel() < _LARGEST_KNOWN:
+            if (
+                not _is_known(tensor)
+                and tensor.dtype in (torch.float32, torch.float64)
+                and tensor.numel() < _LARGEST_KNOWN
+            ):
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
 
     monkeypatch.setattr(torch.nn.functional, "rms_norm", fused_rms_norm)

@@ -1,7 +1,7 @@
 """What the host launches on a GPU, and where it waits for it: budgets, without a GPU (pretend.py).
 
-A small policy is bound by launches: one costs the host about 4 us, and 0.7 us of the GPU's time in a CUDA graph. Every wait
-empties the GPU's queue.
+A small policy is bound by launches: one costs the host about 4 us, and 0.7 us of the GPU's time in
+a CUDA graph. Every wait empties the GPU's queue.
 """
 
 import dataclasses
@@ -33,7 +33,8 @@ from tests.gpu_path.pretend import GPU
 
 DECODING_STEP = 60  # kernels of a decoding step of the maze's policy, which has 4 layers
 DECODING_LAYER = 12  # of a layer in decoding, in every family
-TRAINING_LAYER = 120  # of a layer in the update, forward and backward, with its share of the optimizer
+# of a layer in the update, forward and backward, with its share of the optimizer
+TRAINING_LAYER = 120
 PACKING = 20  # of a micro-batch
 LINEAR_LOSS = 26  # of the loss from hidden states in one chunk, forward and backward
 PACS_ADVANTAGES = 24
@@ -42,8 +43,8 @@ STEP = 720  # of a whole step of it without rollouts
 GROUP_ADVANTAGE = 8
 FUNCTION = 180  # of an estimator without a kernel, once in a step
 KEEPING = 16  # of the rollouts that a step keeps
-# The waits of an update: for the lengths and the advantages; for loss and gradient norm, before the weights change; and for
-# Adam's moments after that. A micro-batch has none.
+# The waits of an update: for the lengths and the advantages; for loss and gradient norm, before the
+# weights change; and for Adam's moments after that. A micro-batch has none.
 WAITS = 3
 WAITS_OF_STEP = 2  # for the metrics of the step, and for those of the objective if it has any
 
@@ -80,7 +81,10 @@ def samples(gpu, num_prompts=4, num_rollouts=8):
     lengths = torch.randint(10, 41, (num_prompts * num_rollouts,), generator=g)
     tokens, num_tokens = torch.randint(0, 32, (num_prompts * 310,), generator=g), int(lengths.sum())
     prompts = Prompts(tokens, torch.arange(num_prompts + 1) * 310, torch.arange(num_prompts))
-    responses, is_truncated = torch.randint(0, 32, (num_tokens,), generator=g), torch.zeros(len(lengths), dtype=torch.bool)
+    responses, is_truncated = (
+        torch.randint(0, 32, (num_tokens,), generator=g),
+        torch.zeros(len(lengths), dtype=torch.bool),
+    )
     rollouts = Rollouts(responses, cumulative(lengths), torch.zeros(num_tokens), is_truncated)
     return Samples(gpu.put(prompts), gpu.put(rollouts))
 
@@ -135,7 +139,11 @@ def test_packing_launches_the_same_for_any_number_of_sequences(gpu):
         packer = Packer(batch.prompts, batch.rollouts, rewards(gpu, *shape, (-1,)), 0.1)
         with gpu.watch():
             packed = packer.pack(packer.split(packer.share(batch.sequences, 1)[0], 10**6)[0])
-            for spec in (packed.layout.sequences, packed.layout.to_prompts, packed.layout.responses):
+            for spec in (
+                packed.layout.sequences,
+                packed.layout.to_prompts,
+                packed.layout.responses,
+            ):
                 assert spec.varlen[0].device == GPU
         assert len(gpu.waits) == 1, f"only the lengths are read: {gpu}"
         counts.append(gpu.num_launches)
@@ -145,14 +153,23 @@ def test_packing_launches_the_same_for_any_number_of_sequences(gpu):
 def test_shared_prompt_attention_is_three_calls_of_flash_attention(gpu):
     batch = samples(gpu)
     with gpu:
-        layout = Packer(batch.prompts, batch.rollouts, rewards(gpu, shape=(-1,))).pack(batch.sequences).layout
+        layout = (
+            Packer(batch.prompts, batch.rollouts, rewards(gpu, shape=(-1,)))
+            .pack(batch.sequences)
+            .layout
+        )
         size = sum(layout.sizes)
-        q, k, v = (torch.empty(size, heads, 64, dtype=torch.bfloat16, device=GPU, requires_grad=True) for heads in (4, 2, 2))
+        q, k, v = (
+            torch.empty(size, heads, 64, dtype=torch.bfloat16, device=GPU, requires_grad=True)
+            for heads in (4, 2, 2)
+        )
         for spec in (layout.sequences, layout.to_prompts, layout.responses):
             assert spec.varlen
     with gpu.watch():
         shared_prompt_attention(q, k, v, layout).sum().backward()
-    assert gpu.launches["_flash_attention_forward"] == gpu.launches["_flash_attention_backward"] == 3
+    assert (
+        gpu.launches["_flash_attention_forward"] == gpu.launches["_flash_attention_backward"] == 3
+    )
     assert not gpu.waits, str(gpu)
     assert gpu.num_launches <= 30, str(gpu)
 
@@ -161,12 +178,19 @@ def test_the_loss_from_hidden_states(gpu):
     counts = []
     for num_sequences in (4, 64):
         with gpu:
-            hidden = torch.empty(num_sequences * 8, 64, dtype=torch.bfloat16, device=GPU, requires_grad=True)
+            hidden = torch.empty(
+                num_sequences * 8, 64, dtype=torch.bfloat16, device=GPU, requires_grad=True
+            )
             weight = torch.empty(1000, 64, device=GPU, requires_grad=True)
-        targets, cu_seqlens = gpu.put(torch.arange(num_sequences * 8)), gpu.put(torch.arange(num_sequences + 1) * 8)
+        targets, cu_seqlens = (
+            gpu.put(torch.arange(num_sequences * 8)),
+            gpu.put(torch.arange(num_sequences + 1) * 8),
+        )
         advantages = gpu.put(torch.arange(1.0, num_sequences + 1))
         with gpu.watch():
-            loss, _ = ops.linear_policy_gradient_loss(hidden, weight, targets, advantages, cu_seqlens)
+            loss, _ = ops.linear_policy_gradient_loss(
+                hidden, weight, targets, advantages, cu_seqlens
+            )
             loss.backward()
         assert not gpu.waits, str(gpu)
         assert gpu.launches["token_loss"] == 1
@@ -227,11 +251,14 @@ def test_an_update(gpu):
 
 
 def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
-    assert update(gpu, num_prompts=2, num_rollouts=4) == update(gpu, num_prompts=16, num_rollouts=16), str(gpu)
+    assert update(gpu, num_prompts=2, num_rollouts=4) == update(
+        gpu, num_prompts=16, num_rollouts=16
+    ), str(gpu)
 
 
 def test_an_update_waits_no_more_for_several_micro_batches(gpu):
-    update(gpu, num_prompts=4, num_rollouts=8, budget=700)  # each prompt alone, with its 8 responses
+    # each prompt alone, with its 8 responses
+    update(gpu, num_prompts=4, num_rollouts=8, budget=700)
     assert len(gpu.waits) <= WAITS, str(gpu)
 
 
@@ -260,7 +287,9 @@ def test_a_whole_step(gpu, objective):
         learning = learner(gpu)
         engine = NativeEngine(learning.model, torch.bfloat16, cache_bytes=10**9)
         batch = collected(samples(gpu), rewards(gpu))
-    trainer = Trainer(Collector(batch), OBJECTIVES[objective], learning, engine, LearningRate(1e-3, 10, 0))
+    trainer = Trainer(
+        Collector(batch), OBJECTIVES[objective], learning, engine, LearningRate(1e-3, 10, 0)
+    )
     for n in (1, 2):
         with gpu.watch():
             metrics = trainer.step(n, 0).metrics
@@ -277,7 +306,14 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
         learning.settings = dataclasses.replace(learning.settings, kl_coef=0.1)
         engine = NativeEngine(learning.model, torch.bfloat16, cache_bytes=10**9)
         batch = collected(samples(gpu), rewards(gpu))
-    trainer = Trainer(Collector(batch), OBJECTIVES["grpo"], learning, engine, LearningRate(1e-3, 10, 0), correction=CORRECTION)
+    trainer = Trainer(
+        Collector(batch),
+        OBJECTIVES["grpo"],
+        learning,
+        engine,
+        LearningRate(1e-3, 10, 0),
+        correction=CORRECTION,
+    )
     with gpu.watch():
         trainer.step(1, 0)
     assert len(gpu.waits) <= WAITS + 1 + 2, f"two more for the log-probs and their metrics: {gpu}"
@@ -290,11 +326,20 @@ def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu
         batch = collected(samples(gpu), rewards(gpu))
     counts = []
     for number in (0, 0, 8):  # the first step allocates gradients and moments
-        trainer = Trainer(Collector(batch), OBJECTIVES["maxrl"], learning, engine, LearningRate(1e-3, 10, 0))
+        trainer = Trainer(
+            Collector(batch), OBJECTIVES["maxrl"], learning, engine, LearningRate(1e-3, 10, 0)
+        )
         with gpu.watch():
             done = trainer.step(1, 0)
             if number:
-                assert len(rollout_records(Collector.task, done.batch, done.advantages, number, Ranks())) == number
+                assert (
+                    len(
+                        rollout_records(
+                            Collector.task, done.batch, done.advantages, number, Ranks()
+                        )
+                    )
+                    == number
+                )
         counts.append((len(gpu.waits), gpu.num_launches))
     assert counts[2][0] == counts[1][0] + 2, str(gpu)
     assert counts[2][1] <= counts[1][1] + KEEPING, f"{counts}: {gpu}"
@@ -302,8 +347,18 @@ def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu
 
 # What a change might add, behind which function, and the budget that must find it.
 PLANTED = {
-    "a value of the loss is read": (Learner, "loss", lambda result: float(result[0].detach()), test_an_update),
-    "a weight is checked": (Learner, "zero_gradients", lambda _: bool(torch.ones(2, device=GPU).any()), test_an_update),
+    "a value of the loss is read": (
+        Learner,
+        "loss",
+        lambda result: float(result[0].detach()),
+        test_an_update,
+    ),
+    "a weight is checked": (
+        Learner,
+        "zero_gradients",
+        lambda _: bool(torch.ones(2, device=GPU).any()),
+        test_an_update,
+    ),
     "a kernel for each sequence": (
         Packer,
         "pack",
@@ -316,7 +371,12 @@ PLANTED = {
         lambda batch: torch.arange(3).to(GPU),
         test_packing_launches_the_same_for_any_number_of_sequences,
     ),
-    "twenty more kernels": (Learner, "loss", lambda result: [result[0] + s for s in range(20)], test_an_update),
+    "twenty more kernels": (
+        Learner,
+        "loss",
+        lambda result: [result[0] + s for s in range(20)],
+        test_an_update,
+    ),
     "a wait in decoding": (
         DecodeSlots,
         "_append",

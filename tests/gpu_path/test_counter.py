@@ -1,4 +1,6 @@
-"""The counter itself: what it takes for a kernel and for a wait, and that it finds what the budgets are there for."""
+"""The counter itself: what it takes for a kernel and for a wait, and that it finds what the budgets
+are there for.
+"""
 
 import pytest
 import torch
@@ -38,12 +40,16 @@ READS = {
     "cpu": lambda x: x.cpu(),
     "nonzero": lambda x: (x > 2).nonzero(),
     "boolean index": lambda x: x[x > 2],
-    "assignment by a boolean index": lambda x: x.index_put_(((x > 2),), torch.zeros((), device=GPU)),
+    "assignment by a boolean index": lambda x: x.index_put_(
+        ((x > 2),), torch.zeros((), device=GPU)
+    ),
     "unique": lambda x: torch.unique(x),
     "repeat_interleave": lambda x: torch.repeat_interleave(x),
     "data": lambda x: torch.tensor([1, 2], device=GPU),
     "pageable memory": lambda x: torch.arange(4).to(GPU, non_blocking=True),
-    "select of rollouts": lambda x: Rollouts(x, torch.tensor([0, 4]).to(GPU), x, x > 0).select(x[:1]),
+    "select of rollouts": lambda x: Rollouts(x, torch.tensor([0, 4]).to(GPU), x, x > 0).select(
+        x[:1]
+    ),
 }
 
 
@@ -97,7 +103,9 @@ def test_a_kernel_of_the_package_gets_no_tensor_of_the_host(gpu):
     call = KernelLaunch(GPU)
     x = gpu.put(torch.zeros(3))
     call.address("x", x, torch.float32, (3,))
-    with pytest.raises(ValueError, match=r"x must be a contiguous torch.float64 tensor of shape \(3,\) on cuda:0"):
+    with pytest.raises(
+        ValueError, match=r"x must be a contiguous torch.float64 tensor of shape \(3,\) on cuda:0"
+    ):
         call.address("x", x, torch.float64, (3,))
     with pytest.raises(AssertionError, match="not on the GPU"):
         call.keep(torch.zeros(3))

@@ -1,4 +1,6 @@
-"""Whole calls of the native engine on a GPU that does not exist (pretend.py): devices, captures, and where the host waits."""
+"""Whole calls of the native engine on a GPU that does not exist (pretend.py): devices, captures,
+and where the host waits.
+"""
 
 import contextlib
 
@@ -15,7 +17,8 @@ from tests.gpu_path.test_budgets import policy
 LIMIT = 40  # tokens of a response
 SAMPLING = Sampling(1.0, LIMIT, (7, 2))
 NUM_PROMPTS = 4
-# Before and after the steps: checks of the request, the prompts' lengths, the prefill's indices, the packing of the responses.
+# Before and after the steps: checks of the request, the prompts' lengths, the prefill's indices,
+# the packing of the responses.
 WAITS_OF_CALL = 25
 # Which samples have ended; then the indices of these, twice, and those of the rows to keep.
 WAITS_OF_BURST = 4
@@ -40,7 +43,9 @@ class Graph:
     def __init__(self, step, gpu, steps):
         waits = len(gpu.waits)
         step()
-        assert len(gpu.waits) == waits, f"a step must not wait, or it cannot be captured: {gpu.waits[waits:]}"
+        assert len(gpu.waits) == waits, (
+            f"a step must not wait, or it cannot be captured: {gpu.waits[waits:]}"
+        )
         self.state = steps[-1]
 
     def replay(self):
@@ -75,7 +80,9 @@ def engine(gpu, captures, monkeypatch):
 def sample(gpu, engine, num_samples, sampling=SAMPLING):
     """Sample, check the responses' lengths, and return how often the host waited."""
     lengths, ids = torch.tensor([30, 7, 41, 12]), torch.arange(NUM_PROMPTS)
-    prompts = Prompts(torch.arange(90) % 32, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), ids)
+    prompts = Prompts(
+        torch.arange(90) % 32, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), ids
+    )
     prompts = gpu.put(prompts)
     with gpu:
         gpu.waits.clear()
@@ -89,7 +96,13 @@ def sample(gpu, engine, num_samples, sampling=SAMPLING):
 
 
 def test_captured_steps_serve_later_calls_larger_grids_and_other_sampling(gpu, engine, captures):
-    calls = [(16, SAMPLING, 6), (16, SAMPLING, 0), (3, SAMPLING, 0), (40, SAMPLING, 6), (16, SAMPLING, 0)]
+    calls = [
+        (16, SAMPLING, 6),
+        (16, SAMPLING, 0),
+        (3, SAMPLING, 0),
+        (40, SAMPLING, 6),
+        (16, SAMPLING, 0),
+    ]
     for num_samples, sampling, new in [*calls, (16, SAMPLING.greedy, 5), (40, SAMPLING.greedy, 1)]:
         captures.clear()
         sample(gpu, engine, num_samples, sampling)

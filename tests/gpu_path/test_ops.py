@@ -1,4 +1,6 @@
-"""The operators never wait for the device, whatever their options: checks of values are for tensors of the host."""
+"""The operators never wait for the device, whatever their options: checks of values are for tensors
+of the host.
+"""
 
 import pytest
 import torch
@@ -31,12 +33,23 @@ def logits(gpu):
 def test_a_loss(gpu, tokens, loss, aggregation):
     aggregation = LOSSES[loss].aggregation or aggregation
     values, x = gpu.put(torch.arange(float(T))), logits(gpu)
-    options = {"old_logprobs": values, "ref_logprobs": values, "importance_weights": values, "kl_coef": 0.1}
-    options |= {"mask": gpu.put(torch.arange(T) % 3 > 0), "entropy_coef": 0.1, "temperature": gpu.put(torch.ones(T))}
+    options = {
+        "old_logprobs": values,
+        "ref_logprobs": values,
+        "importance_weights": values,
+        "kl_coef": 0.1,
+    }
+    options |= {
+        "mask": gpu.put(torch.arange(T) % 3 > 0),
+        "entropy_coef": 0.1,
+        "temperature": gpu.put(torch.ones(T)),
+    }
     if aggregation == "seq_sum_constant":
         options["denominator"] = gpu.put(torch.tensor(100.0))
     with gpu.watch():
-        total, metrics = ops.policy_gradient_loss(x, **tokens, loss=loss, aggregation=aggregation, **options)
+        total, metrics = ops.policy_gradient_loss(
+            x, **tokens, loss=loss, aggregation=aggregation, **options
+        )
         total.backward()
     # A share of the tokens is a number of tokens, which the host must know.
     assert bool(gpu.waits) == ("share" in LOSSES[loss].options), str(gpu)
@@ -57,7 +70,9 @@ def test_rewards_and_loss_of_pacs(gpu, tokens):
         logprobs, reference = (torch.empty(T, device=GPU, requires_grad=i == 0) for i in range(2))
     labels, offsets = gpu.put(torch.tensor([0.0, 1.0, 1.0, 0.0])), gpu.put(torch.tensor([0, 1, 4]))
     with gpu.watch():
-        proxies = ops.log_ratio_reward(logprobs, reference, tokens["cu_seqlens"], mask=gpu.put(torch.ones(T, dtype=torch.bool)))
+        proxies = ops.log_ratio_reward(
+            logprobs, reference, tokens["cu_seqlens"], mask=gpu.put(torch.ones(T, dtype=torch.bool))
+        )
         ops.pacs_loss(proxies, labels, offsets)[0].backward()
     assert not gpu.waits, str(gpu)
     kernels = ("log_ratio_reward", "pacs_loss", "log_ratio_reward_backward", "zeros", "mul")
@@ -77,7 +92,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_advantages_of_uneven_groups(gpu, layout, estimator):
     rewards = gpu.put((torch.arange(12) % 2).float())
-    arguments = {name: gpu.put(x) for name, x in LAYOUTS[layout].items()} | ({"k": 2} if estimator == "maxpo" else {})
+    arguments = {name: gpu.put(x) for name, x in LAYOUTS[layout].items()} | (
+        {"k": 2} if estimator == "maxpo" else {}
+    )
     if ops.ESTIMATORS[estimator].kernel is None:
         arguments["max_group_size"] = 12  # else the largest size is read from the device
     for _ in range(2):  # the first call makes tables, which are kept

@@ -5,7 +5,12 @@ import torch
 from maxrl_fast.runtime.device import to_device, to_host
 from tests.gpu_path.pretend import GPU
 
-TENSORS = [torch.tensor([2**52 + 1, -3]), torch.tensor(0.1), torch.tensor([[True, False]]), torch.zeros(0, 3)]
+TENSORS = [
+    torch.tensor([2**52 + 1, -3]),
+    torch.tensor(0.1),
+    torch.tensor([[True, False]]),
+    torch.zeros(0, 3),
+]
 
 
 def test_values_come_to_the_host_in_one_read(gpu):
@@ -33,4 +38,6 @@ def test_indices_go_to_the_device_in_one_copy_that_nothing_waits_for(gpu):
 
 def test_on_the_host_nothing_is_copied():
     assert all(a is b for a, b in zip(to_host(*TENSORS), TENSORS, strict=True))
-    assert all(a is b for a, b in zip(to_device(torch.device("cpu"), *TENSORS), TENSORS, strict=True))
+    assert all(
+        a is b for a, b in zip(to_device(torch.device("cpu"), *TENSORS), TENSORS, strict=True)
+    )

@@ -13,16 +13,22 @@ def test_every_estimator_is_computed_within_shuffled_uneven_groups(name, binary)
     if uneven.needs_binary(name) and not binary:
         return
     batch, options = uneven.rollouts(binary=binary), uneven.options_of(name)
-    actual, returns = advantages_and_returns(name, options, batch.token_level_rewards, batch.mask, batch.prompts)
+    actual, returns = advantages_and_returns(
+        name, options, batch.token_level_rewards, batch.mask, batch.prompts
+    )
     assert torch.equal(returns, actual)
-    expected = uneven.one_group_at_a_time(name, batch.rewards, batch.prompts, batch.lengths, **options)
+    expected = uneven.one_group_at_a_time(
+        name, batch.rewards, batch.prompts, batch.lengths, **options
+    )
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(actual, expected[:, None] * batch.mask, rtol=1e-5, atol=1e-6)
 
 
 def test_the_advantages_are_those_of_the_definition():
     batch = uneven.rollouts(binary=False)
-    actual = rollout_advantages("maxpo", {"k": uneven.K}, batch.rewards, batch.prompts, batch.lengths)
+    actual = rollout_advantages(
+        "maxpo", {"k": uneven.K}, batch.rewards, batch.prompts, batch.lengths
+    )
     for key in set(batch.prompts):
         members = [i for i, other in enumerate(batch.prompts) if other == key]
         if len(members) > uneven.K:
@@ -40,7 +46,9 @@ def test_a_rollout_without_a_reward_is_left_out_of_its_group():
         actual = rollout_advantages("maxrl", {}, rewards, batch.prompts, batch.lengths)
     kept = (~missing).nonzero()[:, 0].tolist()
     prompts = [batch.prompts[i] for i in kept]
-    expected = uneven.one_group_at_a_time("maxrl", batch.rewards[kept], prompts, batch.lengths[kept])
+    expected = uneven.one_group_at_a_time(
+        "maxrl", batch.rewards[kept], prompts, batch.lengths[kept]
+    )
     assert torch.equal(actual[kept], expected)
     assert not actual[missing].any()
 

@@ -1,4 +1,6 @@
-"""The estimators inside the real SkyRL, in its own environment with the installed wheel: `make test-integrations`."""
+"""The estimators inside the real SkyRL, in its own environment with the installed wheel: `make
+test-integrations`.
+"""
 
 import os
 import subprocess
@@ -31,7 +33,9 @@ def compute(batch, estimator, index=None):
     from skyrl.backends.skyrl_train.utils.ppo_utils import compute_advantages_and_returns
 
     index = batch.prompts if index is None else index
-    return compute_advantages_and_returns(batch.token_level_rewards, batch.mask, index, estimator, config=None)
+    return compute_advantages_and_returns(
+        batch.token_level_rewards, batch.mask, index, estimator, config=None
+    )
 
 
 def test_the_installed_package_is_tested():
@@ -44,7 +48,9 @@ def test_skyrl_computes_every_estimator(skyrl, name):
     skyrl.register(name, **options)
     batch = uneven.rollouts(binary=uneven.needs_binary(name))
     advantages, returns = compute(batch, f"maxrl_fast/{name}")
-    expected = uneven.one_group_at_a_time(name, batch.rewards, batch.prompts, batch.lengths, **options)
+    expected = uneven.one_group_at_a_time(
+        name, batch.rewards, batch.prompts, batch.lengths, **options
+    )
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(advantages, expected[:, None] * batch.mask, rtol=1e-5, atol=1e-6)
     assert torch.equal(returns, advantages)
@@ -62,13 +68,19 @@ def test_importing_registers_every_estimator_and_options_are_given_by_register(s
         compute(batch, "maxrl_fast/maxpo")
     for k in (2, 4):
         skyrl.register("maxpo", k=k)
-        expected = uneven.one_group_at_a_time("maxpo", batch.rewards, batch.prompts, batch.lengths, k=k)
-        torch.testing.assert_close(compute(batch, "maxrl_fast/maxpo")[0], expected[:, None] * batch.mask)
+        expected = uneven.one_group_at_a_time(
+            "maxpo", batch.rewards, batch.prompts, batch.lengths, k=k
+        )
+        torch.testing.assert_close(
+            compute(batch, "maxrl_fast/maxpo")[0], expected[:, None] * batch.mask
+        )
     with pytest.raises(ValueError, match=r"the estimator must be one of maxpo, .*, got 'self'"):
         skyrl.register("self")
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("maxrl_ratio", "maxrl"), ("rloo", "rloo"), ("grpo", "grpo")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("maxrl_ratio", "maxrl"), ("rloo", "rloo"), ("grpo", "grpo")]
+)
 def test_the_same_estimators_of_skyrl_agree_in_groups_of_two_and_more(skyrl, ours, theirs):
     skyrl.register(ours)
     batch = uneven.rollouts()
@@ -92,7 +104,9 @@ def test_a_function_of_the_registry_survives_pickling_to_another_process(skyrl, 
     skyrl.register("maxpo", k=1)
     (tmp_path / "function").write_bytes(cloudpickle.dumps(Registry.get("maxrl_fast/maxpo")))
     command = [sys.executable, "-c", UNPICKLE, str(tmp_path / "function")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ})
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ}
+    )
     assert done.stdout.strip() == "[1.0, -1.0, -1.0, 1.0]", done.stderr
 
 
@@ -114,9 +128,13 @@ def test_rays_workers_have_the_estimators_of_the_driver(skyrl):
         typing.TypedDict = typing_extensions.TypedDict
         from skyrl.backends.skyrl_train.utils import ppo_utils
 
-        first = ppo_utils.compute_advantages_and_returns(rewards, mask, prompts, "maxrl_fast/maxpo", config=None)[0]
+        first = ppo_utils.compute_advantages_and_returns(
+            rewards, mask, prompts, "maxrl_fast/maxpo", config=None
+        )[0]
 
-        second = ppo_utils.compute_advantages_and_returns(rewards, mask, prompts, "maxrl_fast/maxpo", config=None)[0]
+        second = ppo_utils.compute_advantages_and_returns(
+            rewards, mask, prompts, "maxrl_fast/maxpo", config=None
+        )[0]
         return first, second
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

@@ -1,7 +1,9 @@
-"""The functions for slime, on what its trainer hands over (v0.3.1, commit 624b824a), which is not installed.
+"""The functions for slime, on what its trainer hands over (v0.3.1, commit 624b824a), which is not
+installed.
 
-`Sample` has the fields of slime/utils/types.py; `batch` those of get_batch in slime/backends/megatron_utils/data.py; the loss
-is compared with the formulas of policy_loss_function in slime/backends/megatron_utils/loss.py, in plain PyTorch.
+`Sample` has the fields of slime/utils/types.py; `batch` those of get_batch in
+slime/backends/megatron_utils/data.py; the loss is compared with the formulas of
+policy_loss_function in slime/backends/megatron_utils/loss.py, in plain PyTorch.
 """
 
 import importlib
@@ -40,25 +42,39 @@ def function(path):
 def samples_of(batch):
     ids = [batch.prompts.index(key) for key in batch.prompts]
     rows = zip(ids, batch.rewards.tolist(), batch.mask.tolist(), strict=True)
-    return [Sample(group, reward, mask, len(mask), rollout_id=i) for i, (group, reward, mask) in enumerate(rows)]
+    return [
+        Sample(group, reward, mask, len(mask), rollout_id=i)
+        for i, (group, reward, mask) in enumerate(rows)
+    ]
 
 
-@pytest.mark.parametrize(("name", "options"), [("maxpo", {"k": 4}), ("maxrl", {}), ("opo", {}), ("pacs_first_update", {})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("maxpo", {"k": 4}), ("maxrl", {}), ("opo", {}), ("pacs_first_update", {})],
+)
 def test_the_advantages_of_shuffled_uneven_groups(name, options):
     batch = uneven.rollouts()
     args = Namespace(reward_key=None, maxrl_fast=options)
     raw, advantages = function(f"maxrl_fast.integrations.slime.{name}")(args, samples_of(batch))
     assert raw == batch.rewards.tolist()
-    expected = uneven.one_group_at_a_time(name, batch.rewards, batch.prompts, batch.lengths, **options)
+    expected = uneven.one_group_at_a_time(
+        name, batch.rewards, batch.prompts, batch.lengths, **options
+    )
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(torch.tensor(advantages), expected)
 
 
 def test_rewards_by_key_and_samples_without_a_reward():
-    samples = [Sample(0, {"acc": 1.0}), Sample(0, {"acc": None}), Sample(1, {"acc": 0.0}), Sample(0, {"acc": 0.0})]
+    samples = [
+        Sample(0, {"acc": 1.0}),
+        Sample(0, {"acc": None}),
+        Sample(1, {"acc": 0.0}),
+        Sample(0, {"acc": 0.0}),
+    ]
     with pytest.warns(RuntimeWarning, match="1 of 4 rewards are NaN"):
         raw, advantages = slime.rloo(Namespace(reward_key="acc"), samples)
-    assert raw == pytest.approx([1.0, float("nan"), 0.0, 0.0], nan_ok=True)  # slime sums them for its log
+    # slime sums them for its log
+    assert raw == pytest.approx([1.0, float("nan"), 0.0, 0.0], nan_ok=True)
     assert advantages == [1.0, 0.0, 0.0, -1.0]
 
 
@@ -75,7 +91,10 @@ def test_the_parts_of_a_rollout_count_once_with_the_reward_of_the_last():
 
 
 def test_samples_without_a_prompt_are_refused():
-    with pytest.raises(ValueError, match="rloo needs the prompt of each sample as its group_index, got a sample with None"):
+    with pytest.raises(
+        ValueError,
+        match="rloo needs the prompt of each sample as its group_index, got a sample with None",
+    ):
         slime.rloo(Namespace(reward_key=None), [Sample(0, 1.0), Sample(None, 0.0)])
 
 
@@ -96,7 +115,9 @@ PROMPTS, RESPONSES, PAD, V = [3, 1, 4], [4, 5, 1], 6, 11
 
 
 def micro_batch():
-    """Return (batch, logits [1, T, V]) of three samples, of which the first two are parts of a rollout, and padding."""
+    """Return (batch, logits [1, T, V]) of three samples, of which the first two are parts of a
+    rollout, and padding.
+    """
     torch.manual_seed(0)
     totals = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     logits = (2 * torch.randn(1, sum(totals) + PAD, V)).requires_grad_()
@@ -108,17 +129,23 @@ def micro_batch():
         "response_lengths": RESPONSES,
         "loss_masks": masks,
         "rollout_mask_sums": [own[0] + own[1], own[0] + own[1], own[2]],
-        "advantages": [torch.full((n,), a) for n, a in zip(RESPONSES, (1.2, -0.7, 0.4), strict=True)],
+        "advantages": [
+            torch.full((n,), a) for n, a in zip(RESPONSES, (1.2, -0.7, 0.4), strict=True)
+        ],
         "log_probs": [],
     }
-    batch["log_probs"] = [(x + 0.4 * torch.randn(len(x))).detach() for x in logprobs_of(batch, logits, 0.8)]
+    batch["log_probs"] = [
+        (x + 0.4 * torch.randn(len(x))).detach() for x in logprobs_of(batch, logits, 0.8)
+    ]
     return batch, logits
 
 
 def logprobs_of(batch, logits, temperature):
     """Return the log-probs of each response, from the row before each token."""
     found, end = [], 0
-    for tokens, total, n in zip(batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True):
+    for tokens, total, n in zip(
+        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
+    ):
         end += total
         rows = (logits[0, end - n - 1 : end - 1] / temperature).log_softmax(-1)
         found.append(rows.gather(1, tokens[total - n :, None])[:, 0])
@@ -126,10 +153,23 @@ def logprobs_of(batch, logits, temperature):
 
 
 def loss_of_slime(args, batch, logits):
-    """Return the sum over samples of the masked sum of token losses over the tokens of the rollout."""
+    """Return the sum over samples of the masked sum of token losses over the tokens of the
+    rollout.
+    """
     logprobs, total = logprobs_of(batch, logits, args.rollout_temperature), 0.0
-    olds = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"] or [x.detach() for x in logprobs]
-    per_sample = zip(logprobs, olds, batch["advantages"], batch["loss_masks"], batch["rollout_mask_sums"], strict=True)
+    olds = (
+        batch["rollout_log_probs"]
+        if args.use_rollout_logprobs
+        else batch["log_probs"] or [x.detach() for x in logprobs]
+    )
+    per_sample = zip(
+        logprobs,
+        olds,
+        batch["advantages"],
+        batch["loss_masks"],
+        batch["rollout_mask_sums"],
+        strict=True,
+    )
     for logp, old, advantage, mask, count in per_sample:
         log_ratio = logp - old
         if args.advantage_estimator == "gspo":
@@ -138,7 +178,9 @@ def loss_of_slime(args, batch, logits):
         clipped = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
         values = torch.maximum(-ratio * advantage, -clipped * advantage)
         if args.eps_clip_c is not None:
-            values = torch.where(advantage < 0, torch.minimum(values, -args.eps_clip_c * advantage), values)
+            values = torch.where(
+                advantage < 0, torch.minimum(values, -args.eps_clip_c * advantage), values
+            )
         if args.advantage_estimator == "cispo":
             values = -clipped.detach() * advantage * logp
         total = total + (values * mask).sum() / (1 if args.calculate_per_token_loss else count)
@@ -157,7 +199,9 @@ def test_loss_and_gradient_are_those_of_slime(changed):
     batch["rollout_log_probs"] = [x - 0.2 for x in batch["log_probs"]]
     batch["log_probs"] = changed.get("log_probs", batch["log_probs"])
     args = Namespace(**(vars(ARGS) | changed))
-    loss, metrics = function("maxrl_fast.integrations.slime_loss.policy_loss")(args, batch, logits, None)
+    loss, metrics = function("maxrl_fast.integrations.slime_loss.policy_loss")(
+        args, batch, logits, None
+    )
     (gradient,) = torch.autograd.grad(loss, logits)
     expected = loss_of_slime(args, batch, logits)
     (expected_gradient,) = torch.autograd.grad(expected, logits)
@@ -177,10 +221,16 @@ def test_a_micro_batch_without_trained_tokens_has_a_gradient_of_0():
     assert not torch.autograd.grad(loss, logits)[0].any()
 
 
-@pytest.mark.parametrize("changed", [{"tensor_model_parallel_size": 2}, {"entropy_coef": 0.01}, {"use_tis": True}])
+@pytest.mark.parametrize(
+    "changed", [{"tensor_model_parallel_size": 2}, {"entropy_coef": 0.01}, {"use_tis": True}]
+)
 def test_terms_that_the_loss_does_not_have_are_refused(changed):
     ((name, value),) = changed.items()
     with pytest.raises(ValueError, match=f"maxrl_fast's loss has no {name}={value}"):
         slime_loss.policy_loss(Namespace(**(vars(ARGS) | changed)), *micro_batch(), None)
     with pytest.raises(ValueError, match=r"kl_loss_coef=0\.1"):
-        slime_loss.policy_loss(Namespace(**(vars(ARGS) | {"use_kl_loss": True, "kl_loss_coef": 0.1})), *micro_batch(), None)
+        slime_loss.policy_loss(
+            Namespace(**(vars(ARGS) | {"use_kl_loss": True, "kl_loss_coef": 0.1})),
+            *micro_batch(),
+            None,
+        )

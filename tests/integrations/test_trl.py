@@ -1,4 +1,6 @@
-"""TRL trains with our advantages: the ones that its loss sees are ours, from the rewards that it logged."""
+"""TRL trains with our advantages: the ones that its loss sees are ours, from the rewards that it
+logged.
+"""
 
 import json
 import math
@@ -20,7 +22,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def job():
-    """The module with the trainers. It needs TRL, which the environment of the other tests does not have."""
+    """The module with the trainers. It needs TRL, which the environment of the other tests does not
+    have.
+    """
     from tests.integrations import trl_job
 
     return trl_job
@@ -34,10 +38,16 @@ def integration():
 
 
 def ours(rows, estimator, weights=(1.0,), **options):
-    """Return the advantages of a generated batch; its groups are found by their prompts, not by position."""
+    """Return the advantages of a generated batch; its groups are found by their prompts, not by
+    position.
+    """
     rewards = torch.tensor(
         [
-            sum(weight * reward for weight, reward in zip(weights, row, strict=True) if not math.isnan(reward))
+            sum(
+                weight * reward
+                for weight, reward in zip(weights, row, strict=True)
+                if not math.isnan(reward)
+            )
             if not all(math.isnan(reward) for reward in row)
             else math.nan
             for row in rows["rewards"]
@@ -47,7 +57,9 @@ def ours(rows, estimator, weights=(1.0,), **options):
     groups = torch.tensor([prompts.index(prompt) for prompt in rows["prompts"]])
     if "lengths" in ops.ESTIMATORS[estimator].inputs:
         options["lengths"] = torch.tensor([len(ids) for ids in rows["responses"]])
-    return ops.group_advantage(rewards.nan_to_num(), estimator, group_ids=groups, valid=valid, **options)
+    return ops.group_advantage(
+        rewards.nan_to_num(), estimator, group_ids=groups, valid=valid, **options
+    )
 
 
 def check(generated, seen, estimator, **options):
@@ -74,8 +86,14 @@ TWO_BATCHES = {"gradient_accumulation_steps": 2, "scale_rewards": "batch"}
 @pytest.mark.parametrize(("name", "arguments", "estimator", "options"), CASES)
 def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator, options):
     """With gradient accumulation, and two rewards of which either or both may be unknown."""
-    trainer = job.run(name, tmp_path, arguments=arguments, config=TWO_BATCHES, unknown=True, weights=(1.0, -0.5))
-    known = {sum(not math.isnan(reward) for reward in row) for rows in trainer.generated for row in rows["rewards"]}
+    trainer = job.run(
+        name, tmp_path, arguments=arguments, config=TWO_BATCHES, unknown=True, weights=(1.0, -0.5)
+    )
+    known = {
+        sum(not math.isnan(reward) for reward in row)
+        for rows in trainer.generated
+        for row in rows["rewards"]
+    }
     assert known == {0, 1, 2}
     assert len(trainer.seen) == 3 * 16
     assert check(trainer.generated, trainer.seen, estimator, weights=(1.0, -0.5), **options) > 10
@@ -83,8 +101,15 @@ def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator,
 
 @pytest.mark.parametrize("name", ["maxrl", "pacs"])
 def test_evaluation_has_groups_of_its_own_size(job, tmp_path, name):
-    """Of two rollouts; its advantages are logged too. The policy stays, so that PACS has those that were logged."""
-    config = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 8}
+    """Of two rollouts; its advantages are logged too. The policy stays, so that PACS has those that
+    were logged.
+    """
+    config = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "num_generations_eval": 2,
+        "per_device_eval_batch_size": 8,
+    }
     config |= {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}
     data = job.Dataset.from_dict({"prompt": [f"l {letter}" for letter in "abcdefgh"]})
     trainer = job.run(name, tmp_path, config=config, arguments={"eval_dataset": data})
@@ -94,28 +119,44 @@ def test_evaluation_has_groups_of_its_own_size(job, tmp_path, name):
     if name == "maxrl":
         check(trainer.generated, trainer.seen, "maxrl")
     logged = [advantage for rows in trainer.generated for advantage in rows["logged"]]
-    assert {round(advantage, 4) for *_, advantage in trainer.seen} == {round(advantage, 4) for advantage in logged}
+    assert {round(advantage, 4) for *_, advantage in trainer.seen} == {
+        round(advantage, 4) for advantage in logged
+    }
     assert max(logged) > 0.1
 
 
 def test_a_version_of_trl_without_the_methods_is_refused(job, tmp_path, monkeypatch):
     monkeypatch.delattr(job.GRPOTrainer, "_calculate_rewards")
-    with pytest.raises(RuntimeError, match=r"needs the GRPOTrainer of TRL 1.16, got TRL .* which has no _calculate_rewards"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"needs the GRPOTrainer of TRL 1.16, got TRL .* which has no _calculate_rewards",
+    ):
         job.build("maxrl", tmp_path)
 
 
 def test_a_mixin_behind_the_trainer_is_refused(job):
     """TRL's methods would be called, not ours."""
-    with pytest.raises(TypeError, match="the bases of Behind must have the mixin before GRPOTrainer"):
+    with pytest.raises(
+        TypeError, match="the bases of Behind must have the mixin before GRPOTrainer"
+    ):
         type("Behind", (job.GRPOTrainer, job.AdvantageMixin), {})
 
 
 def run_in_two_processes(folder, name, **options):
     """Return what each process kept."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command = [*launch, "-m", "tests.integrations.trl_job", name, json.dumps(options), str(folder)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     records = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert [record["processes"] for record in records] == [2, 2]
@@ -125,7 +166,9 @@ def run_in_two_processes(folder, name, **options):
 
 
 def test_each_of_two_processes_sees_its_own_advantages(tmp_path):
-    """Three prompts of four responses on two processes of six rows each: the second group spans both."""
+    """Three prompts of four responses on two processes of six rows each: the second group spans
+    both.
+    """
     config = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     for record in run_in_two_processes(tmp_path, "maxrl", config=config, unknown=True):
         assert len(record["seen"]) == 3 * 6
@@ -133,11 +176,16 @@ def test_each_of_two_processes_sees_its_own_advantages(tmp_path):
 
 
 def test_each_of_two_processes_computes_pacs_anew_from_its_own_groups(tmp_path):
-    """The policy stays the one that sampled, so the advantages of the second update are those that were logged."""
+    """The policy stays the one that sampled, so the advantages of the second update are those that
+    were logged.
+    """
     config = {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}
     for record in run_in_two_processes(tmp_path, "pacs", config=config, unknown=True):
         (rows,) = record["generated"]
-        logged = {tuple(ids): advantage for ids, advantage in zip(rows["responses"], rows["logged"], strict=True)}
+        logged = {
+            tuple(ids): advantage
+            for ids, advantage in zip(rows["responses"], rows["logged"], strict=True)
+        }
         assert len(record["seen"]) == 2 * 8
         for _, ids, advantage in record["seen"]:
             assert advantage == pytest.approx(logged[tuple(ids)], abs=1e-5)
@@ -179,10 +227,20 @@ def test_the_correction_for_vllm_stays_in_the_batch(job, tmp_path, monkeypatch):
         ("own", {"arguments": {"estimator": "maxgrpo"}}, "estimator must be one of"),
         ("own", {"arguments": {"estimator": "unlikeliness"}}, "unlikeliness needs logprobs"),
         ("maxpo", {}, "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
-        ("maxrl", {"config": {"multi_objective_aggregation": "normalize_then_sum"}}, "must be sum_then_normalize"),
+        (
+            "maxrl",
+            {"config": {"multi_objective_aggregation": "normalize_then_sum"}},
+            "must be sum_then_normalize",
+        ),
         (
             "pacs",
-            {"config": {"num_iterations": 2, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}},
+            {
+                "config": {
+                    "num_iterations": 2,
+                    "per_device_train_batch_size": 6,
+                    "gradient_accumulation_steps": 2,
+                }
+            },
             "whole groups",
         ),
         ("pacs", {"arguments": {"pacs_score": "best"}}, "score must be one of"),
@@ -197,20 +255,33 @@ def test_what_does_not_fit_is_refused_before_training(job, tmp_path, name, optio
 def test_linear_logprobs_are_those_of_trl(integration, softcap, scale):
     """Values and gradients, with a soft cap and a scale of the logits."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(7, 8, generator=generator) * 3, torch.randn(19, 8, generator=generator)
+    hidden, weight = (
+        torch.randn(7, 8, generator=generator) * 3,
+        torch.randn(19, 8, generator=generator),
+    )
     targets, results = torch.randint(19, (7,), generator=generator), []
     for function in (integration._ChunkedLogProbFunction, integration._LinearLogprobs):
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy, *rest = function.apply(*inputs, None, targets, 0.7, 256, softcap, scale, ("log_probs", "entropy"))
+        logprobs, entropy, *rest = function.apply(
+            *inputs, None, targets, 0.7, 256, softcap, scale, ("log_probs", "entropy")
+        )
         assert rest == [None] * 3
-        results.append((logprobs, entropy, *torch.autograd.grad((logprobs * hidden[:, 0] + entropy).sum(), inputs)))
+        results.append(
+            (
+                logprobs,
+                entropy,
+                *torch.autograd.grad((logprobs * hidden[:, 0] + entropy).sum(), inputs),
+            )
+        )
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_an_output_layer_with_a_bias_is_refused(integration):
     hidden, weight, targets = torch.randn(3, 8), torch.randn(5, 8), torch.arange(3)
     with pytest.raises(ValueError, match="without a bias"):
-        integration._LinearLogprobs.apply(hidden, weight, torch.zeros(5), targets, 1.0, 256, None, 1.0, ("log_probs",))
+        integration._LinearLogprobs.apply(
+            hidden, weight, torch.zeros(5), targets, 1.0, 256, None, 1.0, ("log_probs",)
+        )
 
 
 def test_training_with_linear_logprobs(job, integration, tmp_path, monkeypatch):
@@ -218,17 +289,28 @@ def test_training_with_linear_logprobs(job, integration, tmp_path, monkeypatch):
     calls, results = [], []
     # monkeypatch puts both back at the end
     original = ops.linear_token_logprobs
-    monkeypatch.setattr(ops, "linear_token_logprobs", lambda *args, **options: calls.append(1) or original(*args, **options))
-    monkeypatch.setattr(integration.utils, "_ChunkedLogProbFunction", integration._ChunkedLogProbFunction)
+    monkeypatch.setattr(
+        ops,
+        "linear_token_logprobs",
+        lambda *args, **options: calls.append(1) or original(*args, **options),
+    )
+    monkeypatch.setattr(
+        integration.utils, "_ChunkedLogProbFunction", integration._ChunkedLogProbFunction
+    )
     for change in (lambda: None, integration.use_linear_logprobs):
         change()
-        trainer = job.run("maxrl", tmp_path, config={"max_steps": 1, "optim": "sgd", "learning_rate": 1.0})
+        trainer = job.run(
+            "maxrl", tmp_path, config={"max_steps": 1, "optim": "sgd", "learning_rate": 1.0}
+        )
         results.append(dict(trainer.model.state_dict()))
         results[-1]["calls"] = torch.tensor(len(calls))
     assert int(results[0].pop("calls")) == 0
     assert int(results[1].pop("calls")) == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    assert any((results[0][name] - weight).abs().max() > 1e-3 for name, weight in job.policy().state_dict().items())
+    assert any(
+        (results[0][name] - weight).abs().max() > 1e-3
+        for name, weight in job.policy().state_dict().items()
+    )
 
 
 def test_the_page_shows_arguments_that_trl_takes(tmp_path):
@@ -236,5 +318,10 @@ def test_the_page_shows_arguments_that_trl_takes(tmp_path):
 
     (shown,) = re.findall(r"GRPOConfig\((.*?)\)", (ROOT / "docs" / "integrations.md").read_text())
     arguments = dict(argument.split("=") for argument in shown.split(", "))
-    config = GRPOConfig(tmp_path, use_cpu=True, bf16=False, **{name: int(value) for name, value in arguments.items()})
+    config = GRPOConfig(
+        tmp_path,
+        use_cpu=True,
+        bf16=False,
+        **{name: int(value) for name, value in arguments.items()},
+    )
     assert config.num_generations == 16

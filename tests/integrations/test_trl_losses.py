@@ -30,7 +30,11 @@ def rollouts():
     logits = torch.randn(T, V, generator=generator, dtype=torch.float64)
     targets = torch.arange(T) % V
     logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    return logits.requires_grad_(), targets, logp.detach() + 0.2 * torch.randn(T, generator=generator, dtype=torch.float64)
+    return (
+        logits.requires_grad_(),
+        targets,
+        logp.detach() + 0.2 * torch.randn(T, generator=generator, dtype=torch.float64),
+    )
 
 
 def entropies_of(logits):
@@ -43,7 +47,9 @@ def highest(entropies, share):
 
 
 def trls(loss_type, level, top_entropy=1.0):
-    """Return the loss that TRL's trainer computes, without a model, and its gradient in the logits."""
+    """Return the loss that TRL's trainer computes, without a model, and its gradient in the
+    logits.
+    """
     from trl import GRPOTrainer
 
     logits, targets, old = rollouts()
@@ -64,8 +70,17 @@ def trls(loss_type, level, top_entropy=1.0):
     trainer.accelerator.pad_across_processes = lambda values, **_: values
     trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     ids = torch.zeros(MASK.shape, dtype=torch.int64)
-    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": MASK.long()}
-    inputs |= {"advantages": ADVANTAGES, "old_per_token_logps": padded(old), "num_items_in_batch": MASK.sum()}
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": MASK.long(),
+    }
+    inputs |= {
+        "advantages": ADVANTAGES,
+        "old_per_token_logps": padded(old),
+        "num_items_in_batch": MASK.sum(),
+    }
     loss = GRPOTrainer._compute_loss(trainer, MagicMock(training=True), inputs)
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 
@@ -102,22 +117,32 @@ def test_the_sequence_mask_is_trls_off_policy_mask():
     logp = logits.detach().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
     lengths, none = torch.tensor(LENGTHS), torch.zeros_like(logp)
-    own_log_probs, theirs = (torch.zeros(MASK.shape, dtype=torch.float64).masked_scatter(MASK, x) for x in (logp, engine))
+    own_log_probs, theirs = (
+        torch.zeros(MASK.shape, dtype=torch.float64).masked_scatter(MASK, x) for x in (logp, engine)
+    )
     kept = set()
     for delta in (-1.0, 0.0, 0.05, 0.2, 1.0):
         for advantages in (ADVANTAGES, -ADVANTAGES):
-            mask = GRPOTrainer.get_off_policy_mask(advantages[:, None], own_log_probs, theirs, MASK.double(), delta)[:, 0]
+            mask = GRPOTrainer.get_off_policy_mask(
+                advantages[:, None], own_log_probs, theirs, MASK.double(), delta
+            )[:, 0]
             of_tokens = advantages.repeat_interleave(lengths)
             tokens = Tokens(logp, none, engine, engine, of_tokens, none + 1, none == 0, cu_seqlens)
-            assert torch.equal(~far_responses(tokens, delta), mask.bool().repeat_interleave(lengths))
-            assert float(tokens.metrics["frac_sequences_masked"]) == pytest.approx(1 - float(mask.double().mean()))
+            assert torch.equal(
+                ~far_responses(tokens, delta), mask.bool().repeat_interleave(lengths)
+            )
+            assert float(tokens.metrics["frac_sequences_masked"]) == pytest.approx(
+                1 - float(mask.double().mean())
+            )
             kept.add(int(mask.sum()))
     assert len(kept) > 2
 
 
 @pytest.mark.parametrize("share", [0.06, 0.2, 0.5, 0.9])
 def test_top_entropy_is_trls_quantile(share):
-    """TRL interpolates between entropies, so that it may keep one token fewer where the share of the tokens is no integer."""
+    """TRL interpolates between entropies, so that it may keep one token fewer where the share of
+    the tokens is no integer.
+    """
     from trl import GRPOTrainer
 
     trainer = MagicMock()
@@ -126,7 +151,9 @@ def test_top_entropy_is_trls_quantile(share):
     differ = 0
     for n in range(1, 120):
         entropies = 3 * torch.rand(n, generator=torch.Generator().manual_seed(n))
-        expected = GRPOTrainer.get_high_entropy_mask(trainer, entropies[None], torch.ones(1, n), 1 - share)[0]
+        expected = GRPOTrainer.get_high_entropy_mask(
+            trainer, entropies[None], torch.ones(1, n), 1 - share
+        )[0]
         keep = highest(entropies, share)
         assert keep[expected].all()
         more = int(keep.sum() - expected.sum())

@@ -16,7 +16,9 @@ __all__ = ["job"]  # a fixture
 
 
 def updates_of(job, folder, **options):
-    """Train, and return the trainer and each update: weights of the sampler, weights before it, gradients, rows of the loss."""
+    """Train, and return the trainer and each update: weights of the sampler, weights before it,
+    gradients, rows of the loss.
+    """
     from transformers import TrainerCallback
 
     class Updates(TrainerCallback):
@@ -37,29 +39,47 @@ def updates_of(job, folder, **options):
 
 
 def our_gradients(folder, sampler, weights, rows, rewards, **options):
-    """Return gradients and advantages of PacsObjective and Learner, and the part of the rollouts whose reward is known."""
+    """Return gradients and advantages of PacsObjective and Learner, and the part of the rollouts
+    whose reward is known.
+    """
     model = load_checkpoint(folder / "model")
     model.load_state_dict(sampler)
     rows = sorted(rows)  # groups are adjacent: no two prompts are equal
     known = torch.tensor([rewards[tuple(ids)] for _, ids, _ in rows])
-    samples = Samples(make_prompts([prompt for prompt, *_ in rows[::4]]), Rollouts.given([ids for _, ids, _ in rows]))
+    samples = Samples(
+        make_prompts([prompt for prompt, *_ in rows[::4]]),
+        Rollouts.given([ids for _, ids, _ in rows]),
+    )
     batch = collected(samples, known.nan_to_num().view(-1, 4), ~known.isnan().view(-1, 4))
     objective = PacsObjective(updates_per_step=2, **options)
     settings = LossSettings(objective.loss, objective.aggregation)
-    learner = Learner(model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32)
+    learner = Learner(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32
+    )
     objective.begin(batch, learner)
     model.load_state_dict(weights)
     sequences = batch.scored_indices
     advantages = objective.advantages(sequences)
     learner.update(samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])
-    return {name: weight.grad for name, weight in model.named_parameters()}, advantages, seen, len(sequences) / len(rows)
+    return (
+        {name: weight.grad for name, weight in model.named_parameters()},
+        advantages,
+        seen,
+        len(sequences) / len(rows),
+    )
 
 
 CASES = {
     "one update per batch": ({"gradient_accumulation_steps": 2}, {}),
-    "more epochs over a batch": ({"gradient_accumulation_steps": 2, "num_iterations": 2}, {"beta": 3.0}),
-    "several updates per batch": ({"steps_per_generation": 4, "gradient_accumulation_steps": 2}, {"score": "dr_grpo"}),
+    "more epochs over a batch": (
+        {"gradient_accumulation_steps": 2, "num_iterations": 2},
+        {"beta": 3.0},
+    ),
+    "several updates per batch": (
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+        {"score": "dr_grpo"},
+    ),
 }
 
 
@@ -72,16 +92,21 @@ def test_the_gradient_is_that_of_our_trainer(job, tmp_path, case):
     config = config | {"max_steps": 4, "learning_rate": 3e-2}
     trainer, updates = updates_of(job, tmp_path, config=config, arguments=arguments, unknown=True)
     rewards = {
-        tuple(ids): one for rows in trainer.generated for ids, (one,) in zip(rows["responses"], rows["rewards"], strict=True)
+        tuple(ids): one
+        for rows in trainer.generated
+        for ids, (one,) in zip(rows["responses"], rows["rewards"], strict=True)
     }
     assert len(updates) == 4
     num_moved, all_known = 0, []
     for sampler, weights, gradients, rows in updates:
-        wanted, advantages, seen, known = our_gradients(tmp_path, sampler, weights, rows, rewards, **options)
+        wanted, advantages, seen, known = our_gradients(
+            tmp_path, sampler, weights, rows, rewards, **options
+        )
         all_known.append(known)
         torch.testing.assert_close(seen, advantages, rtol=1e-4, atol=1e-5)
         assert seen.abs().max() > 0.1
-        for name, gradient in gradients.items():  # TRL divides by all rollouts, our trainer by those whose reward is known
+        # TRL divides by all rollouts, our trainer by those whose reward is known
+        for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name] * known, rtol=1e-3, atol=2e-5)
         num_moved += any(not torch.equal(weights[name], sampler[name]) for name in weights)
     assert min(all_known) < 1
@@ -98,5 +123,7 @@ def test_the_logged_advantages_are_those_of_the_first_update(job, tmp_path):
     trainer, updates = updates_of(job, tmp_path, config={"gradient_accumulation_steps": 1})
     assert len(updates) == 3
     for rows, (*_, seen) in zip(trainer.generated, updates, strict=True):
-        assert sorted(rows["logged"]) == pytest.approx(sorted(advantage for *_, advantage in seen), abs=1e-6)
+        assert sorted(rows["logged"]) == pytest.approx(
+            sorted(advantage for *_, advantage in seen), abs=1e-6
+        )
     assert max(max(rows["logged"]) for rows in trainer.generated) > 0.1

@@ -1,4 +1,6 @@
-"""Our generalized advantages and value loss against verl's own functions, in verl's environment: `make test-integrations`."""
+"""Our generalized advantages and value loss against verl's own functions, in verl's environment:
+`make test-integrations`.
+"""
 
 import pytest
 import torch
@@ -28,11 +30,14 @@ def test_whitened_advantages_and_returns_are_verls(gamma, gae_lambda):
 
     values, rewards = numbers(0), numbers(1, len(LENGTHS))
     at_last = torch.zeros(T, dtype=torch.float64).index_copy(0, CU_SEQLENS[1:] - 1, rewards)
-    theirs, returns = compute_gae_advantage_return(padded(at_last), padded(values), MASK.double(), gamma, gae_lambda)
+    theirs, returns = compute_gae_advantage_return(
+        padded(at_last), padded(values), MASK.double(), gamma, gae_lambda
+    )
     ours = gae_advantages(values, rewards, CU_SEQLENS, gamma, gae_lambda)
     torch.testing.assert_close(ours + values, returns[MASK], rtol=1e-7, atol=1e-9)
     every = torch.ones(T, dtype=torch.bool)
-    torch.testing.assert_close(whitened(ours, every), theirs[MASK], rtol=1e-6, atol=1e-8)  # verl adds 1e-8 to its counts
+    # verl adds 1e-8 to its counts
+    torch.testing.assert_close(whitened(ours, every), theirs[MASK], rtol=1e-6, atol=1e-8)
     assert ours.abs().min() > 1e-3
 
 
@@ -42,7 +47,9 @@ def test_the_value_loss_is_verls(clip):
 
     old, returns = numbers(0), numbers(1)
     values = (old + 0.5 * numbers(2)).requires_grad_()
-    theirs, share = compute_value_loss(padded(values), padded(returns), padded(old), MASK.double(), clip)
+    theirs, share = compute_value_loss(
+        padded(values), padded(returns), padded(old), MASK.double(), clip
+    )
     ours = value_loss(values, old, returns, clip).mean()
     torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
     slopes = [torch.autograd.grad(loss, values, retain_graph=True)[0] for loss in (ours, theirs)]

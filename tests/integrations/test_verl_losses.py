@@ -1,4 +1,6 @@
-"""Our losses against verl's own functions of the same losses, in verl's environment: `make test-integrations`."""
+"""Our losses against verl's own functions of the same losses, in verl's environment: `make
+test-integrations`.
+"""
 
 from types import SimpleNamespace
 
@@ -15,7 +17,9 @@ S, T, V = len(LENGTHS), sum(LENGTHS), 11
 
 
 def rollouts():
-    """Return logits [T, V], targets, old log-probs, advantages of both signs, and where tokens stand in a padded batch."""
+    """Return logits [T, V], targets, old log-probs, advantages of both signs, and where tokens
+    stand in a padded batch.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(T, V, generator=generator, dtype=torch.float64)
     logits[torch.arange(T), torch.arange(T) % V] += 2  # probabilities that can move by more than .2
@@ -27,7 +31,9 @@ def rollouts():
 
 
 def verls(name, **options):
-    """Return the loss of verl's function, its gradient in the logits, and the share of tokens that it clips."""
+    """Return the loss of verl's function, its gradient in the logits, and the share of tokens that
+    it clips.
+    """
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
@@ -39,31 +45,48 @@ def verls(name, **options):
         return torch.zeros(mask.shape, dtype=values.dtype).masked_scatter(mask, values)
 
     of_tokens = advantages[:, None].expand(mask.shape)
-    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=20.0, **options)
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=20.0, **options
+    )
     function = get_policy_loss_fn(name)
-    loss, metrics = function(padded(old), padded(logp), of_tokens, mask.double(), "token-mean", config)
-    clipped = sum(value for key, value in metrics.items() if key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"))
+    loss, metrics = function(
+        padded(old), padded(logp), of_tokens, mask.double(), "token-mean", config
+    )
+    clipped = sum(
+        value
+        for key, value in metrics.items()
+        if key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
+    )
     return loss.detach(), torch.autograd.grad(loss, logits)[0], clipped
 
 
 def ours(loss, aggregation, arguments=None, **options):
     logits, targets, old, advantages, _ = rollouts()
     logits.requires_grad_()
-    given = {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0), "old_logprobs": old, "aggregation": aggregation}
+    given = {
+        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
+        "old_logprobs": old,
+        "aggregation": aggregation,
+    }
     given |= arguments or {}
-    value, metrics = ops.policy_gradient_loss(logits, targets, advantages, **given, loss=loss, loss_options=options)
+    value, metrics = ops.policy_gradient_loss(
+        logits, targets, advantages, **given, loss=loss, loss_options=options
+    )
     return value.detach(), torch.autograd.grad(value, logits)[0], metrics
 
 
 def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)  # verl adds 1e-8 to its counts
+    # verl adds 1e-8 to its counts
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
     assert expected.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("tau_pos", "tau_neg"), [(1.0, 1.05), (0.6, 2.0)])
 def test_sapo(tau_pos, tau_neg):
     loss, gradient, _ = verls("sapo", tau_pos=tau_pos, tau_neg=tau_neg)
-    value, our_gradient, _ = ours("sapo", "seq_mean_token_mean", tau_positive=tau_pos, tau_negative=tau_neg)
+    value, our_gradient, _ = ours(
+        "sapo", "seq_mean_token_mean", tau_positive=tau_pos, tau_negative=tau_neg
+    )
     assert_same(value, loss)
     assert_same(our_gradient, gradient)
 
@@ -82,7 +105,9 @@ def test_dppo_has_the_gradient_of_dppo_tv_without_its_divergence(low, high):
     _, gradient, clipped = verls("dppo_tv", clip_ratio_low=low, clip_ratio_high=high)
     _, our_gradient, metrics = ours("dppo", "token_mean", low=low, high=high, kl=0.0)
     assert_same(our_gradient, gradient)
-    assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(clipped, abs=1e-6)
+    assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(
+        clipped, abs=1e-6
+    )
     assert clipped > 0
 
 
@@ -105,20 +130,28 @@ def test_corrections_are_the_weights_of_rollout_correction(name, level, low, hig
     logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     log_ratio = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, logp - engine)
     threshold = high if low is None else f"{low}_{high}"
-    expected, metrics = compute_rollout_correction_weights(log_ratio, mask.double(), level, threshold)
+    expected, metrics = compute_rollout_correction_weights(
+        log_ratio, mask.double(), level, threshold
+    )
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
     sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
     given = {} if low is None else {"low": low, "high": high}
-    correction = make_correction(name, correction_numbers(name, high if low is None else None, given))
+    correction = make_correction(
+        name, correction_numbers(name, high if low is None else None, given)
+    )
     learner = SimpleNamespace(model=None, passes=SimpleNamespace(logprobs=lambda *_: logp))
     weighted = correction.apply(collected(sampled, torch.zeros(1, S)), learner)
     own = weighted.metrics
-    torch.testing.assert_close(weighted.rollouts.importance_weights, expected[mask], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        weighted.rollouts.importance_weights, expected[mask], rtol=1e-7, atol=1e-9
+    )
     assert len(expected[mask].unique()) > 2
     assert (expected[mask] == (high if low is None else 0)).any()
     if level == "token":  # verl's mean for sequences is over responses
         assert own["importance_weight"] == pytest.approx(float(expected[mask].mean()), rel=1e-6)
-        assert own["importance_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=1e-5)
+        assert own["importance_sample_size"] == pytest.approx(
+            metrics["rollout_is_eff_sample_size"], rel=1e-5
+        )
 
 
 def policy_loss(name, **options):
@@ -129,7 +162,9 @@ def policy_loss(name, **options):
 
 @pytest.mark.parametrize(("share", "coef"), [(0.3, 1.0), (0.13, 0.4), (2e-4, 1.0)])
 def test_kl_cov(share, coef):
-    loss, gradient, _ = verls("kl_cov", policy_loss=policy_loss("kl_cov", kl_cov_ratio=share, ppo_kl_coef=coef))
+    loss, gradient, _ = verls(
+        "kl_cov", policy_loss=policy_loss("kl_cov", kl_cov_ratio=share, ppo_kl_coef=coef)
+    )
     value, our_gradient, _ = ours("kl_cov", "token_mean", share=share, coef=coef)
     assert_same(value, loss)
     assert_same(our_gradient, gradient)
@@ -137,17 +172,27 @@ def test_kl_cov(share, coef):
     assert (plain - gradient).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("share", "low", "high"), [(0.3, 0.1, 5.0), (0.13, 0.05, 1.0), (2e-4, 0.1, 5.0)])
+@pytest.mark.parametrize(
+    ("share", "low", "high"), [(0.3, 0.1, 5.0), (0.13, 0.05, 1.0), (2e-4, 0.1, 5.0)]
+)
 def test_clip_cov_draws_the_same_tokens_from_the_same_generator(share, low, high):
-    """With bounds of the ratio that clip no token, as in the authors' script; verl does not draw tokens that are clipped."""
+    """With bounds of the ratio that clip no token, as in the authors' script; verl does not draw
+    tokens that are clipped.
+    """
     options = policy_loss("clip_cov", clip_cov_ratio=share, clip_cov_lb=low, clip_cov_ub=high)
     for seed in range(5):
         torch.manual_seed(seed)
-        loss, gradient, clipped = verls("clip_cov", policy_loss=options, clip_ratio_low=1.0, clip_ratio_high=99.0)
+        loss, gradient, clipped = verls(
+            "clip_cov", policy_loss=options, clip_ratio_low=1.0, clip_ratio_high=99.0
+        )
         torch.manual_seed(seed)
         arguments = {"clip_low": 1.0, "clip_high": 99.0}
-        value, our_gradient, metrics = ours("clip_cov", "token_mean", arguments, share=share, low=low, high=high)
+        value, our_gradient, metrics = ours(
+            "clip_cov", "token_mean", arguments, share=share, low=low, high=high
+        )
         assert_same(value, loss)
         assert_same(our_gradient, gradient)
         assert clipped > 0
-        assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(clipped, abs=1e-6)
+        assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(
+            clipped, abs=1e-6
+        )

@@ -2,7 +2,8 @@
 
     python -m tests.integrations.trl_job CLASS JSON FOLDER
 
-CLASS is a name in TRAINERS, JSON has the options of `build`. Each process writes what it kept to FOLDER/RANK.json.
+CLASS is a name in TRAINERS, JSON has the options of `build`. Each process writes what it kept to
+FOLDER/RANK.json.
 """
 
 import json
@@ -32,21 +33,33 @@ TRAINERS = {"maxrl": MaxRLTrainer, "maxpo": MaxPOTrainer, "own": OwnTrainer, "pa
 def tokenizer():
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
 def policy():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    special = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": None}  # else padding has no gradient
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    # else padding has no gradient
+    special = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": None}
     model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=len(WORDS), num_key_value_heads=2, initializer_range=0.2, **sizes, **special)
+        Qwen2Config(
+            vocab_size=len(WORDS), num_key_value_heads=2, initializer_range=0.2, **sizes, **special
+        )
     )
     return model.float()
 
 
 def recorded(base):
-    """Return a subclass of the trainer that keeps each generated batch, the weights that sampled it, and what its loss saw."""
+    """Return a subclass of the trainer that keeps each generated batch, the weights that sampled
+    it, and what its loss saw.
+    """
 
     class Recorded(base):
         def __init__(self, *args, **kwargs):
@@ -57,7 +70,11 @@ def recorded(base):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
             responses = gather_object([list(ids) for ids in completion_ids])
             self.generated.append(
-                {"prompts": gather_object(list(prompts)), "responses": responses, "rewards": rewards.tolist()}
+                {
+                    "prompts": gather_object(list(prompts)),
+                    "responses": responses,
+                    "rewards": rewards.tolist(),
+                }
             )
             return rewards
 
@@ -65,7 +82,9 @@ def recorded(base):
             model = self.accelerator.unwrap_model(self.model)
             self.sampler = {name: weight.clone() for name, weight in model.state_dict().items()}
             output = super()._generate_and_score_completions(inputs)
-            self.generated[-1]["logged"] = list(self._logs["advantages"])[-len(self.generated[-1]["responses"]) :]
+            self.generated[-1]["logged"] = list(self._logs["advantages"])[
+                -len(self.generated[-1]["responses"]) :
+            ]
             assert len(self._logs["advantages"]) == len(self._logs["completion"])
             return output
 
@@ -76,10 +95,15 @@ def score(completion_ids, *, unknown, binary):
     """Return how often two of the words occur, or whether; None where the reward is not known."""
     counts = [float(ids.count(2) + ids.count(3)) for ids in completion_ids]
     values = [float(count > 0) for count in counts] if binary else counts
-    return [None if unknown and sum(ids) % 5 == 0 else value for ids, value in zip(completion_ids, values, strict=True)]
+    return [
+        None if unknown and sum(ids) % 5 == 0 else value
+        for ids, value in zip(completion_ids, values, strict=True)
+    ]
 
 
-def build(name, folder, *, arguments=None, config=None, unknown=False, weights=(1.0,), callbacks=None):
+def build(
+    name, folder, *, arguments=None, config=None, unknown=False, weights=(1.0,), callbacks=None
+):
     """Return the trainer.
 
     Args:
@@ -95,14 +119,33 @@ def build(name, folder, *, arguments=None, config=None, unknown=False, weights=(
         return [None if sum(ids) % 3 == 0 else len(ids) / 4 for ids in completion_ids]
 
     settings = {
-        **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 3},
-        **{"learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True},
-        **{"bf16": False, "seed": 1, "disable_tqdm": True, "gradient_checkpointing": False, "max_grad_norm": 0.0},
+        **{
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 3,
+        },
+        **{
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "use_cpu": True,
+        },
+        **{
+            "bf16": False,
+            "seed": 1,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+            "max_grad_norm": 0.0,
+        },
     }
     return recorded(TRAINERS[name])(
         model=policy(),
         reward_funcs=[reward, length][: len(weights)],
-        args=GRPOConfig(output_dir=str(folder), reward_weights=list(weights), **(settings | (config or {}))),
+        args=GRPOConfig(
+            output_dir=str(folder), reward_weights=list(weights), **(settings | (config or {}))
+        ),
         train_dataset=Dataset.from_dict({"prompt": [f"{a} {b}" for a in "cdef" for b in "ghijk"]}),
         processing_class=tokenizer(),
         callbacks=callbacks,
@@ -111,12 +154,17 @@ def build(name, folder, *, arguments=None, config=None, unknown=False, weights=(
 
 
 def train(trainer):
-    """Train; `seen` then has prompt, response and advantage of each row that TRL's own loss was given."""
+    """Train; `seen` then has prompt, response and advantage of each row that TRL's own loss was
+    given.
+    """
     original = GRPOTrainer._compute_loss
 
     def compute_loss(self, model, inputs):
         prompts, responses = (
-            [ids[mask.bool()].tolist() for ids, mask in zip(inputs[f"{part}_ids"], inputs[f"{part}_mask"], strict=True)]
+            [
+                ids[mask.bool()].tolist()
+                for ids, mask in zip(inputs[f"{part}_ids"], inputs[f"{part}_mask"], strict=True)
+            ]
             for part in ("prompt", "completion")
         )
         trainer.seen += zip(prompts, responses, inputs["advantages"].tolist(), strict=True)

@@ -1,4 +1,6 @@
-"""Rollouts in groups of several sizes and in no order, and their advantages computed one group at a time."""
+"""Rollouts in groups of several sizes and in no order, and their advantages computed one group at a
+time.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -26,12 +28,19 @@ class Rollouts:
 
 def rollouts(seed=0, binary=True):
     generator = torch.Generator().manual_seed(seed)
-    keys = [f"prompt {g}" if g % 3 == 0 else g if g % 3 == 1 else (g, "prompt") for g in range(len(SIZES))]
+    keys = [
+        f"prompt {g}" if g % 3 == 0 else g if g % 3 == 1 else (g, "prompt")
+        for g in range(len(SIZES))
+    ]
     order = torch.randperm(sum(SIZES), generator=generator).tolist()
     prompts = [key for key, size in zip(keys, SIZES, strict=True) for _ in range(size)]
     prompts = [prompts[i] for i in order]
     num = len(prompts)
-    rewards = (torch.rand(num, generator=generator) < 0.3).float() if binary else torch.randn(num, generator=generator)
+    rewards = (
+        (torch.rand(num, generator=generator) < 0.3).float()
+        if binary
+        else torch.randn(num, generator=generator)
+    )
     ends = torch.randint(2, NUM_TOKENS + 1, (num,), generator=generator)
     mask = (torch.arange(NUM_TOKENS) < ends[:, None]).long()
     mask[::3, 1] = 0  # tokens of a tool
@@ -52,7 +61,9 @@ def needs_binary(name):
 
 
 def one_group_at_a_time(name, rewards, prompts, lengths, **options):
-    """Return the advantages [B]; of an estimator that scales by the whole batch, from group ids in one call."""
+    """Return the advantages [B]; of an estimator that scales by the whole batch, from group ids in
+    one call.
+    """
     row, advantages = ops.ESTIMATORS[name], torch.zeros_like(rewards)
     if row.over_batch:
         ids = torch.tensor([prompts.index(key) for key in prompts])
@@ -63,14 +74,20 @@ def one_group_at_a_time(name, rewards, prompts, lengths, **options):
         size = options.get("k")
         if size is None or row.size.smallest <= size <= len(members) - row.size.below_n:
             inputs = {"lengths": lengths[members][None]} if row.inputs else {}
-            advantages[members] = ops.group_advantage(rewards[members][None], name, **options, **inputs)[0]
+            advantages[members] = ops.group_advantage(
+                rewards[members][None], name, **options, **inputs
+            )[0]
     return advantages
 
 
 def maxpo_from_subsets(rewards, k):
-    """Return S_i - S_-i, the mean best reward of the groups of k with and without i, from all subsets."""
+    """Return S_i - S_-i, the mean best reward of the groups of k with and without i, from all
+    subsets.
+    """
     n = len(rewards)
-    best = {subset: max(rewards[i] for i in subset) for subset in itertools.combinations(range(n), k)}
+    best = {
+        subset: max(rewards[i] for i in subset) for subset in itertools.combinations(range(n), k)
+    }
 
     def mean(of):
         values = [value for subset, value in best.items() if of(subset)]

@@ -1,4 +1,6 @@
-"""What is wrong with a reward is found before the warm start, and a run that ended before its first step can be begun again."""
+"""What is wrong with a reward is found before the warm start, and a run that ended before its first
+step can be begun again.
+"""
 
 import itertools
 
@@ -22,15 +24,33 @@ def reward(tmp_path):
 
 
 def job(reward, out, objective="rloo"):
-    flags = [*base(), "--sft-steps", "2", "--steps", "1", "--objective", objective, "--reward", f"{reward}:score"]
+    flags = [
+        *base(),
+        "--sft-steps",
+        "2",
+        "--steps",
+        "1",
+        "--objective",
+        objective,
+        "--reward",
+        f"{reward}:score",
+    ]
     return [*flags, "--reward-workers", "1", "--out", str(out)]
 
 
 @pytest.mark.parametrize(
     ("content", "code", "sentence"),
     [
-        ("def score(prompt, response):\n    return 1 / 0\n", 1, "before the first step: 4 of 4 rewards failed (exception 4)"),
-        ("def score(prompt, completion):\n    return 1\n", 2, "your function asks for `completion`: rename it to `response`"),
+        (
+            "def score(prompt, response):\n    return 1 / 0\n",
+            1,
+            "before the first step: 4 of 4 rewards failed (exception 4)",
+        ),
+        (
+            "def score(prompt, completion):\n    return 1\n",
+            2,
+            "your function asks for `completion`: rename it to `response`",
+        ),
         (
             "def score(prompt, response):\n    return .5\n",
             2,
@@ -50,7 +70,9 @@ def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(reward, tmp_path, monkeypatch):
+def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(
+    reward, tmp_path, monkeypatch
+):
     class TrainingBegan(Exception):
         pass
 
@@ -64,7 +86,9 @@ def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(rewar
 
 
 def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):
-    reward.write_text("calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) - 2)\n")
+    reward.write_text(
+        "calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) - 2)\n"
+    )
     train.main(job(reward, tmp_path / "run"))
     assert (
         "warning: before the first step: 2 of 4 rewards failed (exception 2), for example: ZeroDivisionError"
@@ -73,7 +97,9 @@ def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys)
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command(reward, tmp_path, capsys, monkeypatch):
+def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command(
+    reward, tmp_path, capsys, monkeypatch
+):
     """Its evaluation had failed, after the checkpoint of the warm start."""
     assert train.main(job(reward, tmp_path / "whole")) == 0
     out = tmp_path / "run"
@@ -95,12 +121,14 @@ def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_comma
 
 
 @pytest.mark.slow
-def test_another_command_does_not_remove_the_warm_start_of_a_run_that_ended_before_its_first_step(reward, tmp_path, capsys):
+def test_another_command_does_not_remove_the_warm_start_of_a_run_that_ended_before_its_first_step(
+    reward, tmp_path, capsys
+):
     out = tmp_path / "run"
-    content = (
-        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as file:\n        file.write('.')\n"
+    content = "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as file:\n        file.write('.')\n"
+    reward.write_text(
+        content + "    assert os.path.getsize(__file__ + '.calls') < 5\n    return 1.0\n"
     )
-    reward.write_text(content + "    assert os.path.getsize(__file__ + '.calls') < 5\n    return 1.0\n")
     assert train.main(job(reward, out)) == 1
     reward.write_text(GOOD)
     before = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
@@ -111,7 +139,9 @@ def test_another_command_does_not_remove_the_warm_start_of_a_run_that_ended_befo
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_in_its_warm_start_is_not_begun_again(reward, tmp_path, capsys, monkeypatch):
+def test_a_run_that_was_stopped_in_its_warm_start_is_not_begun_again(
+    reward, tmp_path, capsys, monkeypatch
+):
     stop_at(monkeypatch, "warm start step 1")
     assert train.main(job(reward, tmp_path / "run")) == 143
     assert train.main(job(reward, tmp_path / "run")) == 2
@@ -123,7 +153,10 @@ def test_slow_rewards_are_reported_once_with_the_option_that_helps():
     slow = SlowRewards(lambda factor: asked.append(factor) or "--reward-workers 16")
     steps = [
         {"evaluation": 100.0},
-        *({"evaluation": 100.0, "rollout": n, "update": 2 * n, "reward": 22.0 * n} for n in range(1, 5)),
+        *(
+            {"evaluation": 100.0, "rollout": n, "update": 2 * n, "reward": 22.0 * n}
+            for n in range(1, 5)
+        ),
     ]
     found = [slow.observe(before, after) for before, after in itertools.pairwise(steps)]
     assert [warning and warning.message for warning in found] == [
@@ -135,17 +168,28 @@ def test_slow_rewards_are_reported_once_with_the_option_that_helps():
     assert asked == [pytest.approx(22 / 3)]
 
 
-@pytest.mark.parametrize("seconds", [{"reward": 0.9, "rollout": 0.1}, {"reward": 5.0, "rollout": 6.0}, {"rollout": 9.0}])
+@pytest.mark.parametrize(
+    "seconds", [{"reward": 0.9, "rollout": 0.1}, {"reward": 5.0, "rollout": 6.0}, {"rollout": 9.0}]
+)
 def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported(seconds):
     slow = SlowRewards(lambda factor: pytest.fail("no option was wanted"))
     for n in range(4):
-        assert slow.observe({k: n * v for k, v in seconds.items()}, {k: (n + 1) * v for k, v in seconds.items()}) is None
+        assert (
+            slow.observe(
+                {k: n * v for k, v in seconds.items()}, {k: (n + 1) * v for k, v in seconds.items()}
+            )
+            is None
+        )
 
 
 @pytest.mark.slow
 def test_a_run_with_a_slow_judge_says_so_once(reward, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(health, "SLOW_SECONDS", 0.0)
-    reward.write_text("import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % 2\n")
+    reward.write_text(
+        "import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % 2\n"
+    )
     assert train.main([*job(reward, tmp_path / "run"), "--steps", "4", "--eval-prompts", "1"]) == 0
-    assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == ["slow_rewards"]
+    assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == [
+        "slow_rewards"
+    ]
     assert "% of the time is reward: --reward-workers " in capsys.readouterr().err

@@ -55,7 +55,8 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
         signal.raise_signal(number)
         assert stop.number == number
         assert "saving and stopping after this step" in capfd.readouterr().err
-        signal.raise_signal(signal.SIGTERM)  # torchrun forwards the terminal's signal, so this one is ignored
+        # torchrun forwards the terminal's signal, so this one is ignored
+        signal.raise_signal(signal.SIGTERM)
         now[0] += 2 * ECHO
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as stopped:
             signal.raise_signal(number)
@@ -66,7 +67,9 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
 def test_the_watchdog_of_a_process_that_is_not_the_runs_own_does_not_end_it(capfd):
     told, clock = [], Stopwatch()
     with clock("rollout"):
-        watchdog = StallWatchdog(clock, 0.05, Ranks(), told.append, lambda: told.append("stacks"), ends_process=False)
+        watchdog = StallWatchdog(
+            clock, 0.05, Ranks(), told.append, lambda: told.append("stacks"), ends_process=False
+        )
         watchdog.start()
         watchdog.join(60)
     assert not watchdog.is_alive()
@@ -88,7 +91,9 @@ def test_under_nohup_a_hangup_stays_ignored():
 
 def start(out, *flags, **options):
     command = [sys.executable, "-m", "maxrl_fast.train", *SMALL, "--out", str(out), *flags]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **options)
+    return subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, **options
+    )
 
 
 def closed_pipe():
@@ -103,19 +108,30 @@ def full_disk():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("broken", "open_broken"), [("stdout", closed_pipe), ("stdout", full_disk), ("stderr", closed_pipe), ("both", full_disk)]
+    ("broken", "open_broken"),
+    [("stdout", closed_pipe), ("stdout", full_disk), ("stderr", closed_pipe), ("both", full_disk)],
 )
 def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, broken, open_broken):
     out, writer = tmp_path / "run", open_broken()
-    ends = {name: writer if broken in (name, "both") else subprocess.PIPE for name in ("stdout", "stderr")}
-    process = start(out, "--steps", "12", "--sft-steps", "0", **ends)  # without a warm start there are warnings on stderr
+    ends = {
+        name: writer if broken in (name, "both") else subprocess.PIPE
+        for name in ("stdout", "stderr")
+    }
+    # without a warm start there are warnings on stderr
+    process = start(out, "--steps", "12", "--sft-steps", "0", **ends)
     os.close(writer)
     texts = process.communicate(timeout=120)
     assert process.returncode == 0, texts
     assert len(read(out / "metrics.jsonl")) == 12
     assert (out / "latest").resolve().name == "step-000012"
-    warnings = [record["message"] for record in read(out / "warnings.jsonl") if record["kind"] == "output"]
-    names = {"stdout": ["standard output"], "stderr": ["standard error"], "both": ["standard output", "standard error"]}[broken]
+    warnings = [
+        record["message"] for record in read(out / "warnings.jsonl") if record["kind"] == "output"
+    ]
+    names = {
+        "stdout": ["standard output"],
+        "stderr": ["standard error"],
+        "both": ["standard output", "standard error"],
+    }[broken]
     assert [message.partition(" cannot be written to (")[0] for message in warnings] == names
     if broken != "both":
         said = next(text for text in texts if text is not None)
@@ -126,7 +142,9 @@ def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, brok
 @pytest.mark.slow
 def test_a_run_whose_terminal_goes_away_saves_and_exits_with_129(tmp_path):
     out, (terminal, end) = tmp_path / "run", os.openpty()
-    process = start(out, "--steps", "100000", stdin=end, stdout=end, stderr=end, preexec_fn=own_terminal)
+    process = start(
+        out, "--steps", "100000", stdin=end, stdout=end, stderr=end, preexec_fn=own_terminal
+    )
     os.close(end)
     try:
         deadline = time.monotonic() + 120
@@ -171,13 +189,31 @@ def test_a_stuck_run_ends_with_the_stacks_of_all_processes(tmp_path, num_ranks):
     script, reward = tmp_path / "stuck.py", tmp_path / "reward.py"
     script.write_text(STUCK)
     reward.write_text("def score(prompt, response):\n    return 1.0\n")
-    flags = ["--out", str(tmp_path / "run"), "--stall-limit", "12", "--reward", f"{reward}:score", "--reward-workers", "1"]
-    launch = [] if num_ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    flags = [
+        "--out",
+        str(tmp_path / "run"),
+        "--stall-limit",
+        "12",
+        "--reward",
+        f"{reward}:score",
+        "--reward-workers",
+        "1",
+    ]
+    launch = (
+        []
+        if num_ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, str(script), *SMALL, *flags]
-    process = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200, check=False)
+    process = subprocess.run(
+        command, env=environment, text=True, capture_output=True, timeout=200, check=False
+    )
     assert process.returncode == 1, process.stderr
-    assert re.search(r"the run is stuck in rollout: no progress for 1[2-9] s, --stall-limit is 12 s", process.stderr)
+    assert re.search(
+        r"the run is stuck in rollout: no progress for 1[2-9] s, --stall-limit is 12 s",
+        process.stderr,
+    )
     assert "in stuck_in_the_engine" in process.stderr
     assert "reward worker" in process.stderr
     for rank in range(num_ranks):

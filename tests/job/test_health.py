@@ -26,10 +26,26 @@ UNHEALTHY = {
         1.0,
         "every rollout of the last 10 steps",
     ),
-    "truncated": ({"truncated": 0.75}, 0.75, "75% of the responses of the last 10 steps were truncated at --max-new-tokens"),
-    "zero_variance_groups": ({"frac_groups_zero_variance": 0.95}, 0.95, "95% of the groups of the last 10 steps"),
-    "entropy": ({"entropy": 0.05}, 0.05, "the entropy fell to 0.05 nats per token from 1 in the first steps"),
-    "logprob_diff": ({"logprob_diff": 0.04}, 0.04, "differ by 0.04 nats per token, 0.001 in the first steps"),
+    "truncated": (
+        {"truncated": 0.75},
+        0.75,
+        "75% of the responses of the last 10 steps were truncated at --max-new-tokens",
+    ),
+    "zero_variance_groups": (
+        {"frac_groups_zero_variance": 0.95},
+        0.95,
+        "95% of the groups of the last 10 steps",
+    ),
+    "entropy": (
+        {"entropy": 0.05},
+        0.05,
+        "the entropy fell to 0.05 nats per token from 1 in the first steps",
+    ),
+    "logprob_diff": (
+        {"logprob_diff": 0.04},
+        0.04,
+        "differ by 0.04 nats per token, 0.001 in the first steps",
+    ),
 }
 
 
@@ -38,7 +54,10 @@ def observed(health, records):
 
 
 def test_a_healthy_run_gets_no_warning():
-    assert observed(Health(), [HEALTHY | {"grad_norm": 0.1 + 0.09 * (i % 10)} for i in range(60)]) == []
+    assert (
+        observed(Health(), [HEALTHY | {"grad_norm": 0.1 + 0.09 * (i % 10)} for i in range(60)])
+        == []
+    )
 
 
 @pytest.mark.parametrize("kind", UNHEALTHY)
@@ -65,20 +84,29 @@ def test_each_rule_gives_its_value_and_message(kind):
     assert found[0] == pytest.approx(value)
     assert words in found[1]
     assert RULES[kind]([HEALTHY] * STEPS, [HEALTHY] * STEPS) is None
-    assert all(rule([HEALTHY] * STEPS, unhealthy) is None for name, rule in RULES.items() if name != kind)
+    assert all(
+        rule([HEALTHY] * STEPS, unhealthy) is None for name, rule in RULES.items() if name != kind
+    )
 
 
 def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
     warned = observed(Health(), [HEALTHY] * 15 + [HEALTHY | {"grad_norm": 6.0}] + [HEALTHY] * 5)
     assert [(i, warning.kind, warning.value) for i, warning in warned] == [(15, "grad_norm", 6.0)]
     assert "is 6, 12 times the median of the 15 steps before" in warned[0][1].message
-    assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []  # the median before is 0
+    # the median before is 0
+    assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []
 
 
 @pytest.mark.parametrize("reward", [0.5, -1.0])
 def test_groups_of_equal_rewards_of_any_value_have_zero_variance(reward):
-    unhealthy = HEALTHY | {"reward_mean": reward, "pass_at_1": 0.0, "frac_groups_zero_variance": 1.0}
-    assert [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)] == ["zero_variance_groups"]
+    unhealthy = HEALTHY | {
+        "reward_mean": reward,
+        "pass_at_1": 0.0,
+        "frac_groups_zero_variance": 1.0,
+    }
+    assert [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)] == [
+        "zero_variance_groups"
+    ]
 
 
 def test_high_rewards_that_differ_give_no_warning():
@@ -86,7 +114,9 @@ def test_high_rewards_that_differ_give_no_warning():
 
 
 def test_a_condition_that_comes_and_goes_is_reported_once():
-    warned = observed(Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)])
+    warned = observed(
+        Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)]
+    )
     assert [warning.kind for _, warning in warned] == ["truncated"]
 
 
@@ -96,8 +126,18 @@ def test_the_first_steps_give_no_warning():
 
 @pytest.mark.slow
 def test_the_policys_own_change_within_a_step_is_not_taken_for_an_error_of_the_engine(tmp_path):
-    flags = ("--updates-per-step", "2", "--warmup-steps", "0", "--lr", "0.01", "--entropy-coef", "0.1")
+    flags = (
+        "--updates-per-step",
+        "2",
+        "--warmup-steps",
+        "0",
+        "--lr",
+        "0.01",
+        "--entropy-coef",
+        "0.1",
+    )
     assert train.main([*SMALL, *flags, "--out", str(tmp_path / "run")]) == 0
     metrics = read(tmp_path / "run" / "metrics.jsonl")
-    assert max(abs(record["ratio"] - 1) for record in metrics) > 0.01  # the second update meets another policy
+    # the second update meets another policy
+    assert max(abs(record["ratio"] - 1) for record in metrics) > 0.01
     assert max(record["logprob_diff"] for record in metrics) < 1e-4

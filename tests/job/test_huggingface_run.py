@@ -1,4 +1,6 @@
-"""Runs whose policy transformers runs: they resume bitwise, and several ranks compute what one does."""
+"""Runs whose policy transformers runs: they resume bitwise, and several ranks compute what one
+does.
+"""
 
 import json
 import signal
@@ -22,7 +24,22 @@ pytestmark = pytest.mark.slow
 
 TASK = MazeTask(5, 0)
 JOB = [
-    *("--maze-size", "5", "--prompts", "4", "--rollouts", "4", "--k", "2", "--steps", "4", "--sft-steps", "20", "--lr", "1e-3"),
+    *(
+        "--maze-size",
+        "5",
+        "--prompts",
+        "4",
+        "--rollouts",
+        "4",
+        "--k",
+        "2",
+        "--steps",
+        "4",
+        "--sft-steps",
+        "20",
+        "--lr",
+        "1e-3",
+    ),
     *(
         "--sft-batch",
         "8",
@@ -63,7 +80,18 @@ CHAIN = [  # in which every group has some reward, so that no gradient is mere r
         "--lr",
         "1e-2",
     ),
-    *("--warmup-steps", "1", "--eval-prompts", "4", "--eval-samples", "2", "--threads", "1", "--dtype", "float32"),
+    *(
+        "--warmup-steps",
+        "1",
+        "--eval-prompts",
+        "4",
+        "--eval-samples",
+        "2",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+    ),
 ]
 
 
@@ -87,8 +115,14 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     assert f"3-layer {family} decoder (transformers 5" in " ".join(printed.split())
     assert "log-probs equal those of the model's own forward pass" in " ".join(printed.split())
     assert "rollout engine: plain (transformers 5" in " ".join(printed.split())
-    assert "attention: C++ (torch flash where a layer has a sliding window, a soft cap or sinks)" in " ".join(printed.split())
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["model_backend"] == "transformers"
+    assert (
+        "attention: C++ (torch flash where a layer has a sliding window, a soft cap or sinks)"
+        in " ".join(printed.split())
+    )
+    assert (
+        json.loads((tmp_path / "whole" / "config.json").read_text())["model_backend"]
+        == "transformers"
+    )
     metrics = read(tmp_path / "whole" / "metrics.jsonl")
     assert max(record["grad_norm"] for record in metrics) > 1e-5
 
@@ -103,14 +137,31 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     _, found = AutoModelForCausalLM.from_pretrained(latest, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     out = tmp_path / "evaluated"
-    assert evaluate.main([str(latest), "--prompts", "4", "--samples", "2", "--out", str(out), "--threads", "1"]) == 0
+    assert (
+        evaluate.main(
+            [str(latest), "--prompts", "4", "--samples", "2", "--out", str(out), "--threads", "1"]
+        )
+        == 0
+    )
     assert json.loads((out / "eval.json").read_text())["checkpoint"].endswith("step-000004")
 
 
 def test_adapters_are_saved_as_peft_reads_them(tmp_path):
     """peft computes W + (alpha / r) B A, with A and B under these names."""
     start = model("gemma2", tmp_path / "model")
-    assert run(start, tmp_path / "run", "--lora-rank", "2", "--lora-alpha", "6", "--lora-targets", "q_proj,down_proj") == 0
+    assert (
+        run(
+            start,
+            tmp_path / "run",
+            "--lora-rank",
+            "2",
+            "--lora-alpha",
+            "6",
+            "--lora-targets",
+            "q_proj,down_proj",
+        )
+        == 0
+    )
     latest = tmp_path / "run" / "latest"
     config = json.loads((latest / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 6.0)
@@ -123,23 +174,35 @@ def test_adapters_are_saved_as_peft_reads_them(tmp_path):
         path = f"base_model.model.{name.removesuffix('.weight')}"
         a, b = adapters[f"{path}.lora_A.weight"], adapters[f"{path}.lora_B.weight"]
         torch.testing.assert_close(after[name], before[name] + 3.0 * b @ a, rtol=1e-5, atol=1e-6)
-    policy = load_policy(latest, task="maze", vocab_size=TASK.vocab_size, prompt_length=30, max_new_tokens=8)
+    policy = load_policy(
+        latest, task="maze", vocab_size=TASK.vocab_size, prompt_length=30, max_new_tokens=8
+    )
     assert not any(isinstance(module, LoraLinear) for module in policy.modules())
 
 
 @pytest.mark.parametrize("flags", [[], ["--sharding", "full"]])
 @pytest.mark.parametrize("name", ["windows and soft caps", "experts"])
 def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
-    job = [*CHAIN, "--kl-coef", "0.1", "--model", str(model(RUNS[name][0], tmp_path / "model", vocab_size=8))]
+    job = [
+        *CHAIN,
+        "--kl-coef",
+        "0.1",
+        "--model",
+        str(model(RUNS[name][0], tmp_path / "model", vocab_size=8)),
+    ]
     assert train.main([*job, "--out", str(tmp_path / "alone")]) == 0
     command = ["-m", "maxrl_fast.train", *job, "--out", str(tmp_path / "together"), *flags]
     process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 300)
     assert process.returncode == 0, output
-    for one, two in zip(*(read(tmp_path / out / "metrics.jsonl") for out in ("alone", "together")), strict=True):
+    for one, two in zip(
+        *(read(tmp_path / out / "metrics.jsonl") for out in ("alone", "together")), strict=True
+    ):
         for key in ("reward_mean", "grad_norm", "entropy", "kl", "response_length_mean"):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
-    ours, theirs = (load_file(tmp_path / out / "latest" / "model.safetensors") for out in ("alone", "together"))
+    ours, theirs = (
+        load_file(tmp_path / out / "latest" / "model.safetensors") for out in ("alone", "together")
+    )
     assert ours.keys() == theirs.keys()
     for key, weight in ours.items():
         torch.testing.assert_close(theirs[key], weight, rtol=1e-3, atol=1e-4)
@@ -149,13 +212,22 @@ def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
     ("flags", "message"),
     [
         (["--model-backend", "transformers"], "--model-backend needs --model"),
-        (["--model-backend", "native", "--model", "MODEL"], "model_type must be one of qwen2, qwen3, llama, got 'gemma2'"),
+        (
+            ["--model-backend", "native", "--model", "MODEL"],
+            "model_type must be one of qwen2, qwen3, llama, got 'gemma2'",
+        ),
         (
             ["--model-backend", "transformers", "--model", "MODEL", "--compile"],
             "--compile is for the native decoder, got --model-backend transformers",
         ),
-        (["--model", "MODEL", "--compile"], "--compile is for the native decoder, got a policy of transformers"),
-        (["--model", "MODEL", "--lora-rank", "2", "--lora-targets", "gate"], "lora_targets must be among"),
+        (
+            ["--model", "MODEL", "--compile"],
+            "--compile is for the native decoder, got a policy of transformers",
+        ),
+        (
+            ["--model", "MODEL", "--lora-rank", "2", "--lora-targets", "gate"],
+            "lora_targets must be among",
+        ),
     ],
 )
 def test_wrong_options_are_refused(flags, message, tmp_path, capfd):

@@ -29,7 +29,9 @@ def test_columns_are_arrays_with_nan_where_a_row_has_no_number(log):
     assert log["note"].tolist() == [None, "<b>bold</b>", None]
     assert log["ids"].tolist() == [None, [1, 2], [3]]
     assert log.columns == ["step", "reward_mean", "pass_at_1", "pass_at_2", "note", "ids"]
-    with pytest.raises(KeyError, match="the log has no column 'reward', only step, reward_mean, pass_at_1"):
+    with pytest.raises(
+        KeyError, match="the log has no column 'reward', only step, reward_mean, pass_at_1"
+    ):
         log["reward"]
 
 

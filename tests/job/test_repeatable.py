@@ -1,4 +1,6 @@
-"""The same job on the same machine has the same bits, whatever the clock, Python's hash seed and the order of directories."""
+"""The same job on the same machine has the same bits, whatever the clock, Python's hash seed and
+the order of directories.
+"""
 
 import os
 import subprocess
@@ -11,7 +13,8 @@ from tests.test_train import SMALL, assert_same_run
 
 ROOT = Path(__file__).parents[2]
 
-# Runs a job under a clock at a third of the speed, in uneven steps, and with all directories listed backwards.
+# Runs a job under a clock at a third of the speed, in uneven steps, and with all directories listed
+# backwards.
 OTHER_SURROUNDINGS = """
 import itertools, os, sys, time
 
@@ -45,9 +48,29 @@ def score(prompt, response):
 @pytest.mark.slow
 def test_neither_the_clock_nor_the_hash_seed_nor_the_order_of_directories_changes_a_bit(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    job = [*SMALL, "--sft-steps", "5", "--updates-per-step", "2", "--kl-coef", "0.1", "--dynamic-sampling", "2"]
-    job += ["--reward", f"{tmp_path / 'reward.py'}:score", "--reward-seconds", "60", "--eval-every", "1"]
-    for name, hash_seed, code in (("one", "1", ["-m", "maxrl_fast.train"]), ("two", "2", ["-c", OTHER_SURROUNDINGS])):
+    job = [
+        *SMALL,
+        "--sft-steps",
+        "5",
+        "--updates-per-step",
+        "2",
+        "--kl-coef",
+        "0.1",
+        "--dynamic-sampling",
+        "2",
+    ]
+    job += [
+        "--reward",
+        f"{tmp_path / 'reward.py'}:score",
+        "--reward-seconds",
+        "60",
+        "--eval-every",
+        "1",
+    ]
+    for name, hash_seed, code in (
+        ("one", "1", ["-m", "maxrl_fast.train"]),
+        ("two", "2", ["-c", OTHER_SURROUNDINGS]),
+    ):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
         command = [sys.executable, *code, *job, "--out", str(tmp_path / name)]
         subprocess.run(command, env=environment, check=True, timeout=200, stdout=subprocess.DEVNULL)

@@ -1,4 +1,6 @@
-"""A run that is stopped and resumed has bitwise the same samples, metrics and weights as a run that was not stopped."""
+"""A run that is stopped and resumed has bitwise the same samples, metrics and weights as a run that
+was not stopped.
+"""
 
 import contextlib
 import errno
@@ -35,7 +37,19 @@ from tests.test_train import SMALL, base, read, without_timings
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-JOB = [*base(), "--sft-steps", "40", "--steps", "6", "--eval-every", "2", "--save-every", "2", "--keep-checkpoints", "0"]
+JOB = [
+    *base(),
+    "--sft-steps",
+    "40",
+    "--steps",
+    "6",
+    "--eval-every",
+    "2",
+    "--save-every",
+    "2",
+    "--keep-checkpoints",
+    "0",
+]
 OBJECTIVES = {
     "maxpo": "--objective maxpo --k 2",
     "maxrl": "--objective maxrl --kl-coef 0.1",
@@ -53,8 +67,16 @@ def run(out, *flags):
 
 
 def assert_same(one, two):
-    """Compare the logs without times, the kept rollouts, and the weights, moments and reference of the newest checkpoints."""
-    for log in ("metrics.jsonl", "eval.jsonl", "eval_prompts.jsonl", "pass_rates.jsonl", "warnings.jsonl"):
+    """Compare the logs without times, the kept rollouts, and the weights, moments and reference of
+    the newest checkpoints.
+    """
+    for log in (
+        "metrics.jsonl",
+        "eval.jsonl",
+        "eval_prompts.jsonl",
+        "pass_rates.jsonl",
+        "warnings.jsonl",
+    ):
         assert without_timings(one / log) == without_timings(two / log), log
     assert read(one / "rollouts.jsonl") == read(two / "rollouts.jsonl") != []
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
@@ -95,7 +117,9 @@ def test_a_stopped_run_resumes_bitwise(whole_runs, tmp_path, monkeypatch, name, 
     assert run(out, *OBJECTIVES[name].split()) == 128 + signal.SIGTERM
     monkeypatch.undo()
     kind, _, number = when.rpartition(" ")
-    assert (out / "latest").resolve().name == f"{'step' if kind == 'step' else 'warm-start'}-{int(number):06d}"
+    assert (
+        out / "latest"
+    ).resolve().name == f"{'step' if kind == 'step' else 'warm-start'}-{int(number):06d}"
     torch.rand(3), random.random()  # other draws of the process must not matter
     assert train.main(["--resume", str(out)]) == 0
     assert_same(whole_runs / name, out)
@@ -113,7 +137,8 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_stopped_run_of_a_loss_that_is_a_function_resumes_bitwise(name, tmp_path, monkeypatch):
     job = [*base()[2:], *CHAIN.split(), "--objective", "grpo", *LOSSES[name].split()]
-    assert train.main([*job, "--diagnose-every", "1", "--out", str(tmp_path / "whole")]) == 0  # a diagnosis changes nothing
+    # a diagnosis changes nothing
+    assert train.main([*job, "--diagnose-every", "1", "--out", str(tmp_path / "whole")]) == 0
     stop_at(monkeypatch, "step 3")
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
     monkeypatch.undo()
@@ -140,7 +165,9 @@ def slowed(monkeypatch, name, wait):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(whole_runs, tmp_path, monkeypatch):
-    """The checkpoint of step 2 is written after the update of step 3, and has the state of step 2."""
+    """The checkpoint of step 2 is written after the update of step 3, and has the state of step
+    2.
+    """
     update, has_updated, waited = Learner.update, threading.Event(), []
 
     def spy(self, *arguments, **options):
@@ -154,7 +181,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole_runs, tmp_path, mo
     assert run(tmp_path / "run", *OBJECTIVES["maxrl"].split()) == 0
     assert waited == [True]
     assert_same(whole_runs / "maxrl", tmp_path / "run")
-    folders = [path / "checkpoints" / "step-000002" for path in (whole_runs / "maxrl", tmp_path / "run")]
+    folders = [
+        path / "checkpoints" / "step-000002" for path in (whole_runs / "maxrl", tmp_path / "run")
+    ]
     for name in ("model.safetensors", STATE):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     size, _ = json.loads((folders[1] / "progress.json").read_text())["logs"]["metrics"]
@@ -180,29 +209,65 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
 
 @pytest.mark.parametrize("every", [0, 3])
 def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path, capsys, every):
-    flags = ("--objective", "maxpo", "--k", "2", "--lr-schedule", "constant", "--eval-every", str(every))
+    flags = (
+        "--objective",
+        "maxpo",
+        "--k",
+        "2",
+        "--lr-schedule",
+        "constant",
+        "--eval-every",
+        str(every),
+    )
     assert run(tmp_path / "whole", *flags) == 0
     assert run(tmp_path / "twice", *flags, "--steps", "3") == 0
     capsys.readouterr()
     assert train.main(["--resume", str(tmp_path / "twice"), "--steps", "6"]) == 0
     printed = capsys.readouterr()
-    assert "options: the run's own, from its config.json, but for steps: 3 before, 6 now\n" in printed.out
+    assert (
+        "options: the run's own, from its config.json, but for steps: 3 before, 6 now\n"
+        in printed.out
+    )
     assert not printed.err  # neither a switch nor a warning
-    if every == 0:  # its first end was evaluated too, which draws none of the random numbers of training
+    # its first end was evaluated too, which draws none of the random numbers of training
+    if every == 0:
         evaluations = [
-            line for line in (tmp_path / "twice" / "eval.jsonl").read_text().splitlines() if '"step": 3,' not in line
+            line
+            for line in (tmp_path / "twice" / "eval.jsonl").read_text().splitlines()
+            if '"step": 3,' not in line
         ]
         (tmp_path / "twice" / "eval.jsonl").write_text("\n".join(evaluations) + "\n")
     assert_same(tmp_path / "whole", tmp_path / "twice")
 
 
-def test_only_what_is_given_is_compared_and_a_file_counts_as_given(whole_runs, tmp_path, monkeypatch, capsys):
+def test_only_what_is_given_is_compared_and_a_file_counts_as_given(
+    whole_runs, tmp_path, monkeypatch, capsys
+):
     out, file = copied(whole_runs / "maxrl", tmp_path), tmp_path / "run.toml"
     file.write_text("objective = 'maxrl'\nkl_coef = 0.1\neval_every = 3\nsteps = 6\n")
     monkeypatch.chdir(tmp_path)
     # Not the other options of JOB; the folder by another name, a task by its default.
-    assert train.main(["--resume", "run", "--out", str(out), "--config", str(file), "--device", "auto", "--task", "maze"]) == 0
-    assert "options: the run's own, from its config.json, but for eval_every: 2 before, 3 now\n" in capsys.readouterr().out
+    assert (
+        train.main(
+            [
+                "--resume",
+                "run",
+                "--out",
+                str(out),
+                "--config",
+                str(file),
+                "--device",
+                "auto",
+                "--task",
+                "maze",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "options: the run's own, from its config.json, but for eval_every: 2 before, 3 now\n"
+        in capsys.readouterr().out
+    )
     file.write_text("kl_coef = 0.2\n")
     assert train.main(["--resume", "run", "--config", str(file)]) == 2
     assert "(kl_coef: 0.1 before, 0.2 now)" in capsys.readouterr().err
@@ -213,7 +278,10 @@ def test_another_objective_on_resume_brings_its_own_defaults(whole_runs, tmp_pat
     changed = ["--objective", "pacs", "--steps", "7", "--allow-changes"]
     assert train.main(["--resume", str(out), *changed]) == 0
     printed = capsys.readouterr()
-    assert "loss: ppo before, reinforce now; aggregation: token_mean before, seq_mean_token_sum now" in printed.err
+    assert (
+        "loss: ppo before, reinforce now; aggregation: token_mean before, seq_mean_token_sum now"
+        in printed.err
+    )
     assert "learning rate" in printed.out
     assert "in the warm start" not in printed.out  # which is over
 
@@ -221,22 +289,44 @@ def test_another_objective_on_resume_brings_its_own_defaults(whole_runs, tmp_pat
 def test_another_objective_on_resume_begins_with_its_own_state(tmp_path, capsys):
     flags = ["--objective", "grpo", "--steps", "1"]
     assert run(tmp_path / "run", *flags) == 0
-    for number, name in enumerate(("riskpo --bundle-size 2", "rloo", "riskpo --bundle-size 1"), start=2):
+    for number, name in enumerate(
+        ("riskpo --bundle-size 2", "rloo", "riskpo --bundle-size 1"), start=2
+    ):
         changed = ["--objective", *name.split(), "--steps", str(number), "--allow-changes"]
-        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, capsys.readouterr().err
+        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, (
+            capsys.readouterr().err
+        )
         last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["step"] == number
         assert ("riskpo_quantile_low" in last) == name.startswith("riskpo")
 
 
 def test_another_loss_on_resume_brings_its_own_defaults(tmp_path, capsys):
-    flags = ["--objective", "rloo", "--loss", "sapo", "--loss-options", "tau_positive=0.8", "--steps", "1"]
+    flags = [
+        "--objective",
+        "rloo",
+        "--loss",
+        "sapo",
+        "--loss-options",
+        "tau_positive=0.8",
+        "--steps",
+        "1",
+    ]
     assert run(tmp_path / "run", *flags) == 0
-    for number, loss, aggregation in ((2, "luspo", "seq_mean_token_sum"), (3, "dppo", "token_mean")):
+    for number, loss, aggregation in (
+        (2, "luspo", "seq_mean_token_sum"),
+        (3, "dppo", "token_mean"),
+    ):
         changed = ["--loss", loss, "--steps", str(number), "--allow-changes"]
-        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, capsys.readouterr().err
+        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, (
+            capsys.readouterr().err
+        )
         options = json.loads((tmp_path / "run" / "config.json").read_text())
-        assert (options["loss"], options["aggregation"], options["loss_options"]) == (loss, aggregation, None)
+        assert (options["loss"], options["aggregation"], options["loss_options"]) == (
+            loss,
+            aggregation,
+            None,
+        )
         assert "aggregation: " in capsys.readouterr().err  # what changes is said
 
 
@@ -252,7 +342,10 @@ def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):
 def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_is_finished(
     whole_runs, tmp_path, monkeypatch, capsys
 ):
-    out, command = tmp_path / "run", [*OBJECTIVES["maxpo"].split(), "--resume", "auto", "--allow-changes"]
+    out, command = (
+        tmp_path / "run",
+        [*OBJECTIVES["maxpo"].split(), "--resume", "auto", "--allow-changes"],
+    )
     stop_at(monkeypatch, "step 4")
     assert run(out, *command) == 128 + signal.SIGTERM
     monkeypatch.undo()
@@ -264,19 +357,42 @@ def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_i
     assert_same(whole_runs / "maxpo", out)
 
 
-def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_command(whole_runs, tmp_path, capsys):
+def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_command(
+    whole_runs, tmp_path, capsys
+):
     out = tmp_path / "run"
     out.mkdir()
-    for name in ("lock", ".config.json.partial"):  # a process that was killed while it wrote its first file
+    # a process that was killed while it wrote its first file
+    for name in ("lock", ".config.json.partial"):
         (out / name).touch()
-    assert run(out, "--objective", "rloo", "--lr", "0.5", "--steps", "0", "--save-every", "0", "--resume", "auto") == 0
+    assert (
+        run(
+            out,
+            "--objective",
+            "rloo",
+            "--lr",
+            "0.5",
+            "--steps",
+            "0",
+            "--save-every",
+            "0",
+            "--resume",
+            "auto",
+        )
+        == 0
+    )
     shutil.rmtree(out / "checkpoints")
     assert run(out, *OBJECTIVES["maxpo"].split(), "--resume", "auto") == 0
-    assert f"{out} has no checkpoint yet: the run restarts from the beginning" in capsys.readouterr().err
+    assert (
+        f"{out} has no checkpoint yet: the run restarts from the beginning"
+        in capsys.readouterr().err
+    )
     assert_same(whole_runs / "maxpo", out)
 
 
-def test_resume_auto_is_refused_with_other_options_and_in_a_folder_of_something_else(whole_runs, tmp_path, capsys):
+def test_resume_auto_is_refused_with_other_options_and_in_a_folder_of_something_else(
+    whole_runs, tmp_path, capsys
+):
     out = copied(whole_runs / "maxpo", tmp_path)
     assert run(out, *OBJECTIVES["maxpo"].split(), "--resume", "auto", "--lr", "0.5") == 2
     assert "(lr: 0.0003 before, 0.5 now)" in capsys.readouterr().err
@@ -319,21 +435,35 @@ STATE = "state/state-00001-of-00001.safetensors"
     ("file", "damage", "message"),
     [
         (STATE, flip_a_bit, "has changed since it was written"),
-        (STATE, lambda path: os.truncate(path, path.stat().st_size // 2), r"has [\d,]+ bytes, [\d,]+ were written"),
+        (
+            STATE,
+            lambda path: os.truncate(path, path.stat().st_size // 2),
+            r"has [\d,]+ bytes, [\d,]+ were written",
+        ),
         (STATE, Path.unlink, "is missing"),
         ("model.safetensors", flip_a_bit, "has changed since it was written"),
         ("progress.json", flip_a_bit, "has changed since it was written"),
-        ("checksums.json", lambda path: os.truncate(path, path.stat().st_size // 2), "cannot be read"),
+        (
+            "checksums.json",
+            lambda path: os.truncate(path, path.stat().st_size // 2),
+            "cannot be read",
+        ),
         ("checksums.json", Path.unlink, "is missing"),
         (
             "checksums.json",
             lambda path: path.write_text('{"../../config.json": {"bytes": 1, "sha256": ""}}'),
             "not a file of",
         ),
-        ("checksums.json", lambda path: path.write_text('{"/dev/zero": {"bytes": 1, "sha256": ""}}'), "not a file of"),
+        (
+            "checksums.json",
+            lambda path: path.write_text('{"/dev/zero": {"bytes": 1, "sha256": ""}}'),
+            "not a file of",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(whole_runs, tmp_path, capsys, file, damage, message):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
+    whole_runs, tmp_path, capsys, file, damage, message
+):
     out = copied(whole_runs / "maxpo", tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     newest = out / "checkpoints" / "step-000004"
@@ -362,10 +492,14 @@ def test_a_changed_log_is_refused_by_name(whole_runs, tmp_path, capsys, damage):
     out = copied(whole_runs / "maxpo", tmp_path)
     damage(out / "metrics.jsonl")
     assert train.main(["--resume", str(out)]) == 2
-    assert re.search(r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err)
+    assert re.search(
+        r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err
+    )
     (out / "metrics.jsonl").unlink()
     assert train.main(["--resume", str(out)]) == 0
-    assert f"warning: {out / 'metrics.jsonl'} is missing: a new one begins" in capsys.readouterr().err
+    assert (
+        f"warning: {out / 'metrics.jsonl'} is missing: a new one begins" in capsys.readouterr().err
+    )
 
 
 def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, monkeypatch):
@@ -376,7 +510,9 @@ def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, mon
     assert train.main(["--resume", str(out), "--keep-checkpoints", "1"]) == 143
     monkeypatch.undo()
     assert (out / "latest").resolve().name == "step-000003"
-    assert {"step-000003", "damaged-step-000004"} <= {path.name for path in (out / "checkpoints").iterdir()}
+    assert {"step-000003", "damaged-step-000004"} <= {
+        path.name for path in (out / "checkpoints").iterdir()
+    }
     assert train.main(["--resume", str(out)]) == 0
     assert_same(whole_runs / "maxpo", out)
 
@@ -391,7 +527,9 @@ def test_metrics_without_checkpoints_are_kept(whole_runs, tmp_path, capsys):
 
 
 def test_options_of_a_resume_that_saved_nothing_are_forgotten(whole_runs, tmp_path, monkeypatch):
-    """A run that was resumed with other options, and killed before it saved, resumes with its own options."""
+    """A run that was resumed with other options, and killed before it saved, resumes with its own
+    options.
+    """
     out = copied(whole_runs / "maxpo", tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
@@ -414,14 +552,24 @@ def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeyp
     if name == "RunFiles.write_config":  # while RunFiles is built it would be bad input
         monkeypatch.setattr("maxrl_fast.job.run_files.RunFiles.__init__", with_write_config(full))
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 1
-    assert re.search(r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err)
+    assert re.search(
+        r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("code", "number"), [(1, errno.ENOSPC), (2, errno.EROFS)])
 @pytest.mark.parametrize(
-    "write", ["runtime.files.os.pwrite", "job.run_files.write_json", "job.run_files.LogFile", "job.run_files.TensorBoard"]
+    "write",
+    [
+        "runtime.files.os.pwrite",
+        "job.run_files.write_json",
+        "job.run_files.LogFile",
+        "job.run_files.TensorBoard",
+    ],
 )
-def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(tmp_path, monkeypatch, capfd, write, code, number):
+def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(
+    tmp_path, monkeypatch, capfd, write, code, number
+):
     error = OSError(number, os.strerror(number))
 
     def refuse(*_):
@@ -437,7 +585,10 @@ def test_a_folder_in_place_of_a_link_gives_one_sentence(whole_runs, tmp_path, mo
     (out / "latest").unlink()
     (out / "latest").mkdir()
     assert train.main(["--resume", str(out)]) == 2
-    assert capfd.readouterr().err == f"error: {out / 'latest'} must be a link to a checkpoint, got something else\n"
+    assert (
+        capfd.readouterr().err
+        == f"error: {out / 'latest'} must be a link to a checkpoint, got something else\n"
+    )
     update = Learner.update
 
     def in_the_way(self, *arguments, **options):
@@ -447,7 +598,9 @@ def test_a_folder_in_place_of_a_link_gives_one_sentence(whole_runs, tmp_path, mo
     monkeypatch.setattr(Learner, "update", in_the_way)
     assert run(tmp_path / "new", *OBJECTIVES["maxpo"].split(), "--sft-steps", "1") == 1
     output = capfd.readouterr()
-    assert output.err.startswith(f"error: cannot write {tmp_path / 'new' / 'latest'} or config.json: ")
+    assert output.err.startswith(
+        f"error: cannot write {tmp_path / 'new' / 'latest'} or config.json: "
+    )
     assert output.err.count("\n") == 1
     assert re.search("checkpoint +none was written", output.out)
 
@@ -481,9 +634,20 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_ignored(whole_runs, tmp_pat
 def test_warnings_are_the_same_after_resuming(tmp_path, monkeypatch):
     reward = tmp_path / "reward.py"
     reward.write_text("def nothing(prompt, response):\n    return 0\n")
-    flags = ("--objective", "rloo", "--reward", f"{reward}:nothing", "--reward-workers", "1", "--steps", "14")
+    flags = (
+        "--objective",
+        "rloo",
+        "--reward",
+        f"{reward}:nothing",
+        "--reward-workers",
+        "1",
+        "--steps",
+        "14",
+    )
     assert run(tmp_path / "whole", *flags) == 0
-    assert [record["kind"] for record in read(tmp_path / "whole" / "warnings.jsonl")] == ["no_reward"]
+    assert [record["kind"] for record in read(tmp_path / "whole" / "warnings.jsonl")] == [
+        "no_reward"
+    ]
     stop_at(monkeypatch, "step 12")
     assert run(tmp_path / "stopped", *flags) == 143
     monkeypatch.undo()
@@ -510,21 +674,42 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path,
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ("--lr 0.5", 2, "trained with other options or files (lr: 0.0003 before, 0.5 now); --allow-changes"),
+        (
+            "--lr 0.5",
+            2,
+            "trained with other options or files (lr: 0.0003 before, 0.5 now); --allow-changes",
+        ),
         ("--seed 1 --beta2 0.5", 2, "(beta2: 0.99 before, 0.5 now; seed: 0 before, 1 now)"),
         (
             "--steps 8",
             2,
             "(steps: 6 before, 8 now, on which the learning rate of --lr-schedule cosine depends); --allow-changes",
         ),
-        ("--steps 8 --allow-changes", 0, "resumes with other options or files (steps: 6 before, 8 now, on which"),
-        ("--steps 3 --allow-changes", 2, "--steps must be at least 6, the number of steps done, got 3"),
-        ("--token-budget 100", 0, "will not be bitwise identical (token_budget: 4096 before, 100 now)"),
+        (
+            "--steps 8 --allow-changes",
+            0,
+            "resumes with other options or files (steps: 6 before, 8 now, on which",
+        ),
+        (
+            "--steps 3 --allow-changes",
+            2,
+            "--steps must be at least 6, the number of steps done, got 3",
+        ),
+        (
+            "--token-budget 100",
+            0,
+            "will not be bitwise identical (token_budget: 4096 before, 100 now)",
+        ),
         ("--eval-every 3", 0, ""),
-        ("--eval-prompts 9", 2, "(eval_prompts: 6 before, 9 now)"),  # it would rewrite the last evaluation
+        # it would rewrite the last evaluation
+        ("--eval-prompts 9", 2, "(eval_prompts: 6 before, 9 now)"),
         ("--eval-samples 9", 2, "(eval_samples: 4 before, 9 now)"),
         ("--out elsewhere", 2, "--resume writes into the run's own folder"),
-        ("--lora-rank 3 --allow-changes", 2, "has another shape (lora_rank: 0 before, 3 now), which cannot change on resuming"),
+        (
+            "--lora-rank 3 --allow-changes",
+            2,
+            "has another shape (lora_rank: 0 before, 3 now), which cannot change on resuming",
+        ),
         ("--layers 3 --allow-changes", 2, "has another shape (layers: 2 before, 3 now)"),
     ],
 )
@@ -535,10 +720,16 @@ def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, mess
     assert message in error
     assert bool(error) == bool(message)
     options = json.loads((out / "config.json").read_text())
-    assert (options["lora_rank"], options["lr"], options["steps"]) == (0, 3e-4, 8 if "--steps 8" in flags and not code else 6)
+    assert (options["lora_rank"], options["lr"], options["steps"]) == (
+        0,
+        3e-4,
+        8 if "--steps 8" in flags and not code else 6,
+    )
 
 
-def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(whole_runs, tmp_path, capsys):
+def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(
+    whole_runs, tmp_path, capsys
+):
     out = copied(whole_runs / "maxpo", tmp_path)
     progress = out / "checkpoints" / "step-000006" / "progress.json"
     fields = json.loads(progress.read_text())
@@ -553,18 +744,28 @@ def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(whole_ru
 
 
 def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole_runs, tmp_path):
-    start, out = Path(shutil.copytree(whole_runs / "maxpo" / "latest", tmp_path / "start")), tmp_path / "run"
+    start, out = (
+        Path(shutil.copytree(whole_runs / "maxpo" / "latest", tmp_path / "start")),
+        tmp_path / "run",
+    )
     added = {"bos_token_id": 11, "pad_token_id": 0, "its_own": [1, None]}
     wanted = {}
     for name in ("config.json", "generation_config.json"):
         wanted[name] = json.loads((start / name).read_text()) | added
         (start / name).write_text(json.dumps(wanted[name]))
-    assert train.main([*SMALL, "--out", str(out), "--model", str(start), "--sft-steps", "0", "--steps", "1"]) == 0
+    assert (
+        train.main(
+            [*SMALL, "--out", str(out), "--model", str(start), "--sft-steps", "0", "--steps", "1"]
+        )
+        == 0
+    )
     shutil.rmtree(start)
     assert train.main(["--resume", str(out), "--steps", "2", "--allow-changes"]) == 0
     for step in (0, 1, 2):
         for name, fields in wanted.items():
-            assert json.loads((out / "checkpoints" / f"step-00000{step}" / name).read_text()) == fields
+            assert (
+                json.loads((out / "checkpoints" / f"step-00000{step}" / name).read_text()) == fields
+            )
 
 
 def test_only_a_runs_folder_is_resumed(tmp_path, capsys):
@@ -573,13 +774,22 @@ def test_only_a_runs_folder_is_resumed(tmp_path, capsys):
 
 
 def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd, monkeypatch):
-    """The warning comes before the code: the objective's file is loaded while options are parsed."""
+    """The warning comes before the code: the objective's file is loaded while options are
+    parsed.
+    """
     objective = tmp_path / "objective.py"
-    objective.write_text("import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('objective')\n")
+    objective.write_text(
+        "import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('objective')\n"
+    )
     reward = f"{tmp_path / 'reward.py'}:score"
     out = tmp_path / "run"
     out.mkdir()
-    own = {"objective": f"{objective}:advantage", "task": "maze", "reward": reward, "rollout": "engine.py:Engine"}
+    own = {
+        "objective": f"{objective}:advantage",
+        "task": "maze",
+        "reward": reward,
+        "rollout": "engine.py:Engine",
+    }
     (out / "config.json").write_text(json.dumps(own))
     assert train.main(["--resume", str(out)]) == 2
     assert "belongs to" not in capfd.readouterr().err
@@ -588,7 +798,9 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert f"uid {os.stat(out).st_uid}" in first
     assert first.startswith(f"warning: {out} belongs to ")
-    assert first.endswith(f"runs with your rights: objective {objective}:advantage, reward {reward}, rollout engine.py:Engine")
+    assert first.endswith(
+        f"runs with your rights: objective {objective}:advantage, reward {reward}, rollout engine.py:Engine"
+    )
     assert second == "it runs"
 
 
@@ -603,7 +815,9 @@ def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkey
 
 def test_the_best_evaluation_is_the_earliest_with_the_highest_pass_at_1():
     passes = {0: 0.5, 2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7}
-    progress = Progress(evaluations={step: SimpleNamespace(pass_at_k={1: p}) for step, p in passes.items()})
+    progress = Progress(
+        evaluations={step: SimpleNamespace(pass_at_k={1: p}) for step, p in passes.items()}
+    )
     assert [step for step in passes if progress.is_best(step)] == [0, 4]
 
 
@@ -629,8 +843,10 @@ def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys, monkeypatch
     finally:
         first.kill()
         first.wait()
-    assert (out / "lock").read_text().startswith(f"process {first.pid} on ")  # the lock of a dead process blocks nobody
-    assert train.main(["--resume", str(out), "--steps", "30", "--allow-changes"]) in (0, 2)  # 2 if it had done more steps
+    # the lock of a dead process blocks nobody
+    assert (out / "lock").read_text().startswith(f"process {first.pid} on ")
+    # 2 if it had done more steps
+    assert train.main(["--resume", str(out), "--steps", "30", "--allow-changes"]) in (0, 2)
     assert "in use" not in capsys.readouterr().err
 
 
@@ -646,16 +862,28 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(whole_runs, tmp_path, monkeypatch):
+def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
+    whole_runs, tmp_path, monkeypatch
+):
     out = tmp_path / "run"
     stop_at(monkeypatch, "step 3")
     assert run(out, *OBJECTIVES["maxpo"].split()) == 143
     monkeypatch.undo()
-    full = started("--resume", str(out), "--save-every", "1", stderr=subprocess.PIPE, text=True, preexec_fn=limit_files)
+    full = started(
+        "--resume",
+        str(out),
+        "--save-every",
+        "1",
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit_files,
+    )
     _, error = full.communicate(timeout=120)
     assert full.returncode == 1
     sentence = error.splitlines()[-1]
-    assert sentence.startswith(f"error: cannot write the checkpoint {out / 'checkpoints' / 'step-000004'}: ")
+    assert sentence.startswith(
+        f"error: cannot write the checkpoint {out / 'checkpoints' / 'step-000004'}: "
+    )
     assert "File too large" in sentence
     assert f"the last good checkpoint is {out / 'checkpoints' / 'step-000003'}" in sentence
     assert not list((out / "checkpoints").glob(".*"))  # the incomplete checkpoint was removed
@@ -665,12 +893,26 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(whole_runs
 
 def test_a_run_killed_twenty_times_ends_with_the_same_result(tmp_path):
     """Half of the kills happen while a checkpoint is being written, the others at random times."""
-    job = [*SMALL, "--sft-steps", "40", "--steps", "400", "--eval-every", "100", "--eval-prompts", "3"]
+    job = [
+        *SMALL,
+        "--sft-steps",
+        "40",
+        "--steps",
+        "400",
+        "--eval-every",
+        "100",
+        "--eval-prompts",
+        "3",
+    ]
     whole = started(*job, "--out", str(tmp_path / "whole"))
     out, moments, num_in_saves = tmp_path / "killed", random.Random(0), 0
     for i in range(20):
         run_mark = mark(out)
-        arguments = ["--resume", str(out)] if (out / "config.json").exists() else [*job, "--save-every", "1", "--out", str(out)]
+        arguments = (
+            ["--resume", str(out)]
+            if (out / "config.json").exists()
+            else [*job, "--save-every", "1", "--out", str(out)]
+        )
         process = started(*arguments)
         try:
             wait_until(lambda: mark(out) != run_mark, process)  # noqa: B023
@@ -697,4 +939,8 @@ def mark(out):
 
 def partial(out):
     """Return the names of incomplete checkpoints."""
-    return [name for name in os.listdir(out / "checkpoints") if name.startswith(".")] if (out / "checkpoints").exists() else []
+    return (
+        [name for name in os.listdir(out / "checkpoints") if name.startswith(".")]
+        if (out / "checkpoints").exists()
+        else []
+    )

@@ -23,7 +23,9 @@ def checksum(tokens):
 
 
 def test_the_same_prompts_come_again_in_the_next_epochs():
-    """Of those that are kept in one epoch, 10 / 19 are expected in the next; with a choice at random it would be 1 / 10."""
+    """Of those that are kept in one epoch, 10 / 19 are expected in the next; with a choice at
+    random it would be 1 / 10.
+    """
     generator = random.Random(3)
     data = [[generator.randrange(11) for _ in range(1 + i % 5)] + [i] for i in range(200)]
     epochs = []
@@ -55,9 +57,15 @@ def test_a_record_has_the_numbers_of_its_own_rollout():
     records = rollout_records(task, step, -torch.arange(12.0), 6, Ranks())
     sequences = [num * order[0] + i for i in range(4)] + [num * order[1] + i for i in range(2)]
     assert [record["id"] for record in records] == [10 + s // num for s in sequences]
-    assert [record["response"] for record in records] == [task.decode(responses[s]) for s in sequences]
-    assert [record["reward"] for record in records] == [None if s == failed else float(s) for s in sequences]
-    assert [record["advantage"] for record in records] == [None if s == failed else -float(s) for s in sequences]
+    assert [record["response"] for record in records] == [
+        task.decode(responses[s]) for s in sequences
+    ]
+    assert [record["reward"] for record in records] == [
+        None if s == failed else float(s) for s in sequences
+    ]
+    assert [record["advantage"] for record in records] == [
+        None if s == failed else -float(s) for s in sequences
+    ]
     assert [record["components"] for record in records] == [parts[s] for s in sequences]
     assert {record["step"] for record in records} == {7}
     assert set(records[0]) == {
@@ -69,7 +77,9 @@ def test_a_record_has_the_numbers_of_its_own_rollout():
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (3, 3), (4, 4), (100, 12)])
 def test_no_more_rollouts_are_kept_than_asked_for_and_there_are(count, kept):
     task = MazeTask(5)
-    step = collected(Samples(task.prompts("train", 0, 3), Rollouts.given([[DONE]] * 12)), torch.zeros(3, 4))
+    step = collected(
+        Samples(task.prompts("train", 0, 3), Rollouts.given([[DONE]] * 12)), torch.zeros(3, 4)
+    )
     assert len(rollout_records(task, step, torch.zeros(12), count, Ranks())) == kept
 
 
@@ -85,9 +95,15 @@ def test_the_advantage_of_the_update_that_used_a_rollout_is_kept(tmp_path, monke
         return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
-    monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float())
+    monkeypatch.setattr(
+        MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float()
+    )
     more = "--updates-per-step 2 --prompts 4 --rollouts 4 --keep-rollouts 16 --steps 2"
     assert run(tmp_path / "run", *flags.split(), *more.split()) == 0
-    kept = [(record["id"], record["advantage"]) for record in read(tmp_path / "run" / "rollouts.jsonl") if record["step"] == 2]
+    kept = [
+        (record["id"], record["advantage"])
+        for record in read(tmp_path / "run" / "rollouts.jsonl")
+        if record["step"] == 2
+    ]
     assert sorted(kept) == sorted(used)
     assert any(advantage for _, advantage in kept[:4] + kept[-4:])

@@ -1,4 +1,6 @@
-"""The files of a run beside its metrics: samples, diagnostics and timings. Trackers get the same numbers."""
+"""The files of a run beside its metrics: samples, diagnostics and timings. Trackers get the same
+numbers.
+"""
 
 import json
 import re
@@ -36,7 +38,18 @@ METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    more = ["--diagnose-every", "2", "--steps", "4", "--eval-every", "2", "--eval-samples", "3", "--eval-prompts", "12"]
+    more = [
+        "--diagnose-every",
+        "2",
+        "--steps",
+        "4",
+        "--eval-every",
+        "2",
+        "--eval-samples",
+        "3",
+        "--eval-prompts",
+        "12",
+    ]
     assert train.main([*SMALL, *more, "--out", str(out)]) == 0
     return out
 
@@ -48,7 +61,9 @@ def test_the_first_samples_of_each_evaluation_are_kept(finished):
     assert [sample["id"] for sample in samples[:10]] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
     task = MazeTask(5)
     for sample in samples:
-        assert sample["prompt"] == task.decode(task.prompts("test", sample["id"], 1).tokens.tolist())
+        assert sample["prompt"] == task.decode(
+            task.prompts("test", sample["id"], 1).tokens.tolist()
+        )
         words = sample["response"].split()
         assert len(words) == sample["tokens"]
         assert sample["reward"] in (0, 1)
@@ -59,36 +74,62 @@ def test_each_evaluation_counts_the_correct_samples_of_every_prompt(finished):
     records, samples = read(finished / "pass_rates.jsonl"), read(finished / "samples.jsonl")
     assert [record["step"] for record in records] == [0, 2, 4]
     for record, evaluation in zip(records, read(finished / "eval.jsonl"), strict=True):
-        assert (record["num_samples"], record["num_prompts"], record["ids"]) == (3, 12, list(range(12)))
+        assert (record["num_samples"], record["num_prompts"], record["ids"]) == (
+            3,
+            12,
+            list(range(12)),
+        )
         assert sum(record["num_correct"]) / 36 == pytest.approx(evaluation["pass_at_k"]["1"])
         for i in range(10):  # the prompts of which all three samples are kept
-            kept = [sample["reward"] for sample in samples if (sample["step"], sample["id"]) == (record["step"], i)]
+            kept = [
+                sample["reward"]
+                for sample in samples
+                if (sample["step"], sample["id"]) == (record["step"], i)
+            ]
             assert record["num_correct"][i] == sum(kept)
 
 
 def test_the_text_of_the_held_out_prompts_is_written_once(finished, monkeypatch):
     task = MazeTask(5)
     texts = [task.decode(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)]
-    assert read(finished / "eval_prompts.jsonl") == [{"id": i, "prompt": text} for i, text in enumerate(texts)]
+    assert read(finished / "eval_prompts.jsonl") == [
+        {"id": i, "prompt": text} for i, text in enumerate(texts)
+    ]
     monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.MOST_PROMPTS", 3)
     monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.PROMPT_LENGTH", 9)
-    assert list(prompt_records(task, "test", 12)) == [{"id": i, "prompt": texts[i][:9]} for i in range(3)]
+    assert list(prompt_records(task, "test", 12)) == [
+        {"id": i, "prompt": texts[i][:9]} for i in range(3)
+    ]
 
 
 def test_counts_are_those_of_all_ranks_by_id_and_bounded(monkeypatch):
     class TwoRanks(Ranks):
         def concatenate(self, x):
-            return torch.cat([x, x + 1])  # the other rank has the next ids, and one more correct sample
+            # the other rank has the next ids, and one more correct sample
+            return torch.cat([x, x + 1])
 
     counts = PassCounts(num_samples=2)
     rollouts = Rollouts.given([[1]] * 4)
-    counts.take(Samples(make_prompts([[1], [2]]).select(torch.tensor([1, 0])), rollouts), torch.tensor([1, 0, float("nan"), 0]))
+    counts.take(
+        Samples(make_prompts([[1], [2]]).select(torch.tensor([1, 0])), rollouts),
+        torch.tensor([1, 0, float("nan"), 0]),
+    )
     cpu = torch.device("cpu")
-    assert counts.record(Ranks(), cpu) == {"num_samples": 2, "num_prompts": 2, "ids": [0, 1], "num_correct": [0, 1]}
+    assert counts.record(Ranks(), cpu) == {
+        "num_samples": 2,
+        "num_prompts": 2,
+        "ids": [0, 1],
+        "num_correct": [0, 1],
+    }
     assert counts.record(TwoRanks(), cpu)["ids"] == [0, 1, 1, 2]
     assert counts.record(TwoRanks(), cpu)["num_correct"] == [0, 1, 1, 2]
     monkeypatch.setattr("maxrl_fast.evaluation.pass_counts.MOST_PROMPTS", 3)
-    assert counts.record(TwoRanks(), cpu) == {"num_samples": 2, "num_prompts": 4, "ids": [0, 1, 1], "num_correct": [0, 1, 1]}
+    assert counts.record(TwoRanks(), cpu) == {
+        "num_samples": 2,
+        "num_prompts": 4,
+        "ids": [0, 1, 1],
+        "num_correct": [0, 1, 1],
+    }
     assert PassCounts(2).record(Ranks(), cpu)["num_prompts"] == 0  # a rank without prompts
 
 
@@ -100,7 +141,9 @@ def test_diagnostics_cover_every_prompt_of_the_step(finished):
         known = metrics[record["step"]]
         assert len(record["ids"]) == len(record["pass_rate"]) == len(record["grad_norm"]) == 4
         assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
-        assert sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
+        assert (
+            sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
+        )
         assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # triangle inequality
 
 
@@ -108,12 +151,18 @@ def test_tensorboard_reads_the_numbers_of_the_logs(finished):
     events = EventAccumulator(str(finished / "tensorboard")).Reload()
     for name in ("reward_mean", "entropy", "grad_norm"):
         wanted = {record["step"]: record[name] for record in read(finished / "metrics.jsonl")}
-        assert {event.step: event.value for event in events.Scalars(f"metrics/{name}")} == pytest.approx(wanted)
+        assert {
+            event.step: event.value for event in events.Scalars(f"metrics/{name}")
+        } == pytest.approx(wanted)
     passes = [event.value for event in events.Scalars("eval/pass_at_1")]
-    assert passes == pytest.approx([record["pass_at_k"]["1"] for record in read(finished / "eval.jsonl")])
+    assert passes == pytest.approx(
+        [record["pass_at_k"]["1"] for record in read(finished / "eval.jsonl")]
+    )
 
 
-@pytest.mark.parametrize("accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator])
+@pytest.mark.parametrize(
+    "accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator]
+)
 def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path, accumulator):
     for number, purge_step in ((1.0, 0), (2.0, 3)):
         board = TensorBoard(tmp_path, {}, "run", purge_step)
@@ -145,7 +194,9 @@ def test_a_log_continues_at_its_mark_and_cuts_what_came_later(tmp_path):
     again = LogFile(path, log.mark())
     assert (again.kept, again.is_lost, again.mark()) == (lines(1, 2, 3), False, log.mark())
     path.write_bytes(lines(1, 7, 3))
-    with pytest.raises(InputError, match=r"must begin with the 24 bytes .* got 36 bytes that begin differently"):
+    with pytest.raises(
+        InputError, match=r"must begin with the 24 bytes .* got 36 bytes that begin differently"
+    ):
         LogFile(path, mark)
     path.unlink()
     assert LogFile(path, mark).is_lost
@@ -159,7 +210,11 @@ def test_a_log_that_a_checkpoint_does_not_know_is_kept(tmp_path):
 
 
 def test_pandas_reads_the_rollouts_as_the_documentation_says(finished, monkeypatch):
-    (block,) = [text for text in re.findall(r"```python\n(.*?)```", METRICS_PAGE.read_text(), re.S) if "rollouts" in text]
+    (block,) = [
+        text
+        for text in re.findall(r"```python\n(.*?)```", METRICS_PAGE.read_text(), re.S)
+        if "rollouts" in text
+    ]
     monkeypatch.chdir(finished)
     names = {}
     exec(block.replace("runs/first/", ""), names)
@@ -209,7 +264,9 @@ def test_diagnostics_do_not_change_the_metrics(tmp_path, objective):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_prompt_gradient_norms_equal_autograd(aggregation):
-    """The norm of each prompt's gradient equals the norm that autograd gives from the prompt's rows alone."""
+    """The norm of each prompt's gradient equals the norm that autograd gives from the prompt's rows
+    alone.
+    """
     model = tiny_decoder()
     prompts = make_prompts([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     rollouts = Rollouts.given([[(3 * s + i) % 11 for i in range(1 + s % 5)] for s in range(12)])
@@ -217,10 +274,14 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
     advantages[4:8] = 0  # a zero-variance group
     settings = LossSettings(loss="reinforce", aggregation=aggregation)
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
-    learner = Learner(model, optimizer, settings, clip_grad=0.1, token_budget=16, dtype=torch.float32)
+    learner = Learner(
+        model, optimizer, settings, clip_grad=0.1, token_budget=16, dtype=torch.float32
+    )
     samples = Samples(prompts, rollouts)
     norms = prompt_gradient_norms(learner, samples, advantages, torch.arange(12))
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
+    )
     parts = []
     for g in range(3):
         own = advantages.clone()
@@ -229,17 +290,28 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
         packer = learner.passes.packer(samples, own)
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
-            learner.loss(batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths)))[0].backward()
-        parts.append(torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()]) if own.any() else torch.zeros(1))
+            learner.loss(
+                batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths))
+            )[0].backward()
+        parts.append(
+            torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
+            if own.any()
+            else torch.zeros(1)
+        )
     assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
     assert norms[1] == 0
     assert norms[0] > 0
 
 
 def test_diagnostics_leave_out_unknown_rewards(monkeypatch):
-    rewards, valid = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), torch.tensor([[True, True, False], [False] * 3])
+    rewards, valid = (
+        torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+        torch.tensor([[True, True, False], [False] * 3]),
+    )
     prompts = MazeTask(5).prompts("train", 7, 2)
-    monkeypatch.setattr("maxrl_fast.training.diagnostics.prompt_gradient_norms", lambda *_, **__: [0.5, 0.0])
+    monkeypatch.setattr(
+        "maxrl_fast.training.diagnostics.prompt_gradient_norms", lambda *_, **__: [0.5, 0.0]
+    )
     rollouts = Rollouts.given([[]] * 6)
     batch = collected(Samples(prompts, rollouts), rewards, valid, step=5)
     record = diagnostics_record(batch, GroupObjective("grpo", {}), None)
@@ -259,7 +331,11 @@ def test_trackers_get_the_same_numbers_as_tensorboard(tmp_path, monkeypatch, nam
     out = tmp_path / "one-run"
     assert train.main([*SMALL, "--steps", "2", "--log-to", name, "--out", str(out)]) == 0
     (_, options), *logs, last = calls
-    assert (options["project"], options["name"], options["config"]["steps"]) == ("maxrl_fast", "one-run", 2)
+    assert (options["project"], options["name"], options["config"]["steps"]) == (
+        "maxrl_fast",
+        "one-run",
+        2,
+    )
     assert options.get("id", "one-run-").startswith("one-run-")
     assert last == ("finish",)
     assert [step for _, step, _ in logs] == [0, 1, 2, 2]  # an evaluation before and after
@@ -278,11 +354,16 @@ def test_a_tracker_that_fails_to_start_is_reported(tmp_path, monkeypatch, capsys
     module.init = no_key
     monkeypatch.setitem(sys.modules, "wandb", module)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert "--log-to wandb could not be started: RuntimeError: no API key" in capsys.readouterr().err
+    assert (
+        "--log-to wandb could not be started: RuntimeError: no API key" in capsys.readouterr().err
+    )
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'" in capsys.readouterr().err
+    assert (
+        "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,6 @@
-"""What a run prints in terminals of several widths, by a terminal of this process or by a pseudo-terminal, and in a file."""
+"""What a run prints in terminals of several widths, by a terminal of this process or by a
+pseudo-terminal, and in a file.
+"""
 
 import fcntl
 import io
@@ -26,18 +28,23 @@ def drawn(width, note=NOTE, name="train", total=90, done=12):
     screen = Screen(Console(file=file, force_terminal=True, width=width, color_system="standard"))
     with screen.stage(name, total) as stage:
         stage.advance(done, note)
-    return re.split(r"[\r\n]", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", file.getvalue()).rstrip())[-1].rstrip()
+    return re.split(r"[\r\n]", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", file.getvalue()).rstrip())[
+        -1
+    ].rstrip()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 132, 200])
 def test_the_step_the_total_and_the_time_left_are_visible_in_every_width(width):
     line = drawn(width)
-    assert re.match(r"train +(━+[╸╺]?━* +)?12/90 (\d:\d\d:\d\d )?left (-:--:--|\d+:\d\d:\d\d)", line), line
+    assert re.match(
+        r"train +(━+[╸╺]?━* +)?12/90 (\d:\d\d:\d\d )?left (-:--:--|\d+:\d\d:\d\d)", line
+    ), line
     assert len(line) <= width
     assert "…" not in line
     shown = [number for number in NUMBERS if number in line]
     assert shown == NUMBERS[: len(shown)]  # whole numbers, from the left
-    assert len(line) + 2 + len(NUMBERS[len(shown)]) > width if len(shown) < len(NUMBERS) else True  # as many as have room
+    # as many as have room
+    assert len(line) + 2 + len(NUMBERS[len(shown)]) > width if len(shown) < len(NUMBERS) else True
 
 
 def test_the_bar_is_the_first_to_go():
@@ -45,7 +52,8 @@ def test_the_bar_is_the_first_to_go():
     assert NOTE in drawn(200)
     without = next(width for width in range(199, 30, -1) if "━" not in drawn(width))
     assert NOTE in drawn(without)
-    assert re.search(r"12/90 \d:\d\d:\d\d left", drawn(without))  # the time since the start is still there
+    # the time since the start is still there
+    assert re.search(r"12/90 \d:\d\d:\d\d left", drawn(without))
     assert "━" in drawn(80, note="loss 2.296", name="warm start")  # which has the room
 
 
@@ -61,8 +69,12 @@ def printed_in_terminal(width, command):
     """Run a command in a pseudo-terminal, and return all that it wrote."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
+    } | {"TERM": "xterm"}
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    )
     os.close(terminal)
     written = b""
     while True:
@@ -82,7 +94,9 @@ def test_nothing_that_a_run_prints_is_wider_than_the_terminal(width, tmp_path):
     # Both streams of the run are the terminal, and the run has a warning: its rewards stay 0.
     flags = [*SMALL, "--sft-steps", "0", "--steps", "12", "--out", "run"]
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
-    printed = printed_in_terminal(width, ["env", "-C", str(tmp_path), f"PYTHONPATH={os.getcwd()}", *command])
+    printed = printed_in_terminal(
+        width, ["env", "-C", str(tmp_path), f"PYTHONPATH={os.getcwd()}", *command]
+    )
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", printed)]
     assert max(map(len, lines)) <= width
     assert any(line.startswith("policy: 2-layer qwen2 decoder (native), ") for line in lines)

@@ -1,4 +1,6 @@
-"""What TensorBoard itself shows of a run: hyperparameters with the last metrics, samples, and pass@k in one chart."""
+"""What TensorBoard itself shows of a run: hyperparameters with the last metrics, samples, and
+pass@k in one chart.
+"""
 
 import html
 import json
@@ -29,7 +31,20 @@ def runs(tmp_path_factory):
     flags = [*SMALL, "--sft-steps", "2", "--eval-every", "2"]
     assert train.main([*flags, "--out", str(folder / "first")]) == 0
     assert (
-        train.main([*flags, "--seed", "1", "--steps", "2", "--lr-schedule", "constant", "--out", str(folder / "second")]) == 0
+        train.main(
+            [
+                *flags,
+                "--seed",
+                "1",
+                "--steps",
+                "2",
+                "--lr-schedule",
+                "constant",
+                "--out",
+                str(folder / "second"),
+            ]
+        )
+        == 0
     )
     assert train.main(["--resume", str(folder / "second"), "--steps", "4"]) == 0
     return folder
@@ -40,12 +55,22 @@ def tensorboard(logdir):
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir))
     multiplexer.Reload()
     flags = types.SimpleNamespace(
-        logdir=str(logdir), samples_per_plugin={}, window_title="", path_prefix="", detect_file_replacement=None
+        logdir=str(logdir),
+        samples_per_plugin={},
+        window_title="",
+        path_prefix="",
+        detect_file_replacement=None,
     )
-    client = Client(application.TensorBoardWSGIApp(flags, PLUGINS, MultiplexerDataProvider(multiplexer, str(logdir))))
+    client = Client(
+        application.TensorBoardWSGIApp(
+            flags, PLUGINS, MultiplexerDataProvider(multiplexer, str(logdir))
+        )
+    )
 
     def ask(path, body=None, **query):
-        response = client.open(f"/data/plugin/{path}", query_string=query, json=body, method="POST" if body else "GET")
+        response = client.open(
+            f"/data/plugin/{path}", query_string=query, json=body, method="POST" if body else "GET"
+        )
         assert response.status_code == 200, response.text
         return json.loads(response.text)
 
@@ -53,7 +78,9 @@ def tensorboard(logdir):
 
 
 def test_a_resumed_run_shows_every_step_once(runs):
-    """The second run was resumed from a checkpoint that was written before the evaluation of its step."""
+    """The second run was resumed from a checkpoint that was written before the evaluation of its
+    step.
+    """
     events = EventMultiplexer({"second": str(runs / "second" / "tensorboard")}).Reload()
     assert [event.step for event in events.Tensors("second", "metrics/entropy")] == [1, 2, 3, 4]
     assert [event.step for event in events.Tensors("second", "eval/pass_at_1")] == [0, 2, 4]
@@ -67,19 +94,31 @@ def test_hyperparameters_stand_beside_the_last_metrics(runs):
     assert {"objective", "k", "lr", "seed", "maze_size", "compile"} <= names
     assert not {"chain_length", "lora_alpha", "out", "resume"} & names  # not taken, or of one start
     columns = [{"hparam": name} for name in ("seed", "objective", "compile", "sft_lr")]
-    columns += [{"metric": {"tag": "eval/pass_at_1", "group": ""}}, {"metric": {"tag": "metrics/entropy", "group": ""}}]
-    wanted = {"colParams": columns, "startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_SUCCESS"]}
+    columns += [
+        {"metric": {"tag": "eval/pass_at_1", "group": ""}},
+        {"metric": {"tag": "metrics/entropy", "group": ""}},
+    ]
+    wanted = {
+        "colParams": columns,
+        "startIndex": 0,
+        "sliceSize": 9,
+        "allowedStatuses": ["STATUS_SUCCESS"],
+    }
     groups = ask("hparams/session_groups", wanted)["sessionGroups"]
     assert {group["name"] for group in groups} == {str(runs / "first"), str(runs / "second")}
     for group in groups:
         out = runs / group["sessions"][0]["name"].split("/")[0]
         options = json.loads((out / "config.json").read_text())
-        assert {name: group["hparams"][name] for name in ("seed", "objective", "compile", "sft_lr")} == {
-            name: options[name] for name in ("seed", "objective", "compile", "sft_lr")
-        }
+        assert {
+            name: group["hparams"][name] for name in ("seed", "objective", "compile", "sft_lr")
+        } == {name: options[name] for name in ("seed", "objective", "compile", "sft_lr")}
         values = {value["name"]["tag"]: value["value"] for value in group["metricValues"]}
-        assert values["eval/pass_at_1"] == pytest.approx(read(out / "eval.jsonl")[-1]["pass_at_k"]["1"])
-        assert values["metrics/entropy"] == pytest.approx(read(out / "metrics.jsonl")[-1]["entropy"])
+        assert values["eval/pass_at_1"] == pytest.approx(
+            read(out / "eval.jsonl")[-1]["pass_at_k"]["1"]
+        )
+        assert values["metrics/entropy"] == pytest.approx(
+            read(out / "metrics.jsonl")[-1]["entropy"]
+        )
 
 
 def test_each_evaluation_shows_its_samples(runs):
@@ -89,7 +128,10 @@ def test_each_evaluation_shows_its_samples(runs):
         texts = {text["step"]: text["text"] for text in shown}
         assert texts.keys() == {sample["step"] for sample in samples}
         for step, text in texts.items():
-            blocks = [html.unescape(block) for block in re.findall("<code>(.*?)\n?</code>", text, re.DOTALL)]
+            blocks = [
+                html.unescape(block)
+                for block in re.findall("<code>(.*?)\n?</code>", text, re.DOTALL)
+            ]
             own = [sample for sample in samples if sample["step"] == step]
             assert blocks == [sample[name] for sample in own for name in ("prompt", "response")]
             assert text.count(", reward ") == len(own)
@@ -105,7 +147,9 @@ def test_one_chart_has_pass_at_k_of_all_k(runs):
     assert lines.keys() == {"eval/pass_at_1", "eval/pass_at_2", "eval/pass_at_4"}
     for k in (1, 2, 4):
         points = {step: value for _, step, value in lines[f"eval/pass_at_{k}"]}
-        assert points == pytest.approx({record["step"]: record["pass_at_k"][str(k)] for record in evaluations})
+        assert points == pytest.approx(
+            {record["step"]: record["pass_at_k"][str(k)] for record in evaluations}
+        )
 
 
 HOSTILE = [
@@ -121,12 +165,28 @@ HOSTILE = [
 
 @pytest.mark.parametrize("response", HOSTILE)
 def test_markup_in_a_response_is_shown_and_not_obeyed(response, tmp_path):
-    record = {"id": 3, "prompt": "p", "response": response, "reward": None, "truncated": True, "tokens": 7}
+    record = {
+        "id": 3,
+        "prompt": "p",
+        "response": response,
+        "reward": None,
+        "truncated": True,
+        "tokens": 7,
+    }
     board = TensorBoard(tmp_path / "tensorboard", {}, "run")
     board.log_samples([record, record], 5)
     board.close(is_done=False)
     (shown,) = tensorboard(tmp_path)("text/text", run="tensorboard", tag="samples")
-    assert set(re.findall("<(/?[a-z0-9]+)", shown["text"])) <= {"h5", "/h5", "pre", "/pre", "code", "/code", "p", "/p"}
+    assert set(re.findall("<(/?[a-z0-9]+)", shown["text"])) <= {
+        "h5",
+        "/h5",
+        "pre",
+        "/pre",
+        "code",
+        "/code",
+        "p",
+        "/p",
+    }
     assert shown["text"].count("<code>") + shown["text"].count("<p>(empty)</p>") == 4
     words = re.findall(r"\w{4,}", response[:2000].replace("\ud800", "ud800"))
     assert all(shown["text"].count(word) >= 2 for word in words)

@@ -1,4 +1,6 @@
-"""Shared-prompt attention against ordinary causal attention over [prompt, response], sequence by sequence, in float64."""
+"""Shared-prompt attention against ordinary causal attention over [prompt, response], sequence by
+sequence, in float64.
+"""
 
 import contextlib
 import sys
@@ -10,10 +12,17 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.attention import SharedPromptLayout, merge, shared_prompt_attention
-from maxrl_fast.model.flash import VarlenSpec, attend, attend_backward, attend_backward_reference, attend_reference
+from maxrl_fast.model.flash import (
+    VarlenSpec,
+    attend,
+    attend_backward,
+    attend_backward_reference,
+    attend_reference,
+)
 
 CPU = torch.device("cpu")
-# The lengths of the sequences, the lengths of the responses, and the sequence that each response answers.
+# The lengths of the sequences, the lengths of the responses, and the sequence that each response
+# answers.
 CASES = {
     "uneven groups": ([5, 5, 5], [3, 1, 6, 2, 9], [0, 0, 1, 1, 2]),
     "prompts of different lengths": ([4, 1, 7], [2, 3, 17, 5], [0, 1, 1, 2]),
@@ -38,11 +47,17 @@ def ordinary_attention(q, k, v):
 def ordinary_stream(q, k, v, lengths, response_lengths, prompt_index):
     """Compute ordinary attention of a stream, every sequence written out."""
     sequences = torch.arange(sum(lengths)).split(lengths)
-    responses = (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths) if response_lengths else ()
+    responses = (
+        (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths)
+        if response_lengths
+        else ()
+    )
     expected = torch.zeros_like(q)
     for b, sequence in enumerate(sequences):
         expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence])
-        for response in (r for r, prompt in zip(responses, prompt_index, strict=True) if prompt == b):
+        for response in (
+            r for r, prompt in zip(responses, prompt_index, strict=True) if prompt == b
+        ):
             rows = torch.cat([sequence, response])
             expected[response] = ordinary_attention(q[rows], k[rows], v[rows])[len(sequence) :]
     return expected
@@ -52,7 +67,9 @@ def check_against_ordinary_attention(case, dtype=torch.float64, rtol=1e-11, head
     lengths, response_lengths, prompt_index = CASES[case]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths) + sum(response_lengths)
-    q, k, v = (torch.randn(total, h, 8, generator=generator, dtype=dtype).requires_grad_() for h in heads)
+    q, k, v = (
+        torch.randn(total, h, 8, generator=generator, dtype=dtype).requires_grad_() for h in heads
+    )
     layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
     out = shared_prompt_attention(q, k, v, layout)
 
@@ -86,7 +103,8 @@ def test_grouped_query_heads(heads):
 
 
 def emulated_varlen(calls):
-    """Return FlashAttention's varlen functions, forward and backward, computed by attend_reference one sequence at a time.
+    """Return FlashAttention's varlen functions, forward and backward, computed by attend_reference
+    one sequence at a time.
 
     Log-sum-exps are [H, T]. Keys and values keep their own number of heads.
     """
@@ -95,7 +113,13 @@ def emulated_varlen(calls):
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert max_q >= cu_q.diff().max()
         assert max_k == cu_k.diff().max()
-        pairs = zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), cu_k[:-1].tolist(), cu_k[1:].tolist(), strict=True)
+        pairs = zip(
+            cu_q[:-1].tolist(),
+            cu_q[1:].tolist(),
+            cu_k[:-1].tolist(),
+            cu_k[1:].tolist(),
+            strict=True,
+        )
         return [(slice(a, b), slice(c, d)) for a, b, c, d in pairs if b > a]
 
     def heads_first(x, heads):
@@ -115,7 +139,9 @@ def emulated_varlen(calls):
         assert lse.is_contiguous()
         grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for of_q, of_k in runs(cu_q, cu_k, max_q, max_k):
-            part = [heads_first(x, q.shape[1]) for x in (grad[of_q], q[of_q], k[of_k], v[of_k], o[of_q])]
+            part = [
+                heads_first(x, q.shape[1]) for x in (grad[of_q], q[of_q], k[of_k], v[of_k], o[of_q])
+            ]
             by_q, by_k, by_v = attend_backward_reference(*part, lse[None, :, of_q], is_causal, None)
             grads[0][of_q] = by_q[0].transpose(0, 1)
             for packed, x in ((grads[1], by_k), (grads[2], by_v)):
@@ -127,15 +153,24 @@ def emulated_varlen(calls):
 
 @pytest.mark.parametrize("case", CASES)
 def test_torch_varlen_calls(case, monkeypatch):
-    """Check the calls on a GPU in half precision. An emulation with the same signatures replaces torch's kernels."""
+    """Check the calls on a GPU in half precision. An emulation with the same signatures replaces
+    torch's kernels.
+    """
     calls = []
     forward, backward = emulated_varlen(calls)
 
     def aten_forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask):
         assert (dropout_p, return_debug_mask) == (0.0, False)
-        return *forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal), torch.empty(2), torch.empty(0), torch.empty(0)
+        return (
+            *forward(q, k, v, cu_q, cu_k, max_q, max_k, is_causal),
+            torch.empty(2),
+            torch.empty(0),
+            torch.empty(0),
+        )
 
-    def aten_backward(grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused):
+    def aten_backward(
+        grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused
+    ):
         assert dropout_p == 0.0
         return backward(grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, is_causal)
 
@@ -145,7 +180,9 @@ def test_torch_varlen_calls(case, monkeypatch):
     schema = torch.ops.aten._flash_attention_backward.default._schema
     names = "out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused"
     assert " ".join(a.name for a in schema.arguments[4:14]) == names
-    aten = SimpleNamespace(_flash_attention_forward=aten_forward, _flash_attention_backward=aten_backward)
+    aten = SimpleNamespace(
+        _flash_attention_forward=aten_forward, _flash_attention_backward=aten_backward
+    )
     monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.TORCH_VARLEN)
     monkeypatch.setattr(flash.torch.ops, "aten", aten)
     check_against_ordinary_attention(case)
@@ -164,16 +201,32 @@ def fake_flash_attn(calls):
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
     ):  # fmt: skip
         assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        grads = backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal)
+        grads = backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            causal,
+        )
         for given, grad in zip((dq, dk, dv), grads, strict=True):
             given.copy_(grad)
 
-    return SimpleNamespace(_flash_attn_varlen_forward=varlen_forward, _flash_attn_varlen_backward=varlen_backward)
+    return SimpleNamespace(
+        _flash_attn_varlen_forward=varlen_forward, _flash_attn_varlen_backward=varlen_backward
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_flash_attn_calls(case, monkeypatch):
-    """Check the calls of the flash-attn package. An emulation with the same signatures replaces it."""
+    """Check the calls of the flash-attn package. An emulation with the same signatures replaces
+    it.
+    """
     calls = []
     package = fake_flash_attn(calls)
     monkeypatch.setattr(flash, "_flash_attn", lambda: package)
@@ -200,14 +253,19 @@ def test_a_broken_flash_attn_is_reported(monkeypatch, tmp_path):
     broken = "raise ImportError('undefined symbol: _ZN3c10')"
     with (
         installed_flash_attn(monkeypatch, tmp_path, "__version__ = '2.8.3'", broken),
-        pytest.raises(InputError, match=r"cannot be imported \(undefined symbol: _ZN3c10\); reinstall it for torch"),
+        pytest.raises(
+            InputError,
+            match=r"cannot be imported \(undefined symbol: _ZN3c10\); reinstall it for torch",
+        ),
     ):
         flash._flash_attn()
 
 
 @pytest.mark.parametrize(("version", "interface"), [("2.6.3", ""), ("4.0.0", None)])
 def test_unsupported_flash_attn_versions_are_not_used(monkeypatch, tmp_path, version, interface):
-    """Versions below 2.7 return other values, and version 4 has no FlashAttention-2, so torch's own kernel runs."""
+    """Versions below 2.7 return other values, and version 4 has no FlashAttention-2, so torch's own
+    kernel runs.
+    """
     with installed_flash_attn(monkeypatch, tmp_path, f"__version__ = '{version}'", interface):
         assert flash._flash_attn() is None
 
@@ -251,7 +309,9 @@ def test_the_reference_equals_the_flash_kernel(causal, masked):
     torch.testing.assert_close(o, o_reference.transpose(1, 2), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(lse, lse_reference.transpose(1, 2), rtol=1e-12, atol=1e-13)
     actual = attend_backward(grad, q, k, v, o, lse, causal=causal, mask=mask)
-    wanted = attend_backward_reference(grad.transpose(1, 2), *heads_first, o_reference, lse_reference, causal, mask)
+    wanted = attend_backward_reference(
+        grad.transpose(1, 2), *heads_first, o_reference, lse_reference, causal, mask
+    )
     for a, w in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, w.transpose(1, 2), rtol=1e-11, atol=1e-12)
 
@@ -270,18 +330,27 @@ def test_the_references_bfloat16_error_is_at_most_twice_the_kernels():
         true_grads = attend_backward_reference(*truth, true_o, true_lse, True, None)
         results = (o, *backward(grad, *qkv, o, lse))
         wanted = (true_o, *true_grads)
-        return [float((x.double() - w).norm() / w.norm()) for x, w in zip(results, wanted, strict=True)]
+        return [
+            float((x.double() - w).norm() / w.norm()) for x, w in zip(results, wanted, strict=True)
+        ]
 
     def flash(q, k, v):
-        return [x.transpose(1, 2) for x in attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)]
+        return [
+            x.transpose(1, 2) for x in attend(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        ]
 
     def flash_backward(*tensors):
-        return [x.transpose(1, 2) for x in attend_backward(*(x.transpose(1, 2) for x in tensors), causal=True)]
+        return [
+            x.transpose(1, 2)
+            for x in attend_backward(*(x.transpose(1, 2) for x in tensors), causal=True)
+        ]
 
     heads_first = [x.transpose(1, 2) for x in rounded]
     kernel = errors(flash, flash_backward, heads_first)
     reference = errors(
-        lambda *qkv: attend_reference(*qkv, True, None), lambda *x: attend_backward_reference(*x, True, None), heads_first
+        lambda *qkv: attend_reference(*qkv, True, None),
+        lambda *x: attend_backward_reference(*x, True, None),
+        heads_first,
     )
     for ours, theirs in zip(reference, kernel, strict=True):
         assert 1e-5 < ours <= 2 * theirs

@@ -1,4 +1,6 @@
-"""The CPU's shared-prompt attention against ordinary attention in float64, and against the path of FlashAttention calls."""
+"""The CPU's shared-prompt attention against ordinary attention in float64, and against the path of
+FlashAttention calls.
+"""
 
 from functools import cache
 
@@ -8,14 +10,21 @@ import torch
 from hypothesis import given
 
 from maxrl_fast.model import attention_kernel, flash
-from maxrl_fast.model.attention import SharedPromptLayout, kernel_name, merged_attention, shared_prompt_attention
+from maxrl_fast.model.attention import (
+    SharedPromptLayout,
+    kernel_name,
+    merged_attention,
+    shared_prompt_attention,
+)
 from tests.fuzzing import settings
 from tests.model.test_attention import CPU, ordinary_stream
 
 NAMES = ("o", "grad_q", "grad_k", "grad_v")
 
 
-def stream(lengths, response_lengths, prompt_index, heads, key_heads, head_dim, dtype=torch.float64, seed=0):
+def stream(
+    lengths, response_lengths, prompt_index, heads, key_heads, head_dim, dtype=torch.float64, seed=0
+):
     """Return the three tensors of lengths, then q, k and v, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths) + sum(response_lengths)
@@ -23,7 +32,11 @@ def stream(lengths, response_lengths, prompt_index, heads, key_heads, head_dim, 
         torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64).to(dtype)
         for h in (heads, key_heads, key_heads, heads)
     )
-    return [torch.tensor(x, dtype=torch.int64) for x in (lengths, response_lengths, prompt_index)], (q, k, v), grad
+    return (
+        [torch.tensor(x, dtype=torch.int64) for x in (lengths, response_lengths, prompt_index)],
+        (q, k, v),
+        grad,
+    )
 
 
 def results(function, qkv, grad):
@@ -43,13 +56,21 @@ def pytorchs(layout, qkv, grad):
 
 def ordinary(layout, qkv, grad):
     """Return the same in float64, every sequence written out."""
-    return results(lambda *x: ordinary_stream(*x, *(y.tolist() for y in layout)), [x.double() for x in qkv], grad.double())
+    return results(
+        lambda *x: ordinary_stream(*x, *(y.tolist() for y in layout)),
+        [x.double() for x in qkv],
+        grad.double(),
+    )
 
 
 def check_exact(layout, qkv, grad, tolerance=1e-12):
-    for name, actual, wanted in zip(NAMES, ours(layout, qkv, grad), ordinary(layout, qkv, grad), strict=True):
+    for name, actual, wanted in zip(
+        NAMES, ours(layout, qkv, grad), ordinary(layout, qkv, grad), strict=True
+    ):
         assert actual.shape == wanted.shape
-        assert float((actual - wanted).abs().max()) <= tolerance * max(1.0, float(wanted.abs().max())), name
+        assert float((actual - wanted).abs().max()) <= tolerance * max(
+            1.0, float(wanted.abs().max())
+        ), name
 
 
 @st.composite
@@ -58,7 +79,11 @@ def streams(draw):
     responses = draw(st.lists(st.sampled_from([0, 1, 2, 7, 16, 31, 97]), max_size=8))
     prompt_index = sorted(draw(st.integers(0, len(lengths) - 1)) for _ in responses)
     key_heads, shared = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 7]))
-    head_dim = draw(st.sampled_from([1, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 80, 96, 100, 128, 130, 192, 255, 256]))
+    head_dim = draw(
+        st.sampled_from(
+            [1, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 80, 96, 100, 128, 130, 192, 255, 256]
+        )
+    )
     return lengths, responses, prompt_index, key_heads * shared, key_heads, head_dim
 
 
@@ -75,7 +100,10 @@ def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_head
     check_exact(layout, qkv, grad)
 
 
-@pytest.mark.parametrize("case", [([4097], [3], [0]), ([1], [4097, 1], [0, 0]), ([600, 2], [40] * 90 + [5], [0] * 90 + [1])])
+@pytest.mark.parametrize(
+    "case",
+    [([4097], [3], [0]), ([1], [4097, 1], [0, 0]), ([600, 2], [40] * 90 + [5], [0] * 90 + [1])],
+)
 def test_long_sequences_and_groups_of_several_pieces(case):
     check_exact(*stream(*case, 2, 1, 16))
 
@@ -83,7 +111,12 @@ def test_long_sequences_and_groups_of_several_pieces(case):
 def test_streams_without_tokens():
     for lengths, responses, prompt_index in (([0], [0], [0]), ([0, 0], [], [])):
         layout, qkv, grad = stream(lengths, responses, prompt_index, 2, 1, 16)
-        assert [x.shape for x in ours(layout, qkv, grad)] == [(0, 2, 16), (0, 2, 16), (0, 1, 16), (0, 1, 16)]
+        assert [x.shape for x in ours(layout, qkv, grad)] == [
+            (0, 2, 16),
+            (0, 2, 16),
+            (0, 1, 16),
+            (0, 1, 16),
+        ]
 
 
 # Shapes of the default job, of a maze and of a larger model, with few sequences.
@@ -98,7 +131,9 @@ SHAPES = {
 
 @cache
 def references(shape, dtype):
-    """Return a shape's inputs, and its results in float64 and of PyTorch, which no instruction set changes."""
+    """Return a shape's inputs, and its results in float64 and of PyTorch, which no instruction set
+    changes.
+    """
     inputs = stream(*SHAPES[shape], dtype=dtype)
     return inputs, ordinary(*inputs), pytorchs(*inputs)
 
@@ -116,7 +151,9 @@ def test_rounding_errors_are_at_most_twice_pytorchs(shape, dtype):
 
 @pytest.mark.parametrize("dtype", attention_kernel.DTYPES)
 def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
-    layout, qkv, grad = stream([600, 90, 3], [40] * 30 + [5] * 9, [0] * 30 + [1] * 5 + [2] * 4, 4, 2, 16, dtype=dtype)
+    layout, qkv, grad = stream(
+        [600, 90, 3], [40] * 30 + [5] * 9, [0] * 30 + [1] * 5 + [2] * 4, 4, 2, 16, dtype=dtype
+    )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -131,23 +168,34 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.usefixtures("instructions")
 def test_scores_of_any_size(dtype):
-    """Scores rise along the keys to thousands, so that the softmax's top is raised again and again."""
+    """Scores rise along the keys to thousands, so that the softmax's top is raised again and
+    again.
+    """
     layout, (q, k, v), grad = stream([200], [60, 90], [0, 0], 2, 2, 16, dtype=dtype)
     scale = torch.arange(len(k), dtype=dtype)[:, None, None] / len(k)
     qkv = 30 * q, 30 * k * scale, v
     actual, wanted = ours(layout, qkv, grad), ordinary(layout, qkv, grad)
     assert float(wanted[0].abs().max()) > 1
     for x, y in zip(actual, wanted, strict=True):
-        tolerance = 1e-11 if dtype == torch.float64 else 1e-3  # scores of thousands have steps of 1e-4 in float32
+        # scores of thousands have steps of 1e-4 in float32
+        tolerance = 1e-11 if dtype == torch.float64 else 1e-3
         assert float((x - y).abs().max()) <= tolerance * float(y.abs().max())
 
 
 def test_the_second_result_is_the_logarithm_of_the_sums_to_base_2():
     layout, (q, k, v), _ = stream([5], [3, 4], [0, 0], 2, 1, 16)
     o, lse = attention_kernel.shared_prompt_attention(q, k, v, *layout)
-    scores = torch.einsum("hd,jd->hj", q[9], k[[0, 1, 2, 3, 4, 8, 9], 0]) / 4  # the second token of the second response
-    torch.testing.assert_close(lse[9], scores.logsumexp(-1) / torch.tensor(2.0, dtype=torch.float64).log(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(o[9], scores.softmax(-1) @ v[[0, 1, 2, 3, 4, 8, 9], 0], rtol=1e-12, atol=1e-13)
+    # the second token of the second response
+    scores = torch.einsum("hd,jd->hj", q[9], k[[0, 1, 2, 3, 4, 8, 9], 0]) / 4
+    torch.testing.assert_close(
+        lse[9],
+        scores.logsumexp(-1) / torch.tensor(2.0, dtype=torch.float64).log(),
+        rtol=1e-13,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        o[9], scores.softmax(-1) @ v[[0, 1, 2, 3, 4, 8, 9], 0], rtol=1e-12, atol=1e-13
+    )
 
 
 @pytest.mark.usefixtures("instructions")
@@ -162,17 +210,25 @@ def test_what_is_not_finite_stays_in_its_group():
         changed = [broken if y is x else y for y in (*qkv, grad)]
         for actual, wanted in zip(ours(layout, changed[:3], changed[3]), expected, strict=True):
             assert torch.equal(actual[~is_first], wanted[~is_first])
-    with_nan = ours(layout, (qkv[0], qkv[1], qkv[2].index_fill(0, torch.tensor([3]), float("nan"))), grad)
+    with_nan = ours(
+        layout, (qkv[0], qkv[1], qkv[2].index_fill(0, torch.tensor([3]), float("nan"))), grad
+    )
     assert with_nan[0][is_first][3:].isnan().any()
 
 
 def test_which_streams_the_kernel_takes():
     assert kernel_name(CPU, torch.float32, 256) == kernel_name(CPU, torch.bfloat16, 1) == "C++"
-    assert kernel_name(CPU, torch.float32, 257) == kernel_name(CPU, torch.float16, 64) == flash.PADDED_CPU.name
+    assert (
+        kernel_name(CPU, torch.float32, 257)
+        == kernel_name(CPU, torch.float16, 64)
+        == flash.PADDED_CPU.name
+    )
     layout, qkv, grad = stream([4], [3, 2], [0, 0], 2, 1, 260)
     shared = SharedPromptLayout(*layout, CPU)
     for actual, wanted in zip(
-        results(lambda *x: shared_prompt_attention(*x, shared), qkv, grad), ordinary(layout, qkv, grad), strict=True
+        results(lambda *x: shared_prompt_attention(*x, shared), qkv, grad),
+        ordinary(layout, qkv, grad),
+        strict=True,
     ):
         torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="needs heads of 1 to 256"):
@@ -197,9 +253,13 @@ def test_bad_layouts_are_a_sentence():
         (lengths, responses, prompt_index + 1),
         (lengths, responses, prompt_index - 1),
     ):
-        with pytest.raises(ValueError, match="lengths must not be negative, and responses must be in the order"):
+        with pytest.raises(
+            ValueError, match="lengths must not be negative, and responses must be in the order"
+        ):
             attend(q, k, v, *wrong)
-    with pytest.raises(ValueError, match=r"v must be a contiguous torch.float64 tensor of shape \(9, 1, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"v must be a contiguous torch.float64 tensor of shape \(9, 1, 16\)"
+    ):
         attend(q, k, v[:8], lengths, responses, prompt_index)
     with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
         attend(q.half(), k.half(), v.half(), lengths, responses, prompt_index)
@@ -211,4 +271,6 @@ def test_the_operators_pass_opcheck():
     torch.library.opcheck(torch.ops.maxrl_fast.shared_prompt_attention.default, (*leaves, *layout))
     qkv = [x.detach() for x in leaves]
     saved = attention_kernel.shared_prompt_attention(*qkv, *layout)
-    torch.library.opcheck(torch.ops.maxrl_fast.shared_prompt_attention_backward.default, (grad, *qkv, *saved, *layout))
+    torch.library.opcheck(
+        torch.ops.maxrl_fast.shared_prompt_attention_backward.default, (grad, *qkv, *saved, *layout)
+    )

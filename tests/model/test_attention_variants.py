@@ -1,4 +1,6 @@
-"""Sliding windows, soft caps and sinks against ordinary attention over [prompt, response], sequence by sequence, in float64."""
+"""Sliding windows, soft caps and sinks against ordinary attention over [prompt, response], sequence
+by sequence, in float64.
+"""
 
 from types import SimpleNamespace
 
@@ -36,31 +38,51 @@ def ordinary_attention(q, k, v, window, softcap, sinks):
 
 
 def check(case, variant, dtype=torch.float64, rtol=1e-11, head_dim=8):
-    (window, softcap, has_sinks), (lengths, response_lengths, prompt_index) = VARIANTS[variant], CASES[case]
+    (window, softcap, has_sinks), (lengths, response_lengths, prompt_index) = (
+        VARIANTS[variant],
+        CASES[case],
+    )
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths) + sum(response_lengths)
-    tensors = [2 * torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64) for h in (4, 2, 2)]
+    tensors = [
+        2 * torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64)
+        for h in (4, 2, 2)
+    ]
     tensors += [torch.randn(4, generator=generator, dtype=torch.float64)] if has_sinks else []
     inputs = [x.to(dtype).requires_grad_() for x in tensors]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
-    out = shared_prompt_attention(*inputs[:3], layout, AttentionVariant(window, softcap, *inputs[3:]))
+    out = shared_prompt_attention(
+        *inputs[:3], layout, AttentionVariant(window, softcap, *inputs[3:])
+    )
 
     (q, k, v), sinks = exact[:3], exact[3] if has_sinks else None
     sequences = torch.arange(sum(lengths)).split(lengths)
-    responses = (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths) if response_lengths else ()
+    responses = (
+        (torch.arange(sum(response_lengths)) + sum(lengths)).split(response_lengths)
+        if response_lengths
+        else ()
+    )
     expected = torch.zeros_like(q)
     for b, sequence in enumerate(sequences):
-        expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence], window, softcap, sinks)
-        for response in (r for r, prompt in zip(responses, prompt_index, strict=True) if prompt == b):
+        expected[sequence] = ordinary_attention(
+            q[sequence], k[sequence], v[sequence], window, softcap, sinks
+        )
+        for response in (
+            r for r, prompt in zip(responses, prompt_index, strict=True) if prompt == b
+        ):
             rows = torch.cat([sequence, response])
-            expected[response] = ordinary_attention(q[rows], k[rows], v[rows], window, softcap, sinks)[len(sequence) :]
+            expected[response] = ordinary_attention(
+                q[rows], k[rows], v[rows], window, softcap, sinks
+            )[len(sequence) :]
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=rtol)
 
     grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(dtype)
     wanted = torch.autograd.grad(expected, exact, grad.double())
     for actual, w in zip(torch.autograd.grad(out, inputs, grad), wanted, strict=True):
-        torch.testing.assert_close(actual.double(), w, rtol=rtol, atol=rtol * max(1.0, float(w.abs().max())))
+        torch.testing.assert_close(
+            actual.double(), w, rtol=rtol, atol=rtol * max(1.0, float(w.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -75,25 +97,79 @@ def test_half_precision(variant):
 
 
 def emulated(calls):
-    """Return the varlen functions of torch and of flash-attn, computed by padding; they take the arguments of the real ones."""
+    """Return the varlen functions of torch and of flash-attn, computed by padding; they take the
+    arguments of the real ones.
+    """
 
     def spec(cu_q, cu_k, causal, left, right, softcap=0.0):
         calls.append(left)
         assert right == (0 if left >= 0 else -1)
-        return VarlenSpec(cu_q.diff().long(), cu_k.diff().long(), CPU, causal=causal, window=left + 1, softcap=softcap)
+        return VarlenSpec(
+            cu_q.diff().long(),
+            cu_k.diff().long(),
+            CPU,
+            causal=causal,
+            window=left + 1,
+            softcap=softcap,
+        )
 
-    def aten_forward(q, k, v, cu_q, cu_k, _q, _k, _p, causal, _debug, *, window_size_left=-1, window_size_right=-1):
-        o, lse = PADDED_REFERENCE.forward(q, k, v, spec(cu_q, cu_k, causal, window_size_left, window_size_right))
+    def aten_forward(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        _q,
+        _k,
+        _p,
+        causal,
+        _debug,
+        *,
+        window_size_left=-1,
+        window_size_right=-1,
+    ):
+        o, lse = PADDED_REFERENCE.forward(
+            q, k, v, spec(cu_q, cu_k, causal, window_size_left, window_size_right)
+        )
         return o, lse.t()
 
     def aten_backward(
-        grad, q, k, v, o, lse, cu_q, cu_k, _q, _k, _p, causal, _state, _unused, *, window_size_left=-1, window_size_right=-1
+        grad,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        cu_q,
+        cu_k,
+        _q,
+        _k,
+        _p,
+        causal,
+        _state,
+        _unused,
+        *,
+        window_size_left=-1,
+        window_size_right=-1,
     ):
         own = spec(cu_q, cu_k, causal, window_size_left, window_size_right)
         return PADDED_REFERENCE.backward(grad, q, k, v, o, lse.t(), own)
 
     def package_forward(
-        q, k, v, cu_q, cu_k, _q, _k, *, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        _q,
+        _k,
+        *,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
     ):
         own = spec(cu_q, cu_k, causal, window_size_left, window_size_right, softcap)
         o, lse = PADDED_REFERENCE.forward(q, k, v, own)
@@ -104,16 +180,23 @@ def emulated(calls):
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
     ):  # fmt: skip
         own = spec(cu_q, cu_k, causal, window_size_left, window_size_right, softcap)
-        for given, x in zip((dq, dk, dv), PADDED_REFERENCE.backward(grad, q, k, v, o, lse.t(), own), strict=True):
+        for given, x in zip(
+            (dq, dk, dv), PADDED_REFERENCE.backward(grad, q, k, v, o, lse.t(), own), strict=True
+        ):
             given.copy_(x)
 
     class Aten:
-        _flash_attention_forward, _flash_attention_backward = staticmethod(aten_forward), staticmethod(aten_backward)
+        _flash_attention_forward, _flash_attention_backward = (
+            staticmethod(aten_forward),
+            staticmethod(aten_backward),
+        )
 
         def __getattr__(self, name: str):
             return getattr(REAL_ATEN, name)
 
-    package = SimpleNamespace(_flash_attn_varlen_forward=package_forward, _flash_attn_varlen_backward=package_backward)
+    package = SimpleNamespace(
+        _flash_attn_varlen_forward=package_forward, _flash_attn_varlen_backward=package_backward
+    )
     return Aten(), package
 
 

@@ -1,4 +1,6 @@
-"""Hugging Face checkpoints: transformers computes the same logits, and errors say what is wrong with a file."""
+"""Hugging Face checkpoints: transformers computes the same logits, and errors say what is wrong
+with a file.
+"""
 
 import json
 import sys
@@ -30,14 +32,21 @@ FAMILIES = {
     "qwen2 long": {"rope_theta": 1e6},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3 untied": {"model_type": "qwen3", "tie_word_embeddings": False},
-    "llama 3": {"model_type": "llama", "tie_word_embeddings": False, "rope_theta": 5e5, "rope_scaling": STRETCH},
+    "llama 3": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "rope_theta": 5e5,
+        "rope_scaling": STRETCH,
+    },
     "smollm2": {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5},
 }
 
 
 def save(directory, shard_bytes=SHARD_BYTES, **changes):
     model = tiny_decoder(**changes)
-    save_checkpoint(directory, model.config, model.weights(), TASK.tokenizer_files(), TASK.stop_ids, shard_bytes)
+    save_checkpoint(
+        directory, model.config, model.weights(), TASK.tokenizer_files(), TASK.stop_ids, shard_bytes
+    )
     return model
 
 
@@ -50,7 +59,9 @@ def check_equal_logits(ours, theirs, limit=1e-4):
         prompt = prompts.take(s // 2, 1).tokens
         start, stop = rollouts.cu_seqlens[s : s + 2].tolist()
         with torch.no_grad():
-            expected = theirs(torch.cat([prompt, rollouts.tokens[start:stop]])[None]).logits[0, len(prompt) - 1 : -1]
+            expected = theirs(torch.cat([prompt, rollouts.tokens[start:stop]])[None]).logits[
+                0, len(prompt) - 1 : -1
+            ]
         assert expected.std() > 0.1
         torch.testing.assert_close(logits[start:stop], expected, rtol=0, atol=limit)
 
@@ -59,7 +70,9 @@ def check_equal_logits(ours, theirs, limit=1e-4):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_computes_the_same_logits(tmp_path, family, shard_bytes):
     model = save(tmp_path / "checkpoint", shard_bytes, **FAMILIES[family])
-    assert (tmp_path / "checkpoint" / "model.safetensors.index.json").exists() == (shard_bytes < SHARD_BYTES)
+    assert (tmp_path / "checkpoint" / "model.safetensors.index.json").exists() == (
+        shard_bytes < SHARD_BYTES
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert type(theirs).__name__ == ARCHITECTURES[model.config.model_type]
     check_equal_logits(model, theirs)
@@ -81,7 +94,9 @@ LLAMA3["original_max_position_embeddings"] = 64
 THEIRS = {
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
-    "llama 3": transformers.LlamaConfig(**SIZES, rope_parameters={**LLAMA3, "rope_theta": 500000.0}),
+    "llama 3": transformers.LlamaConfig(
+        **SIZES, rope_parameters={**LLAMA3, "rope_theta": 500000.0}
+    ),
     "smollm2": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-5),
 }
 
@@ -91,7 +106,8 @@ THEIRS = {
 def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family, shards):
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(THEIRS[family])
-    for name, parameter in theirs.named_parameters():  # biases and norms start at 0 and 1, which would hide them
+    # biases and norms start at 0 and 1, which would hide them
+    for name, parameter in theirs.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0.7 if "norm" in name else 0.0, 0.2)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
@@ -105,18 +121,37 @@ def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family, shards
 
 
 SPECIAL = {"bos_token_id": 11, "eos_token_id": [13, 14], "pad_token_id": 0}
-GENERATION = {**SPECIAL, "temperature": 0.6, "top_p": 0.9, "do_sample": True, "transformers_version": "4.51.0"}
+GENERATION = {
+    **SPECIAL,
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "do_sample": True,
+    "transformers_version": "4.51.0",
+}
 
 
 @pytest.mark.parametrize("family", THEIRS)
 def test_every_key_of_a_loaded_configuration_is_kept(tmp_path, family):
     AutoModelForCausalLM.from_config(THEIRS[family]).save_pretrained(tmp_path / "theirs")
-    edit_config(tmp_path / "theirs", **SPECIAL, initializer_range=0.02, its_own={"deep": [1, None, {"a": "\u00e4"}]})
+    edit_config(
+        tmp_path / "theirs",
+        **SPECIAL,
+        initializer_range=0.02,
+        its_own={"deep": [1, None, {"a": "\u00e4"}]},
+    )
     (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(GENERATION))
     model = load_checkpoint(tmp_path / "theirs")
-    save_checkpoint(tmp_path / "ours", model.config, model.weights(), kept_files(tmp_path / "theirs", (14, 13)), (14, 13))
+    save_checkpoint(
+        tmp_path / "ours",
+        model.config,
+        model.weights(),
+        kept_files(tmp_path / "theirs", (14, 13)),
+        (14, 13),
+    )
     for name in ("config.json", "generation_config.json"):
-        theirs, ours = (json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours"))
+        theirs, ours = (
+            json.loads((tmp_path / folder / name).read_text()) for folder in ("theirs", "ours")
+        )
         assert ours == theirs
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert {name: getattr(back.config, name) for name in SPECIAL} == SPECIAL
@@ -128,7 +163,10 @@ def test_only_the_stop_tokens_of_a_generation_configuration_change(tmp_path):
     edit_config(tmp_path / "a", **SPECIAL)
     path = tmp_path / "a" / "generation_config.json"
     path.write_text(json.dumps({**GENERATION, "_from_model_config": True}))
-    assert json.loads(kept_files(tmp_path / "a", (2, 7))["generation_config.json"]) == {**GENERATION, "eos_token_id": [2, 7]}
+    assert json.loads(kept_files(tmp_path / "a", (2, 7))["generation_config.json"]) == {
+        **GENERATION,
+        "eos_token_id": [2, 7],
+    }
     path.unlink()
     wanted = {"bos_token_id": 11, "pad_token_id": 0, "eos_token_id": [2], "do_sample": True}
     assert json.loads(kept_files(tmp_path / "a", (2,))["generation_config.json"]) == wanted
@@ -136,10 +174,15 @@ def test_only_the_stop_tokens_of_a_generation_configuration_change(tmp_path):
 
 def test_bfloat16_checkpoints_stay_bfloat16_and_are_trained_in_float32(tmp_path):
     save(tmp_path / "checkpoint", dtype="bfloat16")
-    assert load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"].dtype
+        == torch.bfloat16
+    )
     model = load_checkpoint(tmp_path / "checkpoint")
     assert (model.config.dtype, model.model.norm.weight.dtype) == ("bfloat16", torch.float32)
-    check_equal_logits(model, AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32))
+    check_equal_logits(
+        model, AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    )
 
 
 CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}PATH_START{% endif %}"
@@ -168,10 +211,16 @@ def test_a_missing_transformers_is_reported(tmp_path, monkeypatch):
 
 
 def test_no_code_of_a_checkpoint_is_run(tmp_path):
-    """A configuration with custom classes (remote code) is read as the family that model_type names, or refused."""
+    """A configuration with custom classes (remote code) is read as the family that model_type
+    names, or refused.
+    """
     save(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
+    code = {
+        "AutoConfig": "evil.Config",
+        "AutoModelForCausalLM": "evil.Model",
+        "AutoTokenizer": ["evil.T", "evil.T"],
+    }
     edit_config(tmp_path / "checkpoint", auto_map=code)
     load_checkpoint(tmp_path / "checkpoint")
     load_tokenizer(tmp_path / "checkpoint")
@@ -186,7 +235,12 @@ def test_the_tokenizer_encodes_the_tasks_words(tmp_path):
     for text in (" ".join(words), "\n".join(words), tokenizer.decode(ids)):
         assert tokenizer(text)["input_ids"] == ids
     assert tokenizer("RIGHT UP DONE")["input_ids"] == [16, 13, 7]
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2, 3)
+    assert (
+        tokenizer.pad_token_id,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.unk_token_id,
+    ) == (0, 1, 2, 3)
     assert len(tokenizer) == TASK.vocab_size
 
 
@@ -195,7 +249,9 @@ def test_loading_restores_the_same_weights(tmp_path):
         model = save(tmp_path / name, **changes)
         loaded = load_checkpoint(tmp_path / name)
         assert loaded.config == model.config
-        for (key, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        for (key, a), b in zip(
+            model.state_dict().items(), loaded.state_dict().values(), strict=True
+        ):
             assert torch.equal(a, b), key
 
 
@@ -226,39 +282,81 @@ def edit_weights(directory, change):
     ("damage", "message"),
     [
         (lambda d: (d / "config.json").unlink(), "cannot read the checkpoint's .*config.json"),
-        (lambda d: (d / "config.json").write_text("{"), "cannot read the checkpoint's .*config.json"),
+        (
+            lambda d: (d / "config.json").write_text("{"),
+            "cannot read the checkpoint's .*config.json",
+        ),
         (lambda d: (d / "config.json").write_text("[]"), r"must hold a JSON object, got \[\]"),
-        (lambda d: edit_config(d, model_type="mamba"), "model_type must be one of qwen2, qwen3, llama, got 'mamba'"),
-        (lambda d: edit_config(d, dtype="float8"), "dtype must be one of float32, bfloat16, float16, got 'float8'"),
-        (lambda d: edit_config(d, model_type="llama", attention_bias=True), "attention_bias must be false, got true"),
-        (lambda d: edit_config(d, layer_types=["full_attention", "sliding_attention"]), "must all be full_attention"),
+        (
+            lambda d: edit_config(d, model_type="mamba"),
+            "model_type must be one of qwen2, qwen3, llama, got 'mamba'",
+        ),
+        (
+            lambda d: edit_config(d, dtype="float8"),
+            "dtype must be one of float32, bfloat16, float16, got 'float8'",
+        ),
+        (
+            lambda d: edit_config(d, model_type="llama", attention_bias=True),
+            "attention_bias must be false, got true",
+        ),
+        (
+            lambda d: edit_config(d, layer_types=["full_attention", "sliding_attention"]),
+            "must all be full_attention",
+        ),
         (lambda d: edit_config(d, hidden_size=None), "lacks the key 'hidden_size'"),
         (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be an integer"),
-        (lambda d: edit_config(d, num_key_value_heads=3), "multiple of num_key_value_heads, got 4 and 3"),
-        (lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks the key 'factor'"),
         (
-            lambda d: edit_config(d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}),
+            lambda d: edit_config(d, num_key_value_heads=3),
+            "multiple of num_key_value_heads, got 4 and 3",
+        ),
+        (
+            lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+            "lacks the key 'factor'",
+        ),
+        (
+            lambda d: edit_config(
+                d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}
+            ),
             "of type default or llama3",
         ),
-        (lambda d: edit_config(d, partial_rotary_factor=0.5), "of type default or llama3, and not partial"),
-        (lambda d: edit_config(d, rope_parameters="x"), "rope_parameters must be an object, got 'x'"),
+        (
+            lambda d: edit_config(d, partial_rotary_factor=0.5),
+            "of type default or llama3, and not partial",
+        ),
+        (
+            lambda d: edit_config(d, rope_parameters="x"),
+            "rope_parameters must be an object, got 'x'",
+        ),
         (lambda d: edit_config(d, hidden_act="gelu"), 'hidden_act must be "silu", got "gelu"'),
-        (lambda d: (d / "model.safetensors").unlink(), "cannot read the weights .*model.safetensors"),
+        (
+            lambda d: (d / "model.safetensors").unlink(),
+            "cannot read the weights .*model.safetensors",
+        ),
         (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), "cannot read the weights"),
         (
-            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-50]),
+            lambda d: (d / "model.safetensors").write_bytes(
+                (d / "model.safetensors").read_bytes()[:-50]
+            ),
             "cannot read the weights",
         ),
-        (lambda d: edit_weights(d, lambda t: t.pop("model.norm.weight")), "lacks the tensor model.norm.weight"),
         (
-            lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})),
+            lambda d: edit_weights(d, lambda t: t.pop("model.norm.weight")),
+            "lacks the tensor model.norm.weight",
+        ),
+        (
+            lambda d: edit_weights(
+                d, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})
+            ),
             "model.norm.weight must be F32, BF16 or F16, got I64",
         ),
         (
             lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}),
             "of type default or llama3, and not partial",
         ),
-        (lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(1))), "has the tensor extra, which"),
+        (
+            lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(1))),
+            "has the tensor extra, which",
+        ),
         (
             lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(33)})),
             r"model.norm.weight must have shape \(32,\), got \(33,\)",
@@ -274,7 +372,10 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage, message):
 
 
 def shard_of(directory, name):
-    return directory / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][name]
+    return (
+        directory
+        / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][name]
+    )
 
 
 def edit_index(directory, change):
@@ -287,21 +388,35 @@ def edit_index(directory, change):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: shard_of(d, "model.norm.weight").unlink(), "cannot read the weights .*model-0000.-of-0000"),
         (
-            lambda d: shard_of(d, "model.norm.weight").write_bytes(shard_of(d, "model.norm.weight").read_bytes()[:-9]),
+            lambda d: shard_of(d, "model.norm.weight").unlink(),
             "cannot read the weights .*model-0000.-of-0000",
         ),
         (
-            lambda d: edit_index(d, lambda index: index["weight_map"].update(extra="model-00001-of-00003.safetensors")),
+            lambda d: shard_of(d, "model.norm.weight").write_bytes(
+                shard_of(d, "model.norm.weight").read_bytes()[:-9]
+            ),
+            "cannot read the weights .*model-0000.-of-0000",
+        ),
+        (
+            lambda d: edit_index(
+                d,
+                lambda index: index["weight_map"].update(extra="model-00001-of-00003.safetensors"),
+            ),
             "model-00001-of-00003.safetensors lacks the tensor extra that .*index.json says it has",
         ),
-        (lambda d: edit_index(d, lambda index: index.pop("weight_map")), "weight_map must map tensors to files"),
+        (
+            lambda d: edit_index(d, lambda index: index.pop("weight_map")),
+            "weight_map must map tensors to files",
+        ),
         (
             lambda d: edit_index(d, lambda index: index["weight_map"].update(extra="../../secret")),
             "weight_map must map tensors to files of the same directory",
         ),
-        (lambda d: (d / "model.safetensors.index.json").write_text("x"), "cannot read the checkpoint's .*index.json"),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text("x"),
+            "cannot read the checkpoint's .*index.json",
+        ),
     ],
 )
 def test_a_damaged_sharded_checkpoint_is_refused_by_name(tmp_path, damage, message):

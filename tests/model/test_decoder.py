@@ -51,13 +51,18 @@ def test_compiled_layers_give_the_same_gradients_and_are_compiled_once():
     run(compiled)
     first = compilations["unique_graphs"]
     assert 2 <= first <= 4  # before and after attention, and possibly both again for the last layer
-    other = one_batch(PROMPTS.take(0, 2), Rollouts.given([[1, 2, 3, 4, 5, 6, 7], [3], [4, 5, 6], [7, 8]]))
+    other = one_batch(
+        PROMPTS.take(0, 2), Rollouts.given([[1, 2, 3, 4, 5, 6, 7], [3], [4, 5, 6], [7, 8]])
+    )
     for batch in (one_batch(PROMPTS, ROLLOUTS), other):
         logits, gradients = run(model, batch=batch)
         logits_compiled, gradients_compiled = run(compiled, batch=batch)
         torch.testing.assert_close(logits_compiled, logits, rtol=1e-4, atol=1e-4)
         for name, gradient in gradients.items():
-            assert float((gradients_compiled[name] - gradient).abs().max() / gradient.abs().max()) < 1e-4, name
+            assert (
+                float((gradients_compiled[name] - gradient).abs().max() / gradient.abs().max())
+                < 1e-4
+            ), name
     assert compilations["unique_graphs"] <= first + 2  # lengths are dynamic
 
 
@@ -67,11 +72,14 @@ def test_weights_equal_the_state_dict_without_tied_copies():
         weights = dict(model.weights())
         assert ("lm_head.weight" in weights) != tied
         assert weights.keys() | {"lm_head.weight"} == model.state_dict().keys()
-        assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in weights.items())
+        assert all(
+            torch.equal(weight, model.state_dict()[name]) for name, weight in weights.items()
+        )
 
 
 def test_llama3_rope_in_each_band():
-    """Wavelengths far below the original context length are kept, and those far above it are scaled (arXiv 2407.21783).
+    """Wavelengths far below the original context length are kept, and those far above it are scaled
+    (arXiv 2407.21783).
 
     test_checkpoint compares with transformers.
     """
@@ -79,17 +87,25 @@ def test_llama3_rope_in_each_band():
 
     config = tiny_decoder(model_type="llama", head_dim=64, rope_theta=5e5).config
     stretched = tiny_decoder(
-        model_type="llama", head_dim=64, rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)
+        model_type="llama",
+        head_dim=64,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
     ).config
     one = torch.tensor([1])
-    angles, scaled = (torch.atan2(sin, cos)[0, 0] for cos, sin in (rotary_table(c, one) for c in (config, stretched)))
+    angles, scaled = (
+        torch.atan2(sin, cos)[0, 0]
+        for cos, sin in (rotary_table(c, one) for c in (config, stretched))
+    )
     torch.testing.assert_close(scaled[:12], angles[:12], rtol=1e-6, atol=0)
     torch.testing.assert_close(scaled[-8:], angles[-8:] / 8, rtol=1e-6, atol=0)
     assert ((scaled[12:-8] < angles[12:-8]) | torch.isclose(scaled[12:-8], angles[12:-8])).all()
 
 
 def test_an_unknown_family_is_refused():
-    with pytest.raises(ValueError, match="model_type must be one of qwen2, qwen3, llama, got 'gpt2'"):
+    with pytest.raises(
+        ValueError, match="model_type must be one of qwen2, qwen3, llama, got 'gpt2'"
+    ):
         tiny_decoder(model_type="gpt2")
     assert isinstance(tiny_decoder(), Decoder)
 

@@ -1,5 +1,5 @@
-"""Every decoder family of transformers, in tiny: exact, or refused. `python -m tests.model.test_families` prints the table of
-docs/models.md."""
+"""Every decoder family of transformers, in tiny: exact, or refused. `python -m
+tests.model.test_families` prints the table of docs/models.md."""
 
 import os
 import re
@@ -44,18 +44,37 @@ def own_sizes(family: str) -> dict[str, object]:
     if family in FAMILIES or family in OTHERS:
         return {}
     default = AutoConfig.for_model(family)
-    return {name: value for name, value in (EXPERTS | WINDOW).items() if getattr(default, name, None) is not None}
+    return {
+        name: value
+        for name, value in (EXPERTS | WINDOW).items()
+        if getattr(default, name, None) is not None
+    }
 
 
 def shortened(message: str, family: str) -> str:
-    """Return the reason in an error message, without the names of classes and numbers that differ between machines."""
-    message = re.sub(rf"^{re.escape(family)} of transformers (is not supported|cannot be trained here): ", "", message)
-    message = re.sub(r" differ by up to \S+ nats from.*", " differ from those of its own forward pass", message)
+    """Return the reason in an error message, without the names of classes and numbers that differ
+    between machines.
+    """
+    message = re.sub(
+        rf"^{re.escape(family)} of transformers (is not supported|cannot be trained here): ",
+        "",
+        message,
+    )
+    message = re.sub(
+        r" differ by up to \S+ nats from.*", " differ from those of its own forward pass", message
+    )
     message = re.sub(r"^with the prompt computed once for its responses, ", "", message)
     message = re.sub(
-        rf"^{re.escape(family)} of transformers (cannot compute a packed stream): .*", r"it \1", message, flags=re.DOTALL
+        rf"^{re.escape(family)} of transformers (cannot compute a packed stream): .*",
+        r"it \1",
+        message,
+        flags=re.DOTALL,
     )
-    message = re.sub(r"^\w+ asks for (.*), which shared-prompt attention does not do$", r"its attention asks for \1", message)
+    message = re.sub(
+        r"^\w+ asks for (.*), which shared-prompt attention does not do$",
+        r"its attention asks for \1",
+        message,
+    )
     return re.sub(r"^\w+ (does not say what its decoder layers are)$", r"it \1", message)
 
 
@@ -68,7 +87,10 @@ def table() -> str:
     for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         families.setdefault(verdict(family), []).append(f"`{family}`")
     lines = [f"| transformers {transformers.__version__} | `model_type` |", "|---|---|"]
-    lines += [f"| {key} | {', '.join(families[key])} |" for key in sorted(families, key=lambda key: (key != "exact", key))]
+    lines += [
+        f"| {key} | {', '.join(families[key])} |"
+        for key in sorted(families, key=lambda key: (key != "exact", key))
+    ]
     return "\n".join(lines)
 
 
@@ -81,7 +103,9 @@ def test_every_decoder_of_transformers_is_exact_or_refused():
     assert exact.startswith("| exact |")
     for family in FAMILIES:
         assert f"`{family}`" in exact
-    assert found in DOCUMENT.read_text(), "python -m tests.model.test_families prints the table for docs/models.md"
+    assert found in DOCUMENT.read_text(), (
+        "python -m tests.model.test_families prints the table for docs/models.md"
+    )
 
 
 if __name__ == "__main__":

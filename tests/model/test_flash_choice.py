@@ -1,4 +1,6 @@
-"""The choice of a FlashAttention: what is right runs, what fails or computes something else is taken out again."""
+"""The choice of a FlashAttention: what is right runs, what fails or computes something else is
+taken out again.
+"""
 
 import pytest
 import torch
@@ -13,20 +15,34 @@ PLAIN = flash.PADDED_REFERENCE
 def decoding(q, k, v, counts, samples, width, factor=1.0):
     """The attention of flash_choice._decoding, in float64."""
     repeats = q.shape[1] // k.shape[1]
-    k, v = (x.view(len(counts), width, -1, x.shape[-1]).repeat_interleave(repeats, 2) for x in (k, v))
+    k, v = (
+        x.view(len(counts), width, -1, x.shape[-1]).repeat_interleave(repeats, 2) for x in (k, v)
+    )
     scores = (
-        torch.einsum("gshd,gkhd->gshk", q.view(len(counts), samples, *q.shape[1:]).double(), k.double()) * q.shape[-1] ** -0.5
+        torch.einsum(
+            "gshd,gkhd->gshk", q.view(len(counts), samples, *q.shape[1:]).double(), k.double()
+        )
+        * q.shape[-1] ** -0.5
     )
     hidden = torch.arange(width) >= counts[:, None]
     scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
-    return factor * torch.einsum("gshk,gkhd->gshd", scores.softmax(-1), v.double()).flatten(0, 1).to(q.dtype)
+    return factor * torch.einsum("gshk,gkhd->gshd", scores.softmax(-1), v.double()).flatten(
+        0, 1
+    ).to(q.dtype)
 
 
 class Registry:
-    """torch.nn.attention with implementations of its own: each is a kernel, or an error of its activation."""
+    """torch.nn.attention with implementations of its own: each is a kernel, or an error of its
+    activation.
+    """
 
     def __init__(self, monkeypatch, implementations):
-        self.implementations, self.active, self.log, self._patch = implementations, None, [], monkeypatch
+        self.implementations, self.active, self.log, self._patch = (
+            implementations,
+            None,
+            [],
+            monkeypatch,
+        )
 
     def current_flash_attention_impl(self):
         return self.active
@@ -51,7 +67,9 @@ def wrong(part, factor):
     def changed(results, first):
         return tuple(x * factor if first + i == part else x for i, x in enumerate(results))
 
-    return Kernel("wrong", lambda *x: changed(PLAIN.forward(*x), 0), lambda *x: changed(PLAIN.backward(*x), 2))
+    return Kernel(
+        "wrong", lambda *x: changed(PLAIN.forward(*x), 0), lambda *x: changed(PLAIN.backward(*x), 2)
+    )
 
 
 def raising(*_):
@@ -60,15 +78,24 @@ def raising(*_):
 
 RIGHT = (PLAIN, 1.0)
 REFUSED = {
-    "its import": ((ImportError("libcudart.so.12 is missing"), 1.0), "ImportError: libcudart.so.12 is missing"),
+    "its import": (
+        (ImportError("libcudart.so.12 is missing"), 1.0),
+        "ImportError: libcudart.so.12 is missing",
+    ),
     "its backward pass": (
         (Kernel("half", PLAIN.forward, raising), 1.0),
         "RuntimeError: FA3 flash_attention backward unsupported: head size",
     ),
-    "its output": ((wrong(0, 1.1), 1.0), "its output (causal) is off by 0.1, relative, at most 0.016; its output (to prompts)"),
+    "its output": (
+        (wrong(0, 1.1), 1.0),
+        "its output (causal) is off by 0.1, relative, at most 0.016; its output (to prompts)",
+    ),
     "its log-sum-exp": ((wrong(1, 0.9), 1.0), "its log-sum-exp (causal) is off by 0.1"),
     "its gradient of q": ((wrong(2, 0.0), 1.0), "its gradient of q (causal) is off by 1"),
-    "its gradient of k": ((wrong(3, float("nan")), 1.0), "its gradient of k (causal) is off by nan"),
+    "its gradient of k": (
+        (wrong(3, float("nan")), 1.0),
+        "its gradient of k (causal) is off by nan",
+    ),
     "its gradient of v": ((wrong(4, 1.05), 1.0), "its gradient of v (causal) is off by 0.05"),
     "its decoding": ((PLAIN, 1.03), "its output (decoding) is off by 0.03"),
 }
@@ -80,7 +107,9 @@ def first_right(registry, names=("FA3", "FA4"), is_anywhere=lambda failed: faile
 
 def test_the_first_that_is_right_runs(monkeypatch):
     registry = Registry(monkeypatch, {"FA3": RIGHT, "FA4": RIGHT})
-    assert first_right(registry) == ["attention: FA3 of flash_attn_interface runs in place of PyTorch's FlashAttention-2"]
+    assert first_right(registry) == [
+        "attention: FA3 of flash_attn_interface runs in place of PyTorch's FlashAttention-2"
+    ]
     assert (registry.active, registry.log) == ("FA3", ["FA3"])
 
 
@@ -89,9 +118,14 @@ def test_what_fails_or_computes_something_else_is_taken_out_again(monkeypatch, w
     implementation, reason = REFUSED[what]
     registry = Registry(monkeypatch, {"FA3": implementation, "FA4": RIGHT})
     refused, runs = first_right(registry)
-    assert refused.startswith(f"attention: FA3 of flash_attn_interface was tried and refused: {reason}")
+    assert refused.startswith(
+        f"attention: FA3 of flash_attn_interface was tried and refused: {reason}"
+    )
     assert "\n" not in refused
-    assert runs == "attention: FA4 of flash_attn.cute.interface runs in place of PyTorch's FlashAttention-2"
+    assert (
+        runs
+        == "attention: FA4 of flash_attn.cute.interface runs in place of PyTorch's FlashAttention-2"
+    )
     assert registry.active == "FA4"
     assert registry.log == (["FA3", "FA4"] if what == "its import" else ["FA3", "restored", "FA4"])
 
@@ -109,9 +143,16 @@ def test_all_ranks_take_the_same(monkeypatch):
     assert registry.active is None
 
 
-@pytest.mark.parametrize(("capability", "names"), [((9, 0), ["FA3", "FA4"]), ((10, 0), ["FA4"]), ((12, 0), []), ((8, 0), [])])
-def test_what_is_installed_and_made_for_the_gpu_is_tried_in_a_fixed_order(monkeypatch, capability, names):
-    registry = Registry(monkeypatch, {"FA3": REFUSED["its import"][0], "FA4": REFUSED["its import"][0]})
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [((9, 0), ["FA3", "FA4"]), ((10, 0), ["FA4"]), ((12, 0), []), ((8, 0), [])],
+)
+def test_what_is_installed_and_made_for_the_gpu_is_tried_in_a_fixed_order(
+    monkeypatch, capability, names
+):
+    registry = Registry(
+        monkeypatch, {"FA3": REFUSED["its import"][0], "FA4": REFUSED["its import"][0]}
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flash_choice, "_is_installed", lambda module: True)
     cuda = torch.device("cuda")
@@ -125,11 +166,15 @@ def test_what_is_installed_and_made_for_the_gpu_is_tried_in_a_fixed_order(monkey
     flash._is_recent.cache_clear()
 
 
-@pytest.mark.parametrize(("device", "dtype", "head_dim"), [("cpu", torch.bfloat16, 64), ("cuda", torch.float32, 64)])
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim"), [("cpu", torch.bfloat16, 64), ("cuda", torch.float32, 64)]
+)
 def test_nothing_is_tried_where_flash_attention_does_not_run(monkeypatch, device, dtype, head_dim):
     monkeypatch.setattr(flash_choice, "_is_installed", lambda module: True)
     registry = Registry(monkeypatch, {})
-    assert flash_choice.choose(torch.device(device), dtype, (4, 2, head_dim), registry=registry) == []
+    assert (
+        flash_choice.choose(torch.device(device), dtype, (4, 2, head_dim), registry=registry) == []
+    )
     assert not registry.log
 
 

@@ -1,4 +1,6 @@
-"""Models of the Hugging Face hub, against a small hub on this machine: the real one cannot be reached by the tests."""
+"""Models of the Hugging Face hub, against a small hub on this machine: the real one cannot be
+reached by the tests.
+"""
 
 import json
 import os
@@ -19,7 +21,13 @@ from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import SUMS, save_byte_level_policy, written
 
 NAME = f"hf://org/tiny@{COMMIT}"
-SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+SMALL = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+}
 NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
 
 
@@ -27,7 +35,13 @@ NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody 
 def tiny(tmp_path_factory):
     """A model with files beside it that nobody should download."""
     directory = save_byte_level_policy(tmp_path_factory.mktemp("model"))
-    for name in ("pytorch_model.bin", "modeling_own.py", "training_args.pt", "consolidated.safetensors", "README.md"):
+    for name in (
+        "pytorch_model.bin",
+        "modeling_own.py",
+        "training_args.pt",
+        "consolidated.safetensors",
+        "README.md",
+    ):
         (directory / name).write_bytes(b"import os\n")
     return directory
 
@@ -37,7 +51,11 @@ def hub(tiny, tmp_path, monkeypatch):
     pickled = tmp_path / "pickled"
     shutil.copytree(tiny, pickled, ignore=shutil.ignore_patterns("model.safetensors"))
     with Hub({"org/tiny": tiny, "org/pickled": pickled}).running() as hub:
-        hub.errors = {"org/gated": (403, "GatedRepo"), "org/refused": (401, ""), "org/broken": (500, "")}
+        hub.errors = {
+            "org/gated": (403, "GatedRepo"),
+            "org/refused": (401, ""),
+            "org/broken": (500, ""),
+        }
         use_hub(hub.url, tmp_path / "cache", monkeypatch)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield hub
@@ -72,11 +90,17 @@ def test_a_commit_stays_what_it_was(hub):
         ("org/none", "there is no folder org/none, and the hub has no model org/none"),
         ("org/gated", "org/gated is gated: accept its terms at http://127.0.0.1:"),
         ("org/gated", "must be in the environment variable HF_TOKEN, which is not set"),
-        ("org/refused", "cannot download hf://org/refused: HfHubHTTPError: Client error '401 Unauthorized'"),
+        (
+            "org/refused",
+            "cannot download hf://org/refused: HfHubHTTPError: Client error '401 Unauthorized'",
+        ),
         ("org/refused", "must be in the environment variable HF_TOKEN"),
         ("hf://org/tiny@old", "hf://org/tiny has no revision old"),
         ("org/broken", "500 Internal Server Error"),
-        ("org/pickled", "org/pickled@0123456789abcdef0123456789abcdef01234567 has no weights in safetensors"),
+        (
+            "org/pickled",
+            "org/pickled@0123456789abcdef0123456789abcdef01234567 has no weights in safetensors",
+        ),
     ],
 )
 def test_failures_are_sentences(hub, name, sentence):
@@ -94,8 +118,13 @@ def test_without_a_network_the_copy_in_the_cache_is_taken_and_said(hub, tmp_path
     assert directory_of(NAME, with_weights=True) == expected
     [sentence] = found
     assert sentence.startswith(f"the hub cannot be reached ({NOWHERE}: ConnectError")
-    assert sentence.endswith(f"the model is the copy of hf://org/tiny in the cache, of commit {COMMIT}")
-    with pytest.raises(InputError, match=r"the hub cannot be reached \(.*\), and its cache does not have hf://org/other"):
+    assert sentence.endswith(
+        f"the model is the copy of hf://org/tiny in the cache, of commit {COMMIT}"
+    )
+    with pytest.raises(
+        InputError,
+        match=r"the hub cannot be reached \(.*\), and its cache does not have hf://org/other",
+    ):
         find_model("hf://org/other", pytest.fail)
 
 
@@ -104,7 +133,15 @@ def test_missing_folders_are_refused_without_a_network(hub, tmp_path, monkeypatc
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "file").touch()
     wanted = "error: --model must be the folder of a checkpoint, got"
-    for model in ("qwen", "models/qwen", "./org/tiny", str(tmp_path / "none"), "a/b/c", "hf://", "hf://a/b/c"):
+    for model in (
+        "qwen",
+        "models/qwen",
+        "./org/tiny",
+        str(tmp_path / "none"),
+        "a/b/c",
+        "hf://",
+        "hf://a/b/c",
+    ):
         assert train.main(["--model", model]) == 2
         assert f"{wanted} {model}" in (error := " ".join(capfd.readouterr().err.split()))
         assert error.endswith("a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION")
@@ -126,19 +163,45 @@ def test_a_hub_that_does_not_answer_is_unreachable(hub, tmp_path, monkeypatch):
 
 def test_a_download_that_stands_still_is_ended(hub, monkeypatch):
     answer, waits = hub.answer, threading.Event()
-    hub.answer = lambda path: answer(path) if "/revision/" not in path else waits.wait(60) and (503, {}, b"")
+    hub.answer = lambda path: (
+        answer(path) if "/revision/" not in path else waits.wait(60) and (503, {}, b"")
+    )
     monkeypatch.setattr(model_hub, "STALL_SECONDS", 1)
-    with pytest.raises(InputError, match="nothing of hf://org/tiny has arrived in 1 s from the hub"):
+    with pytest.raises(
+        InputError, match="nothing of hf://org/tiny has arrived in 1 s from the hub"
+    ):
         find_model("hf://org/tiny", pytest.fail)
     waits.set()
 
 
 def job(tmp_path):
-    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return float(len(response))\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, response, answer):\n    return float(len(response))\n"
+    )
     data = written(tmp_path / "sums.jsonl", SUMS)
     return [
-        *("--task", f"{tmp_path / 'reward.py'}:score", "--data", str(data), "--objective", "rloo", "--prompts", "4"),
-        *("--rollouts", "2", "--steps", "3", "--max-new-tokens", "5", "--eval-prompts", "2", "--eval-samples", "2"),
+        *(
+            "--task",
+            f"{tmp_path / 'reward.py'}:score",
+            "--data",
+            str(data),
+            "--objective",
+            "rloo",
+            "--prompts",
+            "4",
+        ),
+        *(
+            "--rollouts",
+            "2",
+            "--steps",
+            "3",
+            "--max-new-tokens",
+            "5",
+            "--eval-prompts",
+            "2",
+            "--eval-samples",
+            "2",
+        ),
         *("--threads", "1", "--dtype", "float32", "--reward-workers", "1", "--model", "org/tiny"),
     ]
 
@@ -166,8 +229,21 @@ def test_a_run_records_the_commit_and_resumes_with_it(hub, tmp_path, monkeypatch
 
 
 def test_an_evaluation_samples_a_model_of_the_hub(hub, tmp_path, capfd):
-    flags = [*job(tmp_path)[:4], "--prompts", "2", "--samples", "2", "--max-new-tokens", "5", "--threads", "1"]
-    assert evaluate.main(["hf://org/tiny", *flags, "--out", str(tmp_path / "out"), "--baseline", NAME]) == 0
+    flags = [
+        *job(tmp_path)[:4],
+        "--prompts",
+        "2",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "5",
+        "--threads",
+        "1",
+    ]
+    assert (
+        evaluate.main(["hf://org/tiny", *flags, "--out", str(tmp_path / "out"), "--baseline", NAME])
+        == 0
+    )
     results = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (results["name"], COMMIT in results["checkpoint"]) == ("tiny", True)
     assert evaluate.main(["hf://org/none", *flags, "--out", str(tmp_path / "none")]) == 2
@@ -178,9 +254,19 @@ def test_an_evaluation_samples_a_model_of_the_hub(hub, tmp_path, capfd):
 def test_two_ranks_download_each_file_once(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    command = ["-m", "maxrl_fast.train", *job(tmp_path), "--out", str(tmp_path / "run"), "--dtype", "float32"]
+    command = [
+        "-m",
+        "maxrl_fast.train",
+        *job(tmp_path),
+        "--out",
+        str(tmp_path / "run"),
+        "--dtype",
+        "float32",
+    ]
     process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 300)
     assert process.returncode == 0, output
-    assert os.path.exists(tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT / "model.safetensors")
+    assert os.path.exists(
+        tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT / "model.safetensors"
+    )
     assert hub.asked.count(f"GET /org/tiny/resolve/{COMMIT}/model.safetensors") == 1

@@ -1,4 +1,6 @@
-"""Policies that transformers runs: log-probs and gradients of packed streams against the model's own padded eager passes."""
+"""Policies that transformers runs: log-probs and gradients of packed streams against the model's
+own padded eager passes.
+"""
 
 import copy
 import json
@@ -11,7 +13,12 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.attention import AttentionVariant, shared_prompt_attention
 from maxrl_fast.model.checkpoint import kept_files, write_policy
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block, _Router
-from maxrl_fast.model.huggingface_checkpoint import check_supported, load_huggingface, policy_of, sizes_of
+from maxrl_fast.model.huggingface_checkpoint import (
+    check_supported,
+    load_huggingface,
+    policy_of,
+    sizes_of,
+)
 from maxrl_fast.model.policy import backend_of, load_policy, read_sizes
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Rollouts, Samples
@@ -25,10 +32,13 @@ from tests.families import FAMILIES, tiny_config, tiny_model
 
 PROMPTS = make_prompts([list(range(3, 15)), [7, 9, 11], [5, 6, 7, 8, 4, 3, 21, 22, 23]])
 GENERATOR = torch.Generator().manual_seed(5)
-RESPONSES = [torch.randint(3, 40, (n,), generator=GENERATOR).tolist() for n in (9, 1, 14, 3, 6, 2)]  # two to each prompt
+# two to each prompt
+RESPONSES = [torch.randint(3, 40, (n,), generator=GENERATOR).tolist() for n in (9, 1, 14, 3, 6, 2)]
 ROLLOUTS = Rollouts.given(RESPONSES)
 QUICK = ("gemma2", "qwen3_moe", "gpt_oss", "cohere2", "gpt2")
-EVERY = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+EVERY = [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES
+]
 
 
 def tiny_policy(family: str, **changes) -> HuggingFacePolicy:
@@ -40,20 +50,28 @@ def packed_logprobs(policy, dtype=torch.float32, temperature=1.0):
     """As the learner computes them, with each prompt once."""
     batch = one_batch(PROMPTS, ROLLOUTS)
     hidden = run_batch(policy, batch, dtype)
-    return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling(temperature))[0]
+    return linear_token_logprobs(
+        hidden, policy.output_matrix, batch.targets, **policy.scaling(temperature)
+    )[0]
 
 
 def padded_logprobs(policy, temperature=1.0):
     """By the model's own eager forward pass of all sequences, padded on the right."""
-    rows = [PROMPTS.take(s // 2, 1).tokens.tolist() + response for s, response in enumerate(RESPONSES)]
+    rows = [
+        PROMPTS.take(s // 2, 1).tokens.tolist() + response for s, response in enumerate(RESPONSES)
+    ]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     policy.set_eager(True)
-    logp = (policy.hf(input_ids=tokens, attention_mask=mask, use_cache=False).logits / temperature).log_softmax(-1)
+    logp = (
+        policy.hf(input_ids=tokens, attention_mask=mask, use_cache=False).logits / temperature
+    ).log_softmax(-1)
     policy.set_eager(False)
     picked = logp[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-    parts = [picked[s, len(row) - len(RESPONSES[s]) - 1 : len(row) - 1] for s, row in enumerate(rows)]
+    parts = [
+        picked[s, len(row) - len(RESPONSES[s]) - 1 : len(row) - 1] for s, row in enumerate(rows)
+    ]
     return torch.cat(parts)
 
 
@@ -87,7 +105,9 @@ def test_bfloat16_casts_every_layer_and_gradients_stay_float32(family):
     policy, dtypes = tiny_policy(family), []
     for block in policy.blocks:
         block.register_forward_hook(
-            lambda _, inputs, output: dtypes.append((output[0] if type(output) is tuple else output).dtype)
+            lambda _, inputs, output: dtypes.append(
+                (output[0] if type(output) is tuple else output).dtype
+            )
         )
     exact = packed_logprobs(policy).detach()
     dtypes.clear()
@@ -103,7 +123,9 @@ def test_routers_compute_in_float32():
     routers = [module for module in policy.modules() if isinstance(module, _Router)]
     assert len(routers) == policy.config.num_hidden_layers
     for router in routers:
-        router.register_forward_hook(lambda _, inputs, output: logits.append((inputs[0].dtype, output[0].dtype)))
+        router.register_forward_hook(
+            lambda _, inputs, output: logits.append((inputs[0].dtype, output[0].dtype))
+        )
     packed_logprobs(policy, torch.bfloat16)
     assert set(logits) == {(torch.bfloat16, torch.float32)}
 
@@ -115,7 +137,9 @@ def test_a_step_of_training_and_a_checkpoint_that_transformers_loads(family, tmp
     settings = LossSettings(loss="reinforce", aggregation="token_mean", temperature=0.8)
     learner = Learner(policy, make_optimizer(policy, 0.99, 0.01), settings, 1.0, 30, torch.float32)
     advantages = torch.tensor([1.0, -1.0, 0.5, 1.0, -0.3, 0.7])
-    metrics = learner.update(Samples(PROMPTS, ROLLOUTS), advantages, torch.arange(6), when="step 1", lr=1e-2)
+    metrics = learner.update(
+        Samples(PROMPTS, ROLLOUTS), advantages, torch.arange(6), when="step 1", lr=1e-2
+    )
     assert metrics.grad_norm > 1e-3
     after = packed_logprobs(policy).detach()
     assert float((after - before).abs().max()) > 1e-3
@@ -123,9 +147,13 @@ def test_a_step_of_training_and_a_checkpoint_that_transformers_loads(family, tmp
     source = tmp_path / "source"
     policy.hf.config.save_pretrained(source)
     (tmp_path / "saved").mkdir()
-    write_policy(tmp_path / "saved", "float32", policy.weights(), kept_files(source, [2]), shard_bytes=20_000)
+    write_policy(
+        tmp_path / "saved", "float32", policy.weights(), kept_files(source, [2]), shard_bytes=20_000
+    )
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
-    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, output_loading_info=True)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     theirs = dict(model.state_dict())
     for name, weight in policy.hf.state_dict().items():
@@ -137,13 +165,18 @@ def test_a_step_of_training_and_a_checkpoint_that_transformers_loads(family, tmp
 
 @pytest.mark.parametrize("family", EVERY)
 def test_the_check_passes(family):
-    assert "log-probs equal those of the model's own forward pass" in check_exact(tiny_policy(family))
+    assert "log-probs equal those of the model's own forward pass" in check_exact(
+        tiny_policy(family)
+    )
 
 
 def test_the_check_refuses_an_attention_that_leaves_something_out(monkeypatch):
     policy = tiny_policy("gemma2")
     monkeypatch.setattr("maxrl_fast.training.passes.shared_prompt_attention", without_soft_cap)
-    with pytest.raises(InputError, match=r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d"):
+    with pytest.raises(
+        InputError,
+        match=r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d",
+    ):
         check_exact(policy)
 
 
@@ -151,10 +184,16 @@ def without_soft_cap(q, k, v, layout, variant):
     return shared_prompt_attention(q, k, v, layout, AttentionVariant(variant.window))
 
 
-@pytest.mark.parametrize(("family", "attribute"), [("gemma2", "softcap"), ("cohere2", "logit_scale")])
+@pytest.mark.parametrize(
+    ("family", "attribute"), [("gemma2", "softcap"), ("cohere2", "logit_scale")]
+)
 def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute):
     """Also where logits are too small to show it: it compares them for large hidden states."""
-    policy = tiny_policy(family, tie_word_embeddings=False, **({"final_logit_softcapping": 30.0} if family == "gemma2" else {}))
+    policy = tiny_policy(
+        family,
+        tie_word_embeddings=False,
+        **({"final_logit_softcapping": 30.0} if family == "gemma2" else {}),
+    )
     with torch.no_grad():
         policy.lm_head.weight.mul_(1e-2)
     check_head(policy, torch.arange(9))
@@ -166,7 +205,11 @@ def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute):
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("qwen3_5_text", {}, "its layers are not all attention over earlier tokens, got linear_attention"),
+        (
+            "qwen3_5_text",
+            {},
+            "its layers are not all attention over earlier tokens, got linear_attention",
+        ),
         ("llama4_text", {}, "it scales attention by the place in the stream"),
         (
             "llama4_text",
@@ -175,7 +218,10 @@ def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute):
         ),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}, "max_position_embeddings": 32},
+            {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+                "max_position_embeddings": 32,
+            },
             "its dynamic rotary embedding changes beyond 32 tokens; sequences have up to 64",
         ),
         ("gemma3", {}, "it is not a decoder of text alone"),
@@ -189,7 +235,9 @@ def test_what_cannot_be_exact_is_refused_by_name(family, changes, reason):
 
 
 def test_deep_copies_run_their_own_weights():
-    """The reference policy is a deep copy; a wrapper that kept the original layer would train against itself."""
+    """The reference policy is a deep copy; a wrapper that kept the original layer would train
+    against itself.
+    """
     policy = tiny_policy("mistral")
     copied = copy.deepcopy(policy)
     assert all(isinstance(block, _Block) for block in copied.blocks)
@@ -209,15 +257,20 @@ def test_which_backend_is_taken(tmp_path):
     assert backend_of(saved_model("llama", tmp_path / "llama")) == "native"
     assert backend_of(tmp_path / "llama", "transformers") == "transformers"
     assert backend_of(saved_model("gemma2", tmp_path / "gemma2")) == "transformers"
-    assert backend_of(saved_model("qwen2", tmp_path / "windowed")) == "transformers"  # our decoder has no windows
+    # our decoder has no windows
+    assert backend_of(saved_model("qwen2", tmp_path / "windowed")) == "transformers"
     assert [read_sizes(tmp_path / name).vocab_size for name in ("llama", "gemma2")] == [40, 40]
     options = {"task": "t", "vocab_size": 40, "prompt_length": 8, "max_new_tokens": 8}
-    with pytest.raises(InputError, match="model_type must be one of qwen2, qwen3, llama, got 'gemma2'"):
+    with pytest.raises(
+        InputError, match="model_type must be one of qwen2, qwen3, llama, got 'gemma2'"
+    ):
         load_policy(tmp_path / "gemma2", backend="native", **options)
     native = load_policy(tmp_path / "llama", **options)
     other = load_policy(tmp_path / "llama", backend="transformers", **options)
     assert isinstance(other, HuggingFacePolicy)
-    torch.testing.assert_close(packed_logprobs(native), packed_logprobs(other), rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(
+        packed_logprobs(native), packed_logprobs(other), rtol=1e-5, atol=3e-5
+    )
 
 
 def broken(change):
@@ -235,7 +288,10 @@ def layers(count):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (broken(lambda c: c | {"model_type": "no_such"}), "must be a decoder that transformers has, got 'no_such'"),
+        (
+            broken(lambda c: c | {"model_type": "no_such"}),
+            "must be a decoder that transformers has, got 'no_such'",
+        ),
         (
             broken(lambda c: c | {"model_type": ["gemma2"]}),
             r"model_type must be a decoder that transformers has, got \['gemma2",
@@ -244,7 +300,10 @@ def layers(count):
             broken(lambda c: c | {"text_config": {"num_hidden_layers": 10**12}}),
             "num_hidden_layers must be an integer from 1 to 35",
         ),
-        (broken(lambda c: c | {"num_hidden_layers": 10**12}), "num_hidden_layers must be an integer from 1 to 35, got 1000000"),
+        (
+            broken(lambda c: c | {"num_hidden_layers": 10**12}),
+            "num_hidden_layers must be an integer from 1 to 35, got 1000000",
+        ),
         (
             broken(lambda c: c | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}),
             "does not fit gemma2: missing keys model.layers.3",
@@ -254,11 +313,20 @@ def layers(count):
             "does not fit gemma2: unexpected keys model.layers.2",
         ),
         (broken(lambda c: c | {"hidden_size": 64}), "transformers cannot load|does not fit"),
-        (broken(lambda c: c | {"quantization_config": {"quant_method": "mxfp4"}}), "weights must not be quantized"),
-        (broken(lambda c: c | {"dtype": "int8"}), "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        (
+            broken(lambda c: c | {"quantization_config": {"quant_method": "mxfp4"}}),
+            "weights must not be quantized",
+        ),
+        (
+            broken(lambda c: c | {"dtype": "int8"}),
+            "dtype must be one of float32, bfloat16, float16, got 'int8'",
+        ),
         (broken(lambda c: c | {"vocab_size": -1}), "vocab_size must be an integer of at least 1"),
         (lambda d: (d / "model.safetensors").write_bytes(b"PK\x03\x04"), "cannot read the weights"),
-        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "transformers cannot load"),
+        (
+            lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+            "transformers cannot load",
+        ),
     ],
 )
 def test_wrong_directories_are_refused(edit, message, tmp_path):
@@ -272,7 +340,11 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path):
     saved_model("gemma2", tmp_path)
     broken(
         lambda c: (
-            c | {"auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}, "attn_implementation": "a/b"}
+            c
+            | {
+                "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"},
+                "attn_implementation": "a/b",
+            }
         )
     )(tmp_path)
     (tmp_path / "evil.py").write_text("raise SystemExit('it was run')\n")
@@ -283,4 +355,6 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path):
 def test_an_output_layer_with_a_bias():
     policy = tiny_policy("phi")
     assert policy.lm_head.bias is not None
-    torch.testing.assert_close(packed_logprobs(policy), padded_logprobs(policy), rtol=1e-5, atol=3e-5)
+    torch.testing.assert_close(
+        packed_logprobs(policy), padded_logprobs(policy), rtol=1e-5, atol=3e-5
+    )

@@ -1,4 +1,6 @@
-"""The parts of a decoder layer on a CPU: against PyTorch in float64, for any sizes, strides and numbers of threads."""
+"""The parts of a decoder layer on a CPU: against PyTorch in float64, for any sizes, strides and
+numbers of threads.
+"""
 
 import itertools
 
@@ -40,14 +42,22 @@ def norm_of(parts):
 
 
 def rotation_of(parts, rotary, counts, is_packed):
-    """Return a function of [q | k | v] and norms; TORCH_OPS, or separate heads, take views of it."""
+    """Return a function of [q | k | v] and norms; TORCH_OPS, or separate heads, take views of
+    it.
+    """
 
     def function(packed, *norms):
         given_norms = HeadNorms(*norms, 1e-2) if norms else None
-        own = rotary if parts is not TORCH_OPS else Rotary(*(x.to(packed.dtype)[rotary.positions] for x in rotary[:2]))
+        own = (
+            rotary
+            if parts is not TORCH_OPS
+            else Rotary(*(x.to(packed.dtype)[rotary.positions] for x in rotary[:2]))
+        )
         if is_packed:
             return parts.rotate_packed(packed, counts, given_norms, own)
-        return parts.rotate_heads(packed.unflatten(1, (sum(counts), -1)).split(counts, 1), given_norms, own)
+        return parts.rotate_heads(
+            packed.unflatten(1, (sum(counts), -1)).split(counts, 1), given_norms, own
+        )
 
     return function
 
@@ -67,19 +77,32 @@ def swiglu_of(parts, is_packed):
 @given(ROWS, SIZES, st.booleans())
 @pytest.mark.usefixtures("instructions")
 def test_norms_equal_pytorchs_for_any_size(rows, size, has_delta):
-    inputs = [numbers(rows, size), 1 + numbers(size, seed=1) / 2, *([numbers(rows, size, seed=2)] if has_delta else [])]
-    expected, actual = (with_gradients(norm_of(parts), inputs, torch.float64) for parts in (TORCH_OPS, KERNELS))
+    inputs = [
+        numbers(rows, size),
+        1 + numbers(size, seed=1) / 2,
+        *([numbers(rows, size, seed=2)] if has_delta else []),
+    ]
+    expected, actual = (
+        with_gradients(norm_of(parts), inputs, torch.float64) for parts in (TORCH_OPS, KERNELS)
+    )
     assert_close(actual, expected)
 
 
 @settings(60)
 @given(ROWS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 70), st.booleans(), st.booleans())
 @pytest.mark.usefixtures("instructions")
-def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half, has_norms, is_packed):
+def test_rotated_heads_equal_pytorchs_for_any_size(
+    rows, shared, kv_heads, half, has_norms, is_packed
+):
     counts = shared * kv_heads, kv_heads, kv_heads
     inputs, rotary = rotation_inputs(min(rows, 65), counts, half, has_norms)
     expected = with_gradients(rotation_of(TORCH_OPS, rotary, counts, False), inputs, torch.float64)
-    assert_close(with_gradients(rotation_of(PACKED_KERNELS, rotary, counts, is_packed), inputs, torch.float64), expected)
+    assert_close(
+        with_gradients(
+            rotation_of(PACKED_KERNELS, rotary, counts, is_packed), inputs, torch.float64
+        ),
+        expected,
+    )
 
 
 @settings(30)
@@ -88,15 +111,24 @@ def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half,
 def test_swiglu_equals_pytorchs_for_any_size(rows, size, is_packed):
     inputs = [3 * numbers(rows, 2 * size)]
     expected = with_gradients(swiglu_of(TORCH_OPS, False), inputs, torch.float64)
-    assert_close(with_gradients(swiglu_of(PACKED_KERNELS, is_packed), inputs, torch.float64), expected)
+    assert_close(
+        with_gradients(swiglu_of(PACKED_KERNELS, is_packed), inputs, torch.float64), expected
+    )
 
 
 @settings(30)
 @given(st.sampled_from([1, 5, 300]), st.sampled_from([0, 1, 4, 900]), SIZES)
-def test_chosen_rows_have_pytorchs_gradient_however_often_they_are_chosen(num_rows, num_chosen, size):
+def test_chosen_rows_have_pytorchs_gradient_however_often_they_are_chosen(
+    num_rows, num_chosen, size
+):
     rows = torch.randint(num_rows, (num_chosen,), generator=torch.Generator().manual_seed(size))
-    expected = with_gradients(lambda x: x.index_select(0, rows), [numbers(num_rows, size)], torch.float64)
-    assert_close(with_gradients(lambda x: choose_rows(x, rows), [numbers(num_rows, size)], torch.float64), expected)
+    expected = with_gradients(
+        lambda x: x.index_select(0, rows), [numbers(num_rows, size)], torch.float64
+    )
+    assert_close(
+        with_gradients(lambda x: choose_rows(x, rows), [numbers(num_rows, size)], torch.float64),
+        expected,
+    )
 
 
 def test_rows_may_be_chosen_by_a_strided_list():
@@ -109,17 +141,31 @@ def test_rows_may_be_chosen_by_a_strided_list():
 
 
 def cases():
-    """Give (name, our function, PyTorch's, inputs), of a few rows that need several pieces and vectors of all kinds."""
+    """Give (name, our function, PyTorch's, inputs), of a few rows that need several pieces and
+    vectors of all kinds.
+    """
     counts = (4, 2, 2)
     inputs = [numbers(700, 131), numbers(131, seed=1), numbers(700, 131, seed=2)]
     yield "norm", norm_of(KERNELS), norm_of(TORCH_OPS), inputs
     for half in (8, 33):
         inputs, rotary = rotation_inputs(500, counts, half, True)
-        ours, plain = (rotation_of(x, rotary, counts, x is PACKED_KERNELS) for x in (PACKED_KERNELS, TORCH_OPS))
+        ours, plain = (
+            rotation_of(x, rotary, counts, x is PACKED_KERNELS) for x in (PACKED_KERNELS, TORCH_OPS)
+        )
         yield f"heads of {2 * half}", ours, plain, inputs
-    yield "swiglu", swiglu_of(PACKED_KERNELS, True), swiglu_of(TORCH_OPS, False), [3 * numbers(500, 2 * 131)]
+    yield (
+        "swiglu",
+        swiglu_of(PACKED_KERNELS, True),
+        swiglu_of(TORCH_OPS, False),
+        [3 * numbers(500, 2 * 131)],
+    )
     rows = torch.arange(900) * 7 % 400
-    yield "rows", lambda x: choose_rows(x, rows), lambda x: x.index_select(0, rows), [numbers(500, 131)]
+    yield (
+        "rows",
+        lambda x: choose_rows(x, rows),
+        lambda x: x.index_select(0, rows),
+        [numbers(500, 131)],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,7 +174,8 @@ def test_rounding_errors_are_at_most_twice_pytorchs(dtype):
     for name, ours, plain, inputs in cases():
         inputs = [x.to(dtype).double() for x in inputs]
         exact, actual, theirs = (
-            with_gradients(f, inputs, d) for f, d in ((plain, torch.float64), (ours, dtype), (plain, dtype))
+            with_gradients(f, inputs, d)
+            for f, d in ((plain, torch.float64), (ours, dtype), (plain, dtype))
         )
         for wanted, x, y in zip(exact, actual, theirs, strict=True):
             assert x.dtype == dtype
@@ -169,13 +216,19 @@ def test_a_position_outside_the_table_gives_nan():
     q = torch.ones(4, 2, 16)
     rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
     q, k, _ = KERNELS.rotate_heads((q, q, q), None, rotary)
-    assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == [False, True, True, False]
+    assert (
+        q.isnan().all(-1).all(-1).tolist()
+        == k.isnan().any(-1).any(-1).tolist()
+        == [False, True, True, False]
+    )
 
 
 @pytest.mark.usefixtures("instructions")
 def test_large_gates_saturate():
     gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
-    out, grad, _ = with_gradients(lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32)
+    out, grad, _ = with_gradients(
+        lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32
+    )
     torch.testing.assert_close(out, F.silu(gate), equal_nan=True)
     assert grad[0, :7].isfinite().all()
     assert grad[0, 7].isnan()
@@ -183,7 +236,9 @@ def test_large_gates_saturate():
 
 def test_bad_inputs_are_a_sentence():
     x = torch.ones(4, 8)
-    with pytest.raises(ValueError, match="add_rms_norm_cpu takes float32 float64 bfloat16, got float16"):
+    with pytest.raises(
+        ValueError, match="add_rms_norm_cpu takes float32 float64 bfloat16, got float16"
+    ):
         KERNELS.rms_norm(x.half(), torch.ones(8), 1e-6)
     with pytest.raises(ValueError, match="a chosen row does not exist"):
         torch.ops.maxrl_fast.choose_rows_backward(x, torch.tensor([0, 1, 2, 3]), 3)
@@ -191,7 +246,11 @@ def test_bad_inputs_are_a_sentence():
 
 
 def test_the_operators_pass_opcheck():
-    x, weight, tables = torch.randn(5, 6), torch.ones(6), (torch.ones(5, 1, 3), torch.ones(5, 1, 3), torch.arange(5))
+    x, weight, tables = (
+        torch.randn(5, 6),
+        torch.ones(6),
+        (torch.ones(5, 1, 3), torch.ones(5, 1, 3), torch.arange(5)),
+    )
     heads, packed, rows = torch.randn(5, 2, 6), torch.randn(5, 24), torch.tensor([0, 3, 3, 6, 1])
     q, k, v = packed.view(5, 4, 6).split((2, 1, 1), 1)
     calls = {
@@ -199,7 +258,16 @@ def test_the_operators_pass_opcheck():
         "add_rms_norm_backward": (x, x, x, weight, 1e-6),
         "rotate_heads": (q, k, v, weight, weight, *tables, 1e-6, 1.0),
         "rotate_heads_backward": (heads, heads, heads, heads, weight, weight, *tables, 1e-6),
-        "rotate_packed_backward": (heads, heads[:, :1] + 1, heads[:, :1] + 2, packed, weight, weight, *tables, 1e-6),
+        "rotate_packed_backward": (
+            heads,
+            heads[:, :1] + 1,
+            heads[:, :1] + 2,
+            packed,
+            weight,
+            weight,
+            *tables,
+            1e-6,
+        ),
         "swiglu": packed.chunk(2, 1),
         "swiglu_backward": (torch.randn(5, 12), *packed.chunk(2, 1)),
         "swiglu_packed_backward": (torch.randn(5, 12), packed),
@@ -224,13 +292,19 @@ def trained(model, dtype):
 
 @pytest.mark.parametrize("options", ["plain", "checkpointed", "lora"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_a_decoder_has_the_outputs_and_gradients_of_pytorchs_operations(family, options, monkeypatch):
-    model = tiny_decoder(model_type=family, hidden_size=33, intermediate_size=45, head_dim=6).double()
+def test_a_decoder_has_the_outputs_and_gradients_of_pytorchs_operations(
+    family, options, monkeypatch
+):
+    model = tiny_decoder(
+        model_type=family, hidden_size=33, intermediate_size=45, head_dim=6
+    ).double()
     if options == "lora":
         add_adapters(model, 3, 6.0, ALL, seed=0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
-                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(1))
+                torch.nn.init.normal_(
+                    parameter, std=0.3, generator=torch.Generator().manual_seed(1)
+                )
     model.checkpoint_activations = options == "checkpointed"
     actual = trained(model, torch.float64)
     chosen = []
@@ -256,7 +330,8 @@ def test_a_frozen_matrix_has_no_gradient_in_memory():
     assert sum(held.values()) == sum(x.nbytes for x in gradients)
 
 
-# What the profiler lists beside operators that compute: views, allocations and calls of other operators.
+# What the profiler lists beside operators that compute: views, allocations and calls of other
+# operators.
 NO_WORK = (
     *(
         "as_strided",
@@ -285,17 +360,32 @@ NO_WORK = (
         "type_as",
         "linear",
     ),
-    *("matmul", "rms_norm", "_fused_rms_norm", "empty", "empty_like", "empty_strided", "new_empty", "promote_types"),
+    *(
+        "matmul",
+        "rms_norm",
+        "_fused_rms_norm",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "promote_types",
+    ),
     *("result_type", "zeros"),
 )
 
 
 def operators(model):
-    """Return how many operators of PyTorch and of this package that compute something a training pass calls."""
+    """Return how many operators of PyTorch and of this package that compute something a training
+    pass calls.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         trained(model, torch.float32)
     names = [event.name.split("::") for event in profile.events()]
-    return sum(name[0] in ("aten", "maxrl_fast") and name[1] not in NO_WORK for name in names if len(name) == 2)
+    return sum(
+        name[0] in ("aten", "maxrl_fast") and name[1] not in NO_WORK
+        for name in names
+        if len(name) == 2
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

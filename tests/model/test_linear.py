@@ -16,7 +16,9 @@ from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
 
 ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-BATCH = one_batch(make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]]))
+BATCH = one_batch(
+    make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]])
+)
 
 
 def adapted(targets=ALL, **changes):
@@ -37,14 +39,21 @@ def test_new_adapters_do_not_change_outputs_and_only_they_are_trained():
     assert torch.equal(response_logits(model, BATCH, torch.float32), logits)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 2
-    assert all(name.endswith(("q_proj.lora_a", "q_proj.lora_b", "down_proj.lora_a", "down_proj.lora_b")) for name in trained)
+    assert all(
+        name.endswith(("q_proj.lora_a", "q_proj.lora_b", "down_proj.lora_a", "down_proj.lora_b"))
+        for name in trained
+    )
     optimized = sum(
-        p.numel() for group in make_optimizer(model, beta2=0.99, weight_decay=0.01).param_groups for p in group["params"]
+        p.numel()
+        for group in make_optimizer(model, beta2=0.99, weight_decay=0.01).param_groups
+        for p in group["params"]
     )
     assert optimized == 2 * (3 * (32 + 32) + 3 * (48 + 32))
 
 
-@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen3"}, {"model_type": "llama", "tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "qwen3"}, {"model_type": "llama", "tie_word_embeddings": False}]
+)
 def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     model = adapted(**changes)
     plain = tiny_decoder(**changes)
@@ -53,11 +62,14 @@ def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     assert (logits - base).abs().max() > 0.5
     by_name = dict(model.weights())
     expected = plain.state_dict()["model.layers.1.self_attn.v_proj.weight"] + 2.0 * (
-        model.model.layers[1].self_attn.v_proj.lora_b @ model.model.layers[1].self_attn.v_proj.lora_a
+        model.model.layers[1].self_attn.v_proj.lora_b
+        @ model.model.layers[1].self_attn.v_proj.lora_a
     )
     torch.testing.assert_close(by_name["model.layers.1.self_attn.v_proj.weight"], expected.detach())
     plain.load_state_dict(by_name, strict=False)
-    torch.testing.assert_close(response_logits(plain, BATCH, torch.float32), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        response_logits(plain, BATCH, torch.float32), logits, rtol=1e-4, atol=1e-4
+    )
 
     save_checkpoint(tmp_path / "merged", model.config, model.weights(), {}, (2,))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -65,7 +77,9 @@ def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     assert torch.equal(merged, by_name["model.layers.1.self_attn.v_proj.weight"])
     decoder = DeviceDecoder(model, torch.float32)
     decoder.load_weights(model)
-    torch.testing.assert_close(dict(decoder.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged)
+    torch.testing.assert_close(
+        dict(decoder.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged
+    )
 
 
 def test_adapter_gradients_follow_from_the_merged_matrix():
@@ -78,8 +92,12 @@ def test_adapter_gradients_follow_from_the_merged_matrix():
     for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
         q, by_matrix = layer.self_attn.q_proj, other.self_attn.q_proj.weight.grad
         assert by_matrix.abs().max() > 0.1
-        torch.testing.assert_close(q.lora_a.grad, 2.0 * q.lora_b.T @ by_matrix, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(q.lora_b.grad, 2.0 * by_matrix @ q.lora_a.T, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            q.lora_a.grad, 2.0 * q.lora_b.T @ by_matrix, rtol=1e-3, atol=1e-4
+        )
+        torch.testing.assert_close(
+            q.lora_b.grad, 2.0 * by_matrix @ q.lora_a.T, rtol=1e-3, atol=1e-4
+        )
         assert q.weight.grad is None
 
 
@@ -87,11 +105,14 @@ def test_the_reference_shares_frozen_weights():
     model = adapted()
     reference = frozen_copy(model)
     assert reference.model.embed_tokens.weight is model.model.embed_tokens.weight
-    assert reference.model.layers[0].mlp.up_proj.lora_a is not model.model.layers[0].mlp.up_proj.lora_a
+    assert (
+        reference.model.layers[0].mlp.up_proj.lora_a is not model.model.layers[0].mlp.up_proj.lora_a
+    )
     assert model.model.layers[0].mlp.up_proj.lora_a.requires_grad
     assert not any(p.requires_grad for p in reference.parameters())
     assert torch.equal(
-        response_logits(copy.deepcopy(model), BATCH, torch.float32), response_logits(reference, BATCH, torch.float32)
+        response_logits(copy.deepcopy(model), BATCH, torch.float32),
+        response_logits(reference, BATCH, torch.float32),
     )
 
 

@@ -1,4 +1,6 @@
-"""The products of a linear layer in training on a CPU: against float64, for any sizes, instructions and numbers of threads."""
+"""The products of a linear layer in training on a CPU: against float64, for any sizes, instructions
+and numbers of threads.
+"""
 
 import itertools
 
@@ -10,12 +12,21 @@ from maxrl_fast.model import linear_kernel
 from maxrl_fast.model.linear import Linear, joined
 from tests.layers import numbers, with_gradients
 
-SIZES = [16, 32, 48, 64, 80, 112, 272]  # 1, 2, 3, 4, 5, 7 and 17 panels, and rows of weight gradients of several tiles
-CASES = [(64, 16, 16), *((97, k, n) for k, n in itertools.product(SIZES, SIZES[::-1])), (257, 128, 48), (513, 48, 256)]
+# 1, 2, 3, 4, 5, 7 and 17 panels, and rows of weight gradients of several tiles
+SIZES = [16, 32, 48, 64, 80, 112, 272]
+CASES = [
+    (64, 16, 16),
+    *((97, k, n) for k, n in itertools.product(SIZES, SIZES[::-1])),
+    (257, 128, 48),
+    (513, 48, 256),
+]
 
 
 def inputs_of(rows, in_size, out_size, has_bias, has_added):
-    inputs = [numbers(rows, in_size, dtype=torch.float32), numbers(out_size, in_size, seed=1, dtype=torch.float32)]
+    inputs = [
+        numbers(rows, in_size, dtype=torch.float32),
+        numbers(out_size, in_size, seed=1, dtype=torch.float32),
+    ]
     inputs += [numbers(out_size, seed=2, dtype=torch.float32)] * has_bias
     return inputs + [numbers(rows, out_size, seed=3, dtype=torch.float32)] * has_added
 
@@ -36,12 +47,21 @@ def by_definition(x, weight, bias, added):
 
 
 def compared(rows, in_size, out_size, has_bias, has_added):
-    """Return results and gradients of ours in float32, of the definition in float64, and of PyTorch's in float32."""
+    """Return results and gradients of ours in float32, of the definition in float64, and of
+    PyTorch's in float32.
+    """
     inputs = inputs_of(rows, in_size, out_size, has_bias, has_added)
-    ours, definition = (product_of(apply, has_bias, has_added) for apply in (linear_kernel.Product.apply, by_definition))
+    ours, definition = (
+        product_of(apply, has_bias, has_added)
+        for apply in (linear_kernel.Product.apply, by_definition)
+    )
     return (
         with_gradients(function, inputs, dtype)
-        for function, dtype in ((ours, torch.float32), (definition, torch.float64), (definition, torch.float32))
+        for function, dtype in (
+            (ours, torch.float32),
+            (definition, torch.float64),
+            (definition, torch.float32),
+        )
     )
 
 
@@ -50,7 +70,9 @@ def test_results_and_gradients_err_at_most_twice_as_much_as_pytorchs():
     for (rows, in_size, out_size), (has_bias, has_added) in zip(
         CASES, itertools.cycle(itertools.product((False, True), repeat=2)), strict=False
     ):
-        for ours, exact, pytorchs in zip(*compared(rows, in_size, out_size, has_bias, has_added), strict=True):
+        for ours, exact, pytorchs in zip(
+            *compared(rows, in_size, out_size, has_bias, has_added), strict=True
+        ):
             assert ours.dtype == torch.float32
             assert ours.shape == exact.shape
             scale = float(exact.abs().max())
@@ -62,7 +84,10 @@ def test_results_and_gradients_err_at_most_twice_as_much_as_pytorchs():
 @pytest.mark.usefixtures("instructions")
 def test_results_are_bitwise_the_same_for_any_number_of_threads():
     threads = torch.get_num_threads()
-    inputs, function = inputs_of(700, 48, 80, True, True), product_of(linear_kernel.Product.apply, True, True)
+    inputs, function = (
+        inputs_of(700, 48, 80, True, True),
+        product_of(linear_kernel.Product.apply, True, True),
+    )
     results = []
     try:
         for count in (1, 2, 3, 8):
@@ -74,16 +99,22 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
-@pytest.mark.parametrize("trained", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize(
+    "trained",
+    [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
+)
 def test_only_gradients_that_are_needed_are_computed(trained):
     inputs = [
-        x.float().requires_grad_(is_trained) for x, is_trained in zip(inputs_of(64, 32, 48, True, False), trained, strict=True)
+        x.float().requires_grad_(is_trained)
+        for x, is_trained in zip(inputs_of(64, 32, 48, True, False), trained, strict=True)
     ]
     y = linear_kernel.Product.apply(*inputs, None)
     y.backward(torch.ones_like(y))
     x, weight, _ = (value.detach().double() for value in inputs)
     ones = torch.ones(64, 48, dtype=torch.float64)
-    for value, expected, is_trained in zip(inputs, (ones @ weight, ones.T @ x, ones.sum(0)), trained, strict=True):
+    for value, expected, is_trained in zip(
+        inputs, (ones @ weight, ones.T @ x, ones.sum(0)), trained, strict=True
+    ):
         if is_trained:
             torch.testing.assert_close(value.grad.double(), expected, rtol=1e-5, atol=1e-5)
         else:
@@ -92,7 +123,11 @@ def test_only_gradients_that_are_needed_are_computed(trained):
 
 def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
     layer = Linear(32, 48)
-    for rows, dtype, is_served in ((64, torch.float32, True), (63, torch.float32, False), (64, torch.float64, False)):
+    for rows, dtype, is_served in (
+        (64, torch.float32, True),
+        (63, torch.float32, False),
+        (64, torch.float64, False),
+    ):
         x, weight = torch.randn(rows, 32, dtype=dtype), layer.weight.to(dtype)
         assert linear_kernel.has_kernel(x, weight) == is_served
         torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias.to(dtype)))
@@ -109,7 +144,8 @@ def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products()
     parameters = [x, *(p for layer in layers for p in layer.parameters())]
     grad = torch.randn(64, 100).T
     for ours, pytorchs in zip(
-        *(torch.autograd.grad(y, parameters, grad, retain_graph=True) for y in (together, apart)), strict=True
+        *(torch.autograd.grad(y, parameters, grad, retain_graph=True) for y in (together, apart)),
+        strict=True,
     ):
         torch.testing.assert_close(ours, pytorchs, rtol=1e-5, atol=1e-5)
 
@@ -117,12 +153,15 @@ def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products()
 def test_a_second_derivative_raises():
     x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="linear can be differentiated once only"):
-        torch.autograd.grad(linear_kernel.Product.apply(x, weight, None, None).square().sum(), x, create_graph=True)
+        torch.autograd.grad(
+            linear_kernel.Product.apply(x, weight, None, None).square().sum(), x, create_graph=True
+        )
 
 
 def test_without_rows_gradients_are_zero():
     grad, x, weight = torch.zeros(0, 48), torch.zeros(0, 32), torch.ones(48, 32)
-    occupied = [torch.full((48, 32), 7.0) for _ in range(8)]  # memory that an allocation may get again
+    # memory that an allocation may get again
+    occupied = [torch.full((48, 32), 7.0) for _ in range(8)]
     del occupied
     results = linear_kernel.linear_backward(grad, x, weight, True, True, True)
     assert [tuple(r.shape) for r in results] == [(0, 32), (48, 32), (48,)]

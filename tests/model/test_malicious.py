@@ -1,4 +1,6 @@
-"""Malicious checkpoints are refused quickly, with a message that names the file, and without the memory that they declare."""
+"""Malicious checkpoints are refused quickly, with a message that names the file, and without the
+memory that they declare.
+"""
 
 import json
 import os
@@ -25,7 +27,14 @@ from maxrl_fast.tasks.text_codec import TextCodec
 from tests.models import save_checkpoint, tiny_decoder
 
 TASK = MazeTask(5)
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 SIZES += ("head_dim", "max_position_embeddings")
 
 
@@ -36,7 +45,9 @@ def directory(tmp_path):
 
 def save(directory, **options):
     model = tiny_decoder()
-    save_checkpoint(directory, model.config, model.weights(), TASK.tokenizer_files(), TASK.stop_ids, **options)
+    save_checkpoint(
+        directory, model.config, model.weights(), TASK.tokenizer_files(), TASK.stop_ids, **options
+    )
     return directory
 
 
@@ -58,7 +69,22 @@ def edit_config(directory, changes):
 
 
 @pytest.mark.parametrize(
-    "value", [10**15, 10**400, 2**31, 0, -1, True, 32.0, "32", float("nan"), float("inf"), [32], {"size": 32}, "9" * 10**6]
+    "value",
+    [
+        10**15,
+        10**400,
+        2**31,
+        0,
+        -1,
+        True,
+        32.0,
+        "32",
+        float("nan"),
+        float("inf"),
+        [32],
+        {"size": 32},
+        "9" * 10**6,
+    ],
 )
 @pytest.mark.parametrize("name", SIZES)
 def test_impossible_sizes_are_refused(directory, name, value):
@@ -97,7 +123,14 @@ def test_sizes_that_contradict_the_weights_are_refused(directory, name, value):
         {"rope_parameters": {"rope_theta": -1.0}},
         {"rope_parameters": {"rope_theta": 10**400}},
         {"rope_parameters": {"rope_type": ["default"]}},
-        {"rope_parameters": {"rope_type": "llama3", "factor": 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 0.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        },
         {"rope_parameters": [1]},
         {"head_dim": None, "hidden_size": 33},
         {"hidden_act": ["silu"] * 10**5},
@@ -111,9 +144,15 @@ def test_invalid_values_are_refused(directory, changes):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_no_key_that_makes_transformers_run_code_is_kept(directory, name):
-    code = {"auto_map": {"AutoConfig": "evil.Config"}, "custom_pipelines": {"a": {}}, "_attn_implementation": "evil/kernel"}
+    code = {
+        "auto_map": {"AutoConfig": "evil.Config"},
+        "custom_pipelines": {"a": {}},
+        "_attn_implementation": "evil/kernel",
+    }
     path = directory / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | code | {"own": [{**code, "kept": 1}]}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | code | {"own": [{**code, "kept": 1}]})
+    )
     kept = kept_files(directory, TASK.stop_ids)[name].decode()
     assert json.loads(kept)["own"] == [{"kept": 1}]
     assert not any(key in kept for key in code)
@@ -167,13 +206,24 @@ def replace_file(directory, name, kind):
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to({"device": "/dev/zero", "loop": name, "nowhere": "nothing here", "pipe behind a link": "pipe"}[kind])
+        path.symlink_to(
+            {
+                "device": "/dev/zero",
+                "loop": name,
+                "nowhere": "nothing here",
+                "pipe behind a link": "pipe",
+            }[kind]
+        )
         if kind == "pipe behind a link":
             os.mkfifo(directory / "pipe")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "nowhere", "pipe behind a link"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "kind", ["pipe", "folder", "device", "loop", "nowhere", "pipe behind a link"]
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+)
 def test_files_that_are_not_regular_are_refused(directory, name, kind):
     replace_file(directory, name, kind)
     if name == "tokenizer.json":
@@ -193,7 +243,10 @@ def test_links_of_the_hugging_face_cache_are_followed(directory):
         path.rename(blobs / f"blob-{path.name}")
         path.symlink_to(f"../blobs/blob-{path.name}")
     loaded = load_checkpoint(directory)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), tiny_decoder().parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(loaded.parameters(), tiny_decoder().parameters(), strict=True)
+    )
     assert len(load_tokenizer(directory)) == TASK.vocab_size
 
 
@@ -205,7 +258,9 @@ def header_of(path):
 
 def write(path, header, data, declared=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes((len(text) if declared is None else declared).to_bytes(8, "little") + text + data)
+    path.write_bytes(
+        (len(text) if declared is None else declared).to_bytes(8, "little") + text + data
+    )
 
 
 NORM = "model.norm.weight"
@@ -218,7 +273,9 @@ def changed(header, **fields):
 def with_duplicate(header, shape):
     """Return the header with its first tensor twice, the second time with a wrong shape."""
     text = json.dumps(header)
-    lie = json.dumps({NORM: {"dtype": "F32", "shape": shape, "data_offsets": header[NORM]["data_offsets"]}})
+    lie = json.dumps(
+        {NORM: {"dtype": "F32", "shape": shape, "data_offsets": header[NORM]["data_offsets"]}}
+    )
     return (text[:-1] + ", " + lie[1:]).encode()
 
 
@@ -238,7 +295,8 @@ def with_duplicate(header, shape):
         lambda path, h, d: write(path, changed(h, data_offsets=[len(d), len(d) + 128]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[128, 0]), d),
         lambda path, h, d: write(path, changed(h, data_offsets=[-128, 0]), d),
-        lambda path, h, d: write(path, changed(h, data_offsets=[0, 128]), d),  # overlaps another tensor
+        # overlaps another tensor
+        lambda path, h, d: write(path, changed(h, data_offsets=[0, 128]), d),
         lambda path, h, d: write(path, changed(h, shape=[2**40]), d),
         lambda path, h, d: write(path, changed(h, shape=[2**32, 2**32]), d),
         lambda path, h, d: write(path, changed(h, shape=[2**63, 2]), d),
@@ -275,7 +333,18 @@ def sharded(directory):
 @pytest.mark.parametrize(
     "file",
     [
-        *("../model.safetensors", "..", ".", "", "/etc/passwd", "a/b", "\0", "a\0b", "x" * 10**4, "config.json"),
+        *(
+            "../model.safetensors",
+            "..",
+            ".",
+            "",
+            "/etc/passwd",
+            "a/b",
+            "\0",
+            "a\0b",
+            "x" * 10**4,
+            "config.json",
+        ),
         *(None, 5, ["model-00001-of-00003.safetensors"], {}, "nothing.safetensors", "\ud800"),
     ],
 )
@@ -298,8 +367,14 @@ def test_an_index_without_a_valid_map_is_refused(tmp_path, weight_map):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        *(("tokenizer.json", content) for content in (b"{", b"[" * 10**5, b"\xff" * 100, b"{}", b"null", b'{"model": 5}')),
-        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": ["a b"]}}'),
+        *(
+            ("tokenizer.json", content)
+            for content in (b"{", b"[" * 10**5, b"\xff" * 100, b"{}", b"null", b'{"model": 5}')
+        ),
+        (
+            "tokenizer.json",
+            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": ["a b"]}}',
+        ),
         ("tokenizer_config.json", b"[" * 10**5),
         ("tokenizer_config.json", b'{"model_max_length": ' + b"9" * 10**5 + b"}"),
     ],
@@ -314,7 +389,9 @@ def codec(directory):
 
 
 def test_the_config_is_checked_before_the_tokenizer_is_loaded(directory, monkeypatch):
-    """transformers reads config.json for the tokenizer's class, and builds a list of that many layers."""
+    """transformers reads config.json for the tokenizer's class, and builds a list of that many
+    layers.
+    """
     edit_config(directory, {"num_hidden_layers": 10**9})
     monkeypatch.setattr(text_codec, "load_tokenizer", lambda path: pytest.fail(f"{path} is loaded"))
     assert "has 26 tensors, too few for 1000000000 layers" in refusal(directory, codec)
@@ -332,33 +409,54 @@ def with_template(directory, template):
 
 
 def test_a_chat_template_that_hangs_is_refused_with_its_file_and_the_line(directory, monkeypatch):
-    """Also if it hangs for a later prompt, and the tokenizer works afterwards. Other threads encode without the limit."""
+    """Also if it hangs for a later prompt, and the tokenizer works afterwards. Other threads encode
+    without the limit.
+    """
     file = with_template(directory, HANGS)
     text, before = codec(directory), signal.getsignal(signal.SIGALRM)
     with ThreadPoolExecutor() as pool:
-        assert pool.submit(text.encode, [ENCODED[0], ENCODED[2]], PLACES[:2]).result() == [[PATH], [PATH]]
+        assert pool.submit(text.encode, [ENCODED[0], ENCODED[2]], PLACES[:2]).result() == [
+            [PATH],
+            [PATH],
+        ]
     monkeypatch.setattr(tokenizer, "SECONDS", 1)
     message = refusal(directory, lambda _: text.encode(ENCODED, PLACES))
-    assert message == f"line 2: encoding a prompt with {file} must take at most 1 s, and takes longer"
+    assert (
+        message == f"line 2: encoding a prompt with {file} must take at most 1 s, and takes longer"
+    )
     assert text.encode(ENCODED[:1], PLACES[:1]) == [[PATH]]
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_regular_expression_of_exponential_time_is_refused():
-    """The library's own limit ends it, in Rust, where no signal could; its panic is no Exception."""
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    """The library's own limit ends it, in Rust, where no signal could; its panic is no
+    Exception.
+    """
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
-    hostile = Tokenizer.from_str(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": split}))
+    hostile = Tokenizer.from_str(
+        json.dumps({"version": "1.0", "model": model, "pre_tokenizer": split})
+    )
     start = time.monotonic()
-    with pytest.raises(InputError, match=r"encoding it fails: .*limit"), tokenizer.time_limit("encoding it"):
+    with (
+        pytest.raises(InputError, match=r"encoding it fails: .*limit"),
+        tokenizer.time_limit("encoding it"),
+    ):
         hostile.encode("a" * 40 + "b")
     assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("name", ["num_labels", "n_layers"])
 def test_no_list_of_as_many_labels_or_layers_as_declared_is_built(directory, name):
-    """transformers would build one to find the tokenizer's class, also of layers that our decoder does not read."""
+    """transformers would build one to find the tokenizer's class, also of layers that our decoder
+    does not read.
+    """
     edit_config(directory, {name: 10**9})
     assert f"config.json: {name} must be an integer from 1 to " in refusal(directory, codec)
 
@@ -378,16 +476,25 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def test_declared_sizes_are_not_allocated(directory):
-    """The configuration declares a model of 8 TB that is not in the file; the process must not grow by 200 MB."""
-    edit_config(directory, dict.fromkeys(("hidden_size", "intermediate_size"), 10**6) | {"vocab_size": 10**6})
-    run = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True)
+    """The configuration declares a model of 8 TB that is not in the file; the process must not grow
+    by 200 MB.
+    """
+    edit_config(
+        directory,
+        dict.fromkeys(("hidden_size", "intermediate_size"), 10**6) | {"vocab_size": 10**6},
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, directory], capture_output=True, text=True, check=True
+    )
     sentence, megabytes = run.stdout.splitlines()
     assert "must have shape" in sentence
     assert int(megabytes) < 200
 
 
 def test_reading_a_header_does_not_read_a_sparse_file(directory):
-    """A sparse file of 4 TB has the length that its header declares; loading must not read its pages."""
+    """A sparse file of 4 TB has the length that its header declares; loading must not read its
+    pages.
+    """
     size = 10**12
     path = directory / "model.safetensors"
     header, data = header_of(path)

@@ -1,4 +1,6 @@
-"""A bandit with three arms of different rewards, and all 3^N groups of it: mean gradients of estimators, exactly."""
+"""A bandit with three arms of different rewards, and all 3^N groups of it: mean gradients of
+estimators, exactly.
+"""
 
 import itertools
 
@@ -11,10 +13,11 @@ ARMS = torch.tensor(list(itertools.product(range(3), repeat=N)))  # [3^N, N]
 
 
 def mean_gradient(advantages, logits=LOGITS):
-    """Return E[(1/N) sum_i A_i grad log pi(a_i)] of advantages [3^N, N], over groups that the policy LOGITS has sampled; pi is
-    that of `logits`."""
+    """Return E[(1/N) sum_i A_i grad log pi(a_i)] of advantages [3^N, N], over groups that the
+    policy LOGITS has sampled; pi is that of `logits`."""
     assert advantages.abs().max() > 0.1
-    scores = torch.eye(3, dtype=torch.float64)[ARMS] - torch.softmax(logits, 0)  # grad log pi of each arm: [3^N, N, 3]
+    # grad log pi of each arm: [3^N, N, 3]
+    scores = torch.eye(3, dtype=torch.float64)[ARMS] - torch.softmax(logits, 0)
     probability = torch.softmax(LOGITS, 0)[ARMS].prod(1)
     return (probability[:, None] * (advantages[..., None] * scores).mean(1)).sum(0)
 

@@ -1,6 +1,8 @@
-"""A second implementation of every estimator, from its definition, in exact rationals unless it has a square root.
+"""A second implementation of every estimator, from its definition, in exact rationals unless it has
+a square root.
 
-It uses no code of the package, only sums over subsets (tests/brute_force.py) and plain formulas, for groups of a few rewards.
+It uses no code of the package, only sums over subsets (tests/brute_force.py) and plain formulas,
+for groups of a few rewards.
 """
 
 from fractions import Fraction
@@ -36,7 +38,10 @@ def ei(r, k):
 
 
 def leave_one_out(values):
-    return [x - mean(without(values, i)) if len(values) > 1 else Fraction(0) for i, x in enumerate(values)]
+    return [
+        x - mean(without(values, i)) if len(values) > 1 else Fraction(0)
+        for i, x in enumerate(values)
+    ]
 
 
 def maxrl_ratio(r, _=0, eps=0):
@@ -58,7 +63,9 @@ def pkpo_sloo(r, k):
 
 
 def passk_training(r, k):
-    """Return the advantages of Chen et al. in their analytical form: mean and deviation over all groups of k."""
+    """Return the advantages of Chen et al. in their analytical form: mean and deviation over all
+    groups of k.
+    """
     n, correct = len(r), sum(x == 1 for x in r)
     wrong = n - correct
     rho = 1 - Fraction(comb(wrong, k), comb(n, k))
@@ -68,14 +75,24 @@ def passk_training(r, k):
 
 
 def pacs_first_update(r, _=0, beta=1):
-    """Return beta rloo of x_i = w_i (R_i - 1/2): minus the slope of the cross-entropy of sigmoid(0), with balanced weights."""
+    """Return beta rloo of x_i = w_i (R_i - 1/2): minus the slope of the cross-entropy of
+    sigmoid(0), with balanced weights.
+    """
     n, correct = len(r), sum(x == 1 for x in r)
-    weights = [Fraction(n, 2 * (correct if x == 1 else n - correct)) if 0 < correct < n else Fraction(1) for x in r]
-    return [Fraction(beta) * x for x in leave_one_out([w * (x - Fraction(1, 2)) for w, x in zip(weights, r, strict=True)])]
+    weights = [
+        Fraction(n, 2 * (correct if x == 1 else n - correct)) if 0 < correct < n else Fraction(1)
+        for x in r
+    ]
+    return [
+        Fraction(beta) * x
+        for x in leave_one_out([w * (x - Fraction(1, 2)) for w, x in zip(weights, r, strict=True)])
+    ]
 
 
 def bon_mean(r, k, eps=1e-6, ddof=1):
-    return grpo([Fraction(k, len(r)) * s for s in brute_force.conditional_max(r, k)], eps=eps, ddof=ddof)
+    return grpo(
+        [Fraction(k, len(r)) * s for s in brute_force.conditional_max(r, k)], eps=eps, ddof=ddof
+    )
 
 
 def bon_max_second(r, _=0):
@@ -90,7 +107,9 @@ def qae(r, _=0, quantile=0.4, eps=1e-6, ddof=1):
 
 def opo(r, _=0, lengths=None):
     lengths = lengths if lengths and sum(lengths) else [1] * len(r)
-    baseline = sum(x * length for x, length in zip(r, lengths, strict=True)) / Fraction(sum(lengths))
+    baseline = sum(x * length for x, length in zip(r, lengths, strict=True)) / Fraction(
+        sum(lengths)
+    )
     return [x - baseline for x in r]
 
 
@@ -99,7 +118,9 @@ def grpo(r, _=0, eps=1e-6, ddof=1):
 
 
 def grpo_nemo(r, _=0):
-    """Return each reward minus the mean of the others, over their deviation; where they do not differ there is none."""
+    """Return each reward minus the mean of the others, over their deviation; where they do not
+    differ there is none.
+    """
     out = []
     for i, centred in enumerate(leave_one_out(r)):
         others = without(r, i)
@@ -108,7 +129,9 @@ def grpo_nemo(r, _=0):
 
 
 def self_(r, _=0, greedy_correct=(), **options):
-    return [0.0 if known else x for x, known in zip(grpo(r, **options), greedy_correct, strict=True)]
+    return [
+        0.0 if known else x for x, known in zip(grpo(r, **options), greedy_correct, strict=True)
+    ]
 
 
 def differential_smoothing(r, _=0, logprobs=(), tau=0.05, eps=1e-6, ddof=0):
@@ -118,7 +141,9 @@ def differential_smoothing(r, _=0, logprobs=(), tau=0.05, eps=1e-6, ddof=0):
 
 def unlikeliness(r, _=0, logprobs=(), penalty=0.25, **options):
     ranks = [sum(y < x for y in logprobs) / len(r) for x in logprobs]
-    return grpo([x * Fraction(1 - penalty * rank) for x, rank in zip(r, ranks, strict=True)], **options)
+    return grpo(
+        [x * Fraction(1 - penalty * rank) for x, rank in zip(r, ranks, strict=True)], **options
+    )
 
 
 def first_order(ratios, subset):
@@ -129,17 +154,25 @@ def bon_off_policy(r, k, ratios):
     """Return sum_{I with i, |I| = k} (1 + sum_I (ratio - 1)) max_I / C(N,k)."""
     subsets = list(combinations(range(len(r)), k))
     values = [first_order(ratios, chosen) * max(r[j] for j in chosen) for chosen in subsets]
-    return [sum(x for x, chosen in zip(values, subsets, strict=True) if i in chosen) / len(subsets) for i in range(len(r))]
+    return [
+        sum(x for x, chosen in zip(values, subsets, strict=True) if i in chosen) / len(subsets)
+        for i in range(len(r))
+    ]
 
 
 def maxpo_off_policy(r, k, ratios):
-    """Return ratio_i times the mean of w(J) (max(J, i) - max(J, j)), J: k-1 others, j: the rest; w = 1 + sum_J (ratio - 1)."""
+    """Return ratio_i times the mean of w(J) (max(J, i) - max(J, j)), J: k-1 others, j: the rest; w
+    = 1 + sum_J (ratio - 1).
+    """
     out = []
     for i in range(len(r)):
         others, gains = [j for j in range(len(r)) if j != i], []
         for chosen in combinations(others, k - 1):
             with_one = [max([r[j], *(r[m] for m in chosen)]) for j in range(len(r))]
-            gains.append(first_order(ratios, chosen) * (with_one[i] - mean([with_one[j] for j in others if j not in chosen])))
+            gains.append(
+                first_order(ratios, chosen)
+                * (with_one[i] - mean([with_one[j] for j in others if j not in chosen]))
+            )
         out.append(ratios[i] * mean(gains))
     return out
 
@@ -150,13 +183,19 @@ def maxrl_off_policy(r, order, ratios):
 
 
 # Name -> function of the exact rewards, the size and the exact ratios.
-OFF_POLICY = {"bon_off_policy": bon_off_policy, "maxpo_off_policy": maxpo_off_policy, "maxrl_off_policy": maxrl_off_policy}
+OFF_POLICY = {
+    "bon_off_policy": bon_off_policy,
+    "maxpo_off_policy": maxpo_off_policy,
+    "maxrl_off_policy": maxrl_off_policy,
+}
 
 
 def of_ratios(name):
     def definition(r, size, log_ratios, clamp_delta=0.0):
         limit = clamp_delta or inf
-        return OFF_POLICY[name](r, size, [Fraction(1 + min(max(exp(x) - 1, -limit), limit)) for x in log_ratios])
+        return OFF_POLICY[name](
+            r, size, [Fraction(1 + min(max(exp(x) - 1, -limit), limit)) for x in log_ratios]
+        )
 
     return definition
 
@@ -188,14 +227,20 @@ DEFINITIONS = {
     "pacs_first_update": pacs_first_update,
     "bon_max_second": bon_max_second,
     "nsr": lambda r, _=0: [x - 1 for x in r],
-    "w_reinforce": lambda r, _=0, correct_weight=0.1: [Fraction(correct_weight) * x - (1 - x) for x in r],
+    "w_reinforce": lambda r, _=0, correct_weight=0.1: [
+        Fraction(correct_weight) * x - (1 - x) for x in r
+    ],
     "qae": qae,
     "opo": opo,
     "noisy_verifier_backward": lambda r, _=0, false_positive_rate=0, false_negative_rate=0: [
         float(x - mean(r)) / (1 - false_positive_rate - false_negative_rate) for x in r
     ],
-    "noisy_verifier_forward": lambda r, _=0, false_negative_rate=0: [Fraction(false_negative_rate) - 1 + x for x in r],
-    "remax": lambda r, _=0, greedy_rewards=(): [x - Fraction(b) for x, b in zip(r, greedy_rewards, strict=True)],
+    "noisy_verifier_forward": lambda r, _=0, false_negative_rate=0: [
+        Fraction(false_negative_rate) - 1 + x for x in r
+    ],
+    "remax": lambda r, _=0, greedy_rewards=(): [
+        x - Fraction(b) for x, b in zip(r, greedy_rewards, strict=True)
+    ],
     "self": self_,
     "differential_smoothing": differential_smoothing,
     "unlikeliness": unlikeliness,
@@ -207,7 +252,8 @@ OPTIONS = {
 }
 
 
-# --- over the batch: of groups of Fractions, and inputs as lists of the same shape; None where a part does not apply
+# --- over the batch: of groups of Fractions, and inputs as lists of the same shape; None where a
+# part does not apply
 
 
 def centred(groups):
@@ -229,7 +275,9 @@ def reinforce_pp(groups, eps=1e-8, ddof=1):
 
 def reinforce_pp_tokens(groups, lengths, eps=1e-8, ddof=1):
     x = centred(groups)
-    tokens = [value for value, length in zip(flat(x), flat(lengths), strict=True) for _ in range(length)]
+    tokens = [
+        value for value, length in zip(flat(x), flat(lengths), strict=True) for _ in range(length)
+    ]
     return [standardised(group, mean(tokens), std(tokens, ddof), eps) for group in x]
 
 
@@ -238,7 +286,11 @@ def gdpo(groups, reward_parts, reward_weights, eps=1e-4, ddof=1):
     for part, weight in zip(reward_parts, reward_weights, strict=True):
         for g, group in enumerate(part):
             members = [i for i, x in enumerate(group) if x is not None]
-            for i, x in zip(members, grpo([group[i] for i in members], eps=eps, ddof=ddof) if members else [], strict=True):
+            for i, x in zip(
+                members,
+                grpo([group[i] for i in members], eps=eps, ddof=ddof) if members else [],
+                strict=True,
+            ):
                 sums[g][i] += Fraction(weight) * Fraction(x)
     spread = std(flat(sums), ddof)
     return [standardised(group, 0, spread, eps) for group in sums]
@@ -247,7 +299,10 @@ def gdpo(groups, reward_parts, reward_weights, eps=1e-4, ddof=1):
 def hero(groups, reward_parts, reward_weights, score_range=0.05, eps=1e-6, ddof=1):
     verifier, *scores = reward_parts
     weighted = list(zip(reward_weights[1:], scores, strict=True))
-    d = [[sum(w * (part[g][i] or 0) for w, part in weighted) for i in range(len(group))] for g, group in enumerate(groups)]
+    d = [
+        [sum(w * (part[g][i] or 0) for w, part in weighted) for i in range(len(group))]
+        for g, group in enumerate(groups)
+    ]
     spreads = [std([Fraction(x) for x in group], ddof) for group in d]
     advantages = []
     for v, score, spread in zip(verifier, d, spreads, strict=True):

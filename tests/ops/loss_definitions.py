@@ -1,7 +1,9 @@
-"""A second implementation of every token loss, written from its publication, token by token, in float64; and batches for it.
+"""A second implementation of every token loss, written from its publication, token by token, in
+float64; and batches for it.
 
-Autograd differentiates the definitions. Each returns, for the tokens of one response that are not masked, the loss, whether the
-ratio is clipped from below and from above, and the log-ratio that the metrics are about.
+Autograd differentiates the definitions. Each returns, for the tokens of one response that are not
+masked, the loss, whether the ratio is clipped from below and from above, and the log-ratio that the
+metrics are about.
 """
 
 import math
@@ -48,7 +50,8 @@ def clipped(a, ratio, low, high, dual=None):
     return value, bool(ratio < 1 - low and a < 0), bool(ratio > 1 + high and a > 0)
 
 
-# --- by token: of the advantage, the limited log-ratio x, the log-prob, the options, and what else is known of the token
+# --- by token: of the advantage, the limited log-ratio x, the log-prob, the options, and what else
+# is known of the token
 
 
 def reinforce(a, x, logp, o, _):
@@ -95,7 +98,9 @@ def clip_cov(a, x, logp, o, t):
 
 
 def lp_reg(a, x, logp, o, t):
-    """With k3 of the policy and its own distribution without the tokens below min_p times the greatest probability."""
+    """With k3 of the policy and its own distribution without the tokens below min_p times the
+    greatest probability.
+    """
     p = t.log_p.detach().exp()
     p = torch.where(p >= o["min_p"] * p.max(), p, 0.0)
     proxy = (p / p.sum())[t.target]
@@ -111,16 +116,23 @@ def simko(a, x, logp, o, t):
     if a > 0 and t.is_high and abs(x) < 20:
         own = [ratio.detach() * (t.log_p[i] - t.log_p[i].detach()).exp() for i in top]
         ratio = (1 - o["alpha"]) * ratio + o["alpha"] * sum(own) / len(own)
-    return clipped(a * (o["penalty"] if a < 0 and t.is_high and top[0] == t.target else 1), ratio, *o["clips"])
+    return clipped(
+        a * (o["penalty"] if a < 0 and t.is_high and top[0] == t.target else 1), ratio, *o["clips"]
+    )
 
 
 # --- by response: of lists or vectors of its tokens; they return the log-ratio of the metrics too
 
 
 def gspo(r, o):
-    """Zheng et al. 2025; with advantages per token GSPO-token: each token has the gradient of its own log-prob."""
+    """Zheng et al. 2025; with advantages per token GSPO-token: each token has the gradient of its
+    own log-prob.
+    """
     mean = (r.logp - r.old).mean().detach()
-    return [clipped(a, limited(mean + x - x.detach()).exp(), *o["clips"]) for a, x in zip(r.a, r.logp, strict=True)], mean
+    return [
+        clipped(a, limited(mean + x - x.detach()).exp(), *o["clips"])
+        for a, x in zip(r.a, r.logp, strict=True)
+    ], mean
 
 
 def of_sequence(value, n, low=False, high=False):
@@ -136,31 +148,48 @@ def luspo(r, o):
 
 
 def gmpo(r, o):
-    """Zhao et al. 2025, algorithm 1: a geometric mean of ratios that are clipped where the advantage pushes them."""
+    """Zhao et al. 2025, algorithm 1: a geometric mean of ratios that are clipped where the
+    advantage pushes them.
+    """
     x, sign = r.logp - r.old, 1 if r.a[0] >= 0 else -1
     mean = (sign * torch.minimum(sign * x, sign * x.clamp(-o["low"], o["high"]))).mean()
     values = of_sequence(-len(x) * r.a[0] * limited(mean).exp(), len(x))
     moved = (sign * x > (o["high"] if sign > 0 else o["low"])).tolist()
-    return [(v, m and r.a[0] < 0, m and r.a[0] > 0) for (v, _, _), m in zip(values, moved, strict=True)], mean
+    return [
+        (v, m and r.a[0] < 0, m and r.a[0] > 0) for (v, _, _), m in zip(values, moved, strict=True)
+    ], mean
 
 
 def vespo(r, o):
     """phi(w) = w^k e^(-lambda w), divided by its value at 1, of the product of all ratios."""
     total = r.x.detach().sum()
-    w, (k, rate) = float(limited(total).exp()), (o[f"{x}_{'negative' if r.a[0] < 0 else 'positive'}"] for x in ("k", "lambda"))
-    return [(-(w**k) * math.exp(-rate * (w - 1)) * a * x, False, False) for a, x in zip(r.a, r.logp, strict=True)], total
+    w, (k, rate) = (
+        float(limited(total).exp()),
+        (o[f"{x}_{'negative' if r.a[0] < 0 else 'positive'}"] for x in ("k", "lambda")),
+    )
+    return [
+        (-(w**k) * math.exp(-rate * (w - 1)) * a * x, False, False)
+        for a, x in zip(r.a, r.logp, strict=True)
+    ], total
 
 
 def topr(r, o):
-    """Eq. 8: the score function of a whole trajectory, with its ratio limited to [0, 1] where the reward is negative."""
+    """Eq. 8: the score function of a whole trajectory, with its ratio limited to [0, 1] where the
+    reward is negative.
+    """
     total = r.x.detach().sum()
     w = float(limited(total).exp())
     values = zip(r.a, r.logp, strict=True)
-    return [(-a * x * (min(1, w) if a < 0 else 1), False, a < 0 and w > 1) for a, x in values], total
+    return [
+        (-a * x * (min(1, w) if a < 0 else 1), False, a < 0 and w > 1) for a, x in values
+    ], total
 
 
 BY_RESPONSE = {f.__name__: f for f in (gspo, luspo, gmpo, vespo, topr)}
-BY_TOKEN = {f.__name__: f for f in (reinforce, ppo, cispo, topr_token, sapo, dppo, dispo, kl_cov, clip_cov, lp_reg, simko)}
+BY_TOKEN = {
+    f.__name__: f
+    for f in (reinforce, ppo, cispo, topr_token, sapo, dppo, dispo, kl_cov, clip_cov, lp_reg, simko)
+}
 
 
 def covariances(a, logp, kept):
@@ -171,13 +200,20 @@ def covariances(a, logp, kept):
 def chosen_tokens(name, a, logp, kept, o):
     """Return the tokens that the loss treats differently, by sorting."""
     if name in ("kl_cov", "clip_cov"):
-        of, count = covariances(a, logp, kept), max(1, math.floor(Fraction(str(o["share"])) * len(kept)))
+        of, count = (
+            covariances(a, logp, kept),
+            max(1, math.floor(Fraction(str(o["share"])) * len(kept))),
+        )
         if name == "kl_cov":
             return sorted(kept, key=lambda t: (-of[t], t))[:count]
         between = [t for t in kept if o["low"] < of[t] < o["high"]]
         return [between[i] for i in torch.randperm(len(between))[:count].tolist()]
     negative = sorted((logp[t], t) for t in kept if a[t] < 0)
-    return [t for _, t in negative[: math.floor(Fraction(str(o["share"])) * len(negative))]] if name == "lp_reg" else []
+    return (
+        [t for _, t in negative[: math.floor(Fraction(str(o["share"])) * len(negative))]]
+        if name == "lp_reg"
+        else []
+    )
 
 
 def quantile(values, q):
@@ -199,7 +235,10 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
     logp = log_p.gather(1, e["targets"][:, None])[:, 0]
     factors = (e["advantages"], e["importance_weights"])
     a, weights = (x if len(x) == T else x.repeat_interleave(torch.tensor(LENGTHS)) for x in factors)
-    a, kept = (a * weights).tolist(), list(range(T)) if mask is None else mask.nonzero()[:, 0].tolist()
+    a, kept = (
+        (a * weights).tolist(),
+        list(range(T)) if mask is None else mask.nonzero()[:, 0].tolist(),
+    )
     chosen = chosen_tokens(loss, a, logp.tolist(), kept, o)
     entropies = -(log_p.exp() * log_p).sum(-1)
     numbers = entropies.tolist()
@@ -209,64 +248,135 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
         if not own:
             continue
         difference = (logp - e["old_logprobs"])[own]
-        r = SimpleNamespace(a=[a[t] for t in own], logp=logp[own], old=e["old_logprobs"][own], x=limited(difference))
+        r = SimpleNamespace(
+            a=[a[t] for t in own], logp=logp[own], old=e["old_logprobs"][own], x=limited(difference)
+        )
         if loss in BY_RESPONSE:
             results, measured = BY_RESPONSE[loss](r, o)
             measured = [measured] * len(own)
         else:
-            threshold, results, measured = quantile([numbers[t] for t in own], o.get("tau", 0.5)), [], difference
+            threshold, results, measured = (
+                quantile([numbers[t] for t in own], o.get("tau", 0.5)),
+                [],
+                difference,
+            )
             for i, t in enumerate(own):
-                token = SimpleNamespace(chosen=t in chosen, log_p=log_p[t], target=int(e["targets"][t]))
+                token = SimpleNamespace(
+                    chosen=t in chosen, log_p=log_p[t], target=int(e["targets"][t])
+                )
                 token.is_high = numbers[t] > threshold
                 results.append(BY_TOKEN[loss](a[t], r.x[i], logp[t], o, token))
         for t, (value, low, high), ratio, x in zip(own, results, measured, difference, strict=True):
             d = logp[t] - e["ref_logprobs"][t]
             k = divergence(kl, limited(d))
-            if not (a[t] or kl_coef or entropy_coef or (loss in ("kl_cov", "dppo") and float(value) != 0)):
+            if not (
+                a[t]
+                or kl_coef
+                or entropy_coef
+                or (loss in ("kl_cov", "dppo") and float(value) != 0)
+            ):
                 continue
             value = value + kl_coef * k - entropy_coef * entropies[t]
             total = total + value / (len(own) if aggregation == "seq_mean_token_mean" else 1)
             ratio, d = ratio.detach(), d.detach()
             is_clamped = bool(ratio.abs() > 20 or d.abs() > 20)
-            read.append([limited(ratio).exp(), is_clamped, low, high, k.detach(), numbers[t], x.detach().abs()])
-    names = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "entropy", "logprob_diff")
-    means = [float(sum(column)) / len(read) for column in zip(*read, strict=True)] if read else [0.0] * 7
-    metrics = {"tokens": len(kept), "dropped_tokens": len(kept) - len(read)} | dict(zip(names, means, strict=True))
-    return total / (denominator or (max(len(kept), 1) if aggregation == "token_mean" else S)), metrics
+            read.append(
+                [
+                    limited(ratio).exp(),
+                    is_clamped,
+                    low,
+                    high,
+                    k.detach(),
+                    numbers[t],
+                    x.detach().abs(),
+                ]
+            )
+    names = (
+        "ratio",
+        "ratio_clamped",
+        "clipped_low",
+        "clipped_high",
+        "kl",
+        "entropy",
+        "logprob_diff",
+    )
+    means = (
+        [float(sum(column)) / len(read) for column in zip(*read, strict=True)]
+        if read
+        else [0.0] * 7
+    )
+    metrics = {"tokens": len(kept), "dropped_tokens": len(kept) - len(read)} | dict(
+        zip(names, means, strict=True)
+    )
+    return total / (
+        denominator or (max(len(kept), 1) if aggregation == "token_mean" else S)
+    ), metrics
 
 
 # --- batches, and the package's loss of them
 
 
 def example(spread=0.3, seed=3, per_token=False, vocab=V):
-    """Return the arguments of policy_gradient_loss, in float64; every other target is the most probable token."""
+    """Return the arguments of policy_gradient_loss, in float64; every other target is the most
+    probable token.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     logits = 2 * draw(T, vocab)
-    targets = logits.argmax(1).where(torch.arange(T) % 2 == 0, torch.randint(vocab, (T,), generator=generator))
+    targets = logits.argmax(1).where(
+        torch.arange(T) % 2 == 0, torch.randint(vocab, (T,), generator=generator)
+    )
     logp = torch.log_softmax(logits / 0.7, -1).gather(1, targets[:, None])[:, 0]
     advantages = draw(T) if per_token else torch.tensor([1.5, -2.0, -0.7, 0.9, -1.1, 0.0]).double()
     if per_token:
         advantages[5::4] = 0  # these tokens still belong to the ratio of their response
-    batch = {"logits": logits, "targets": targets, "advantages": advantages, "cu_seqlens": CU_SEQLENS}
-    batch |= {"old_logprobs": logp + spread * draw(T), "ref_logprobs": logp + spread * draw(T), "temperature": 0.7}
-    return batch | {"importance_weights": 0.5 + draw(S).abs(), "mask": torch.arange(T) % 5 != seed % 7}
+    batch = {
+        "logits": logits,
+        "targets": targets,
+        "advantages": advantages,
+        "cu_seqlens": CU_SEQLENS,
+    }
+    batch |= {
+        "old_logprobs": logp + spread * draw(T),
+        "ref_logprobs": logp + spread * draw(T),
+        "temperature": 0.7,
+    }
+    return batch | {
+        "importance_weights": 0.5 + draw(S).abs(),
+        "mask": torch.arange(T) % 5 != seed % 7,
+    }
 
 
 def in_float32(batch):
-    return {name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in batch.items()}
+    return {
+        name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in batch.items()
+    }
 
 
 def drawn_options(choice, loss):
     """Draw all that a loss can be combined with; `choice` takes a sequence."""
     bounds, row = [0.1, 0.2, 0.3, 0, math.inf], LOSSES[loss]
-    options = {"clip_low": choice(bounds), "clip_high": choice(bounds), "dual_clip": choice([None, 1.1, 2.5])}
-    options |= {"kl": choice(KL_ESTIMATORS), "kl_coef": choice([0.0, 0.3]), "entropy_coef": choice([0.0, -0.2, 0.1])}
-    options |= {"aggregation": row.aggregation or choice(AGGREGATIONS), "loss_options": choice([None, OTHER.get(loss)])}
-    return options | {"denominator": 40.0 if options["aggregation"] == "seq_sum_constant" else choice([None, 6.0])}
+    options = {
+        "clip_low": choice(bounds),
+        "clip_high": choice(bounds),
+        "dual_clip": choice([None, 1.1, 2.5]),
+    }
+    options |= {
+        "kl": choice(KL_ESTIMATORS),
+        "kl_coef": choice([0.0, 0.3]),
+        "entropy_coef": choice([0.0, -0.2, 0.1]),
+    }
+    options |= {
+        "aggregation": row.aggregation or choice(AGGREGATIONS),
+        "loss_options": choice([None, OTHER.get(loss)]),
+    }
+    return options | {
+        "denominator": 40.0 if options["aggregation"] == "seq_sum_constant" else choice([None, 6.0])
+    }
 
 
 def computed(how, logits, **arguments):
@@ -278,7 +388,11 @@ def computed(how, logits, **arguments):
     else:
         in_place = how == "in place" and find_loss(arguments.get("loss", "ppo")).rows is None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules[policy_gradient_loss.__module__], "has_kernels", lambda device: how != "reference")
+            patch.setattr(
+                sys.modules[policy_gradient_loss.__module__],
+                "has_kernels",
+                lambda device: how != "reference",
+            )
             loss, metrics = policy_gradient_loss(leaf * 1, **arguments, in_place=in_place)
     return loss.detach(), torch.autograd.grad(3 * loss, leaf)[0] / 3, metrics
 

@@ -1,4 +1,6 @@
-"""What the compiled module takes and has: arguments of kernels, operators without memory, and the names of the stub."""
+"""What the compiled module takes and has: arguments of kernels, operators without memory, and the
+names of the stub.
+"""
 
 import ast
 import contextlib
@@ -16,7 +18,10 @@ def test_an_operator_without_memory_launches_nothing(monkeypatch):
     monkeypatch.setattr(_C, "log_ratio_reward_cpu", lambda **_: pytest.fail("a kernel ran"))
     for mode, device in ((FakeTensorMode(), "cpu"), (contextlib.nullcontext(), "meta")):
         with mode:
-            x, bounds = torch.zeros(9, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+            x, bounds = (
+                torch.zeros(9, device=device),
+                torch.zeros(4, dtype=torch.int64, device=device),
+            )
             assert pacs_kernel.log_ratio_reward(x, x, bounds, None, 1.0).shape == (3,)
     assert not dispatch._tracing.is_active
 
@@ -35,7 +40,11 @@ ARGUMENTS |= dict.fromkeys(("x", "delta", "weight", "sum", "normed"), MEMORY.dat
         ({"size": 1 << 40}, TypeError, "add_rms_norm_cpu: size must be a 32-bit integer"),
         ({"x": torch.ones(1)}, TypeError, "add_rms_norm_cpu: x must be an integer, got tensor"),
         ({"eps": "small"}, TypeError, "add_rms_norm_cpu: eps must be a number, got 'small'"),
-        ({"dtype": "int8"}, ValueError, "add_rms_norm_cpu takes float32 float64 bfloat16, got int8"),
+        (
+            {"dtype": "int8"},
+            ValueError,
+            "add_rms_norm_cpu takes float32 float64 bfloat16, got int8",
+        ),
     ],
 )
 def test_a_kernel_refuses_arguments_that_are_not_its_fields(change, error, message):
@@ -45,9 +54,15 @@ def test_a_kernel_refuses_arguments_that_are_not_its_fields(change, error, messa
 
 
 def test_the_stub_names_what_the_module_has():
-    """But not the kernels, which nothing names outside `KernelLaunch.launch`, nor what only CUDA builds have."""
+    """But not the kernels, which nothing names outside `KernelLaunch.launch`, nor what only CUDA
+    builds have.
+    """
     nodes = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text()).body
     stub = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     stub |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign)}
-    module = {name for name in vars(_C) if not name.startswith("_") and not name.endswith(("_cpu", "_cuda"))}
+    module = {
+        name
+        for name in vars(_C)
+        if not name.startswith("_") and not name.endswith(("_cpu", "_cuda"))
+    }
     assert stub - {"LOSS_WORKSPACE"} == module - {"LOSS_WORKSPACE"}

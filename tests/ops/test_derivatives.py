@@ -1,4 +1,6 @@
-"""Derivatives of every differentiable op: the first in reverse mode is right, the others are errors and never zeros."""
+"""Derivatives of every differentiable op: the first in reverse mode is right, the others are errors
+and never zeros.
+"""
 
 import pytest
 import torch
@@ -11,26 +13,41 @@ from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attenti
 T, V, H = 6, 5, 3
 GENERATOR = torch.Generator().manual_seed(0)
 LOGITS, HIDDEN, WEIGHT, OLD, PROXIES = (
-    torch.randn(shape, generator=GENERATOR, dtype=torch.float64) for shape in [(T, V), (T, H), (V, H), (T,), (4,)]
+    torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
+    for shape in [(T, V), (T, H), (V, H), (T,), (4,)]
 )
 TARGETS = torch.randint(0, V, (T,), generator=GENERATOR)
-BOUNDS, ADVANTAGES, LABELS = torch.tensor([0, 2, T]), torch.tensor([1.0, -0.5]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-LAYOUT = SharedPromptLayout(torch.tensor([2]), torch.tensor([1, 1]), torch.tensor([0, 0]), torch.device("cpu"))
+BOUNDS, ADVANTAGES, LABELS = (
+    torch.tensor([0, 2, T]),
+    torch.tensor([1.0, -0.5]),
+    torch.tensor([0.0, 1.0, 0.0, 1.0]),
+)
+LAYOUT = SharedPromptLayout(
+    torch.tensor([2]), torch.tensor([1, 1]), torch.tensor([0, 0]), torch.device("cpu")
+)
 
 
 def loss(logits, **options):
-    return ops.policy_gradient_loss(logits, TARGETS, ADVANTAGES, BOUNDS, old_logprobs=OLD, **options)[0]
+    return ops.policy_gradient_loss(
+        logits, TARGETS, ADVANTAGES, BOUNDS, old_logprobs=OLD, **options
+    )[0]
 
 
 def linear_loss(hidden, weight):
-    return ops.linear_policy_gradient_loss(hidden, weight, TARGETS, ADVANTAGES, BOUNDS, old_logprobs=OLD)[0]
+    return ops.linear_policy_gradient_loss(
+        hidden, weight, TARGETS, ADVANTAGES, BOUNDS, old_logprobs=OLD
+    )[0]
 
 
 # The name in the error, a function of one tensor that returns a scalar, and the tensor.
 CASES = {
     "policy_gradient_loss": ("policy_gradient_loss", loss, LOGITS),
     "in place": ("policy_gradient_loss", lambda x: loss(x * 1, in_place=True), LOGITS),
-    "token_logprobs": ("token_logprobs", lambda x: ops.token_logprobs(x, TARGETS)[0].exp().sum(), LOGITS),
+    "token_logprobs": (
+        "token_logprobs",
+        lambda x: ops.token_logprobs(x, TARGETS)[0].exp().sum(),
+        LOGITS,
+    ),
     "entropy": ("token_logprobs", lambda x: ops.token_logprobs(x, TARGETS)[1].sum(), LOGITS),
     "hidden": ("linear_policy_gradient_loss", lambda x: linear_loss(x, WEIGHT), HIDDEN),
     "weight": ("linear_policy_gradient_loss", lambda x: linear_loss(HIDDEN, x), WEIGHT),
@@ -39,7 +56,11 @@ CASES = {
         lambda x: ops.linear_token_logprobs(HIDDEN, x, TARGETS)[0].exp().sum(),
         WEIGHT,
     ),
-    "log_ratio_reward": ("log_ratio_reward", lambda x: ops.log_ratio_reward(x, OLD, BOUNDS).square().sum(), OLD * 2),
+    "log_ratio_reward": (
+        "log_ratio_reward",
+        lambda x: ops.log_ratio_reward(x, OLD, BOUNDS).square().sum(),
+        OLD * 2,
+    ),
     "pacs_loss": ("pacs_loss", lambda x: ops.pacs_loss(x, LABELS, 2)[0], PROXIES),
     "attention": (
         "shared_prompt_attention",
@@ -59,7 +80,9 @@ def test_the_first_derivative_in_reverse_mode(case):
     (expected,) = torch.autograd.grad(function(y := x.clone().requires_grad_()), y)
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
     difference = (function(x + 1e-6 * direction) - function(x - 1e-6 * direction)) / 2e-6
-    assert (expected * direction).sum().item() == pytest.approx(difference.item(), rel=1e-6, abs=1e-9)
+    assert (expected * direction).sum().item() == pytest.approx(
+        difference.item(), rel=1e-6, abs=1e-9
+    )
     for use_reentrant in (False, True):
         y = x.clone().requires_grad_()
         checkpoint(function, y, use_reentrant=use_reentrant).backward()
@@ -71,7 +94,8 @@ def test_a_second_derivative_is_refused(case):
     message = rf"^{name} can be differentiated once only, got create_graph=True"
     y = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad(function(y), y, create_graph=True)  # a gradient penalty would lack a term
+        # a gradient penalty would lack a term
+        torch.autograd.grad(function(y), y, create_graph=True)
     with pytest.raises(RuntimeError, match=message):
         torch.autograd.functional.hvp(function, x, torch.ones_like(x))
 
@@ -84,13 +108,17 @@ def test_the_forward_mode_is_refused(case):
             differentiate(function, (x,), (torch.ones_like(x),))
     for requires_grad in (False, True):
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
-            function(forward_ad.make_dual(x.clone().requires_grad_(requires_grad), torch.ones_like(x)))
+            function(
+                forward_ad.make_dual(x.clone().requires_grad_(requires_grad), torch.ones_like(x))
+            )
 
 
 def test_torch_func_is_refused(case):
     name, function, x = case
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
-        with pytest.raises(RuntimeError, match=rf"^{name} can be differentiated (by backward|in reverse mode)"):
+        with pytest.raises(
+            RuntimeError, match=rf"^{name} can be differentiated (by backward|in reverse mode)"
+        ):
             transform(function)(x)
 
 
@@ -101,7 +129,9 @@ def test_vmap_is_right_and_differentiable(name):
     values = torch.func.vmap(function)(xs)
     expected = torch.stack([function(row) for row in xs])
     torch.testing.assert_close(values, expected)
-    torch.testing.assert_close(torch.autograd.grad(values.sum(), xs), torch.autograd.grad(expected.sum(), xs))
+    torch.testing.assert_close(
+        torch.autograd.grad(values.sum(), xs), torch.autograd.grad(expected.sum(), xs)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "attention"])
@@ -110,12 +140,16 @@ def test_gradients_of_several_factors_at_once(name):
     _, function, x = CASES[name]
     x = x.detach().requires_grad_()
     (expected,) = torch.autograd.grad(function(x).sum(), x)
-    (gradients,) = torch.autograd.grad(function(x).sum(), x, torch.tensor([1.0, -2.0], dtype=x.dtype), is_grads_batched=True)
+    (gradients,) = torch.autograd.grad(
+        function(x).sum(), x, torch.tensor([1.0, -2.0], dtype=x.dtype), is_grads_batched=True
+    )
     torch.testing.assert_close(gradients, torch.stack([expected, -2 * expected]))
 
 
 def test_constants_may_have_tangents():
-    """Advantages are constants of the loss in every mode, and group advantages constants of the policy."""
+    """Advantages are constants of the loss in every mode, and group advantages constants of the
+    policy.
+    """
     with forward_ad.dual_level():
         advantages = forward_ad.make_dual(ADVANTAGES, torch.ones(2))
         value = ops.policy_gradient_loss(LOGITS, TARGETS, advantages, BOUNDS)[0]

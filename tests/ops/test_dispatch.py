@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 def results_for(size: int) -> list[torch.Tensor]:
-    """Return what ops compute for inputs of this size; sizes that follow one another share no table."""
+    """Return what ops compute for inputs of this size; sizes that follow one another share no
+    table.
+    """
     generator = torch.Generator().manual_seed(size)
     n = 3 + size % 61
     uneven = torch.rand(n + 6 + size, generator=generator)
@@ -28,36 +30,55 @@ def results_for(size: int) -> list[torch.Tensor]:
     bounds = torch.tensor([0, 1, n])
     proxies = ops.log_ratio_reward(logits[:, 0], torch.zeros(n), bounds)
     losses = [
-        ops.policy_gradient_loss(logits, torch.zeros(n, dtype=torch.int64), torch.tensor([1.0, -0.5]), bounds)[0],
+        ops.policy_gradient_loss(
+            logits, torch.zeros(n, dtype=torch.int64), torch.tensor([1.0, -0.5]), bounds
+        )[0],
         ops.pacs_loss(proxies, torch.tensor([0.0, 1.0]), 2)[0],
     ]
     torch.stack(losses).sum().backward()
     return [
         ops.maxpo_advantage(uneven[:n], 1 + size % 2),
-        ops.maxrl_advantage(uneven, offsets=torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])),
+        ops.maxrl_advantage(
+            uneven, offsets=torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])
+        ),
         torch.stack(losses).detach(),
         logits.grad,
     ]
 
 
 def test_eight_threads_compute_what_one_does():
-    """The threads drop each other's tables from the caches, which keep fewer than there are sizes."""
+    """The threads drop each other's tables from the caches, which keep fewer than there are
+    sizes.
+    """
     sizes = list(range(40, 40 + ROUNDS))
     expected = {size: results_for(size) for size in sizes}
     forget_tables()
     # Neighbours take the same sizes at the same time.
     orders = [sizes[i // 2 * 10 :] + sizes[: i // 2 * 10] for i in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        wrong = pool.map(lambda order: [s for s in order if not all(map(torch.equal, results_for(s), expected[s]))], orders)
+        wrong = pool.map(
+            lambda order: [
+                s for s in order if not all(map(torch.equal, results_for(s), expected[s]))
+            ],
+            orders,
+        )
         assert [sizes for sizes in wrong if sizes] == []
 
 
 def test_addresses_are_taken_in_one_place():
-    """KernelLaunch.keep holds the tensor too. The address of one that nobody holds, as of x.contiguous(), is soon another's."""
-    taken = {path.name: text.count("data_ptr") for path in PACKAGE.rglob("*.py") if "data_ptr" in (text := path.read_text())}
+    """KernelLaunch.keep holds the tensor too. The address of one that nobody holds, as of
+    x.contiguous(), is soon another's.
+    """
+    taken = {
+        path.name: text.count("data_ptr")
+        for path in PACKAGE.rglob("*.py")
+        if "data_ptr" in (text := path.read_text())
+    }
     assert taken == {"dispatch.py": 1}
     for path in PACKAGE.rglob("*.py"):
-        assert not re.search(r"\bCall\([^()]*\)\.(address|keep)", path.read_text()), f"{path} drops a call before its launch"
+        assert not re.search(r"\bCall\([^()]*\)\.(address|keep)", path.read_text()), (
+            f"{path} drops a call before its launch"
+        )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +93,9 @@ def test_addresses_are_taken_in_one_place():
 def test_a_kernel_reads_only_what_it_was_told(wrong, shape):
     call = dispatch.KernelLaunch(CPU)
     assert call.address("x", None, torch.float32, shape) == 0
-    with pytest.raises(ValueError, match=r"x must be a contiguous torch.float32 tensor of shape .* on cpu, got"):
+    with pytest.raises(
+        ValueError, match=r"x must be a contiguous torch.float32 tensor of shape .* on cpu, got"
+    ):
         call.address("x", wrong, torch.float32, shape)
 
 
@@ -101,4 +124,5 @@ def test_a_cached_tensor_outlives_its_cache_on_the_stream_that_reads_it(monkeypa
     addresses = {"table": call.keep_cached(cached), "rewards": call.keep(given)}
     assert call.launch("of_a_test", **addresses) == {"table": 64, "rewards": 64, "stream": 7}
     assert (cached.streams, given.streams) == ([7], [])
-    assert dispatch._captured == ({cached} if is_capturing else set())  # a graph reads it at every replay
+    # a graph reads it at every replay
+    assert dispatch._captured == ({cached} if is_capturing else set())

@@ -1,4 +1,6 @@
-"""The effective weight W_N(p) of every binary estimator and the bias of estimators, both by enumeration of all groups."""
+"""The effective weight W_N(p) of every binary estimator and the bias of estimators, both by
+enumeration of all groups.
+"""
 
 from fractions import Fraction
 
@@ -23,7 +25,9 @@ def test_weight_equals_the_enumeration_of_all_groups(name):
             expected = brute_force.effective_weight(
                 lambda r, k=k: DEFINITIONS[name]([Fraction(x) for x in r], k, **options), n, p
             )
-            actual = ops.effective_weight(name, n, torch.tensor([float(p)], dtype=torch.float64), **keywords, **options)
+            actual = ops.effective_weight(
+                name, n, torch.tensor([float(p)], dtype=torch.float64), **keywords, **options
+            )
             assert actual.item() == pytest.approx(float(expected), rel=1e-9, abs=1e-9), (k, p)
 
 
@@ -32,7 +36,12 @@ def test_weight_formulas_of_the_registry_are_right(name):
     row, n, k = ops.ESTIMATORS[name], 9, 4
     if row.weight.startswith("no closed form"):
         return  # only the enumeration above can test it
-    formula = row.weight.split(" at ")[0].replace("^", "**").replace(") (", ") * (").replace("N (", "N * (")
+    formula = (
+        row.weight.split(" at ")[0]
+        .replace("^", "**")
+        .replace(") (", ") * (")
+        .replace("N (", "N * (")
+    )
     keywords = {row.size.name: k} if row.size else {}
     rates = {"rho0": 0.1, "rho1": 0.05, "correct_weight": 0.1, "beta": 1.0}
     for p in (0.02, 0.3, 0.95):
@@ -50,7 +59,9 @@ def test_known_weights():
     ends = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     for dtype in FLOATS:
         for rates in (ends.to(dtype), ends.to(dtype).T, ends.to(dtype).requires_grad_()):
-            assert ops.effective_weight("maxrl", 8, rates).flatten().tolist() == pytest.approx([7, 1, 1, 7])
+            assert ops.effective_weight("maxrl", 8, rates).flatten().tolist() == pytest.approx(
+                [7, 1, 1, 7]
+            )
     assert ops.effective_weight("maxrl", 8, p[:0]).shape == (0,)
 
 
@@ -61,7 +72,10 @@ def test_estimators_without_a_weight_are_refused():
         ("maxpo", {"k": 4}, "maxpo needs 1 <= k <= N-1 = 3"),
         ("rloo", {"n": 0}, "n must be an integer from 1 to 10000, got 0"),
         ("rloo", {"n": 10_001}, "n must be an integer from 1 to 10000, got 10001"),
-        *(("rloo", {"pass_rate": torch.tensor([0.5, x])}, "pass_rate must be between 0 and 1") for x in (-0.1, 1.1, torch.nan)),
+        *(
+            ("rloo", {"pass_rate": torch.tensor([0.5, x])}, "pass_rate must be between 0 and 1")
+            for x in (-0.1, 1.1, torch.nan)
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ops.effective_weight(name, **{"n": 4, "pass_rate": torch.tensor(0.5)} | given)
@@ -82,7 +96,10 @@ def test_max_at_k_estimators_are_unbiased(k):
         assert_same(bandit_gradient("maxpo", k=k), max_at_k_gradient(k) / k)
         assert_same(bandit_gradient("maxpo", k=k, scale_by_k=True), max_at_k_gradient(k))
         assert_same(bandit_gradient("pkpo_sloo", k=k), max_at_k_gradient(k) / N)
-        assert_same(bandit_gradient("maxrl", order=k), sum(max_at_k_gradient(j) / j for j in range(1, k + 1)))
+        assert_same(
+            bandit_gradient("maxrl", order=k),
+            sum(max_at_k_gradient(j) / j for j in range(1, k + 1)),
+        )
     if k > 1:
         assert_same(bandit_gradient("expected_improvement", k=k), max_at_k_gradient(k) / k)
         assert_same(bandit_gradient("pkpo", k=k), max_at_k_gradient(k) / N)
@@ -100,7 +117,10 @@ def test_policy_gradient_estimators_are_unbiased():
     assert_same(bandit_gradient("rloo"), exact)
     assert_same(bandit_gradient("reinforce_raw"), exact)
     assert_same(bandit_gradient("reinforce"), exact * (N - 1) / N)
-    assert_same(bandit_gradient("noisy_verifier_backward", **OPTIONS["noisy_verifier_backward"]), exact * (N - 1) / N / 0.85)
+    assert_same(
+        bandit_gradient("noisy_verifier_backward", **OPTIONS["noisy_verifier_backward"]),
+        exact * (N - 1) / N / 0.85,
+    )
 
 
 def test_the_weight_compiles_as_one_graph():
@@ -109,7 +129,9 @@ def test_the_weight_compiles_as_one_graph():
 
     compiled = torch.compile(weight, fullgraph=True, backend="aot_eager", dynamic=True)
     for n, shape in ((4, (3,)), (5, (2, 4))):
-        p = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).requires_grad_()
+        p = torch.rand(
+            shape, dtype=torch.float64, generator=torch.Generator().manual_seed(n)
+        ).requires_grad_()
         actual, expected = compiled(n, p), weight(n, p)
         assert torch.equal(actual, expected)
         assert_same(*(torch.autograd.grad(x.sum(), p)[0] for x in (actual, expected)))

@@ -1,7 +1,8 @@
-"""Fuzz tests of advantages: valid arguments in any layout give the right value, invalid ones an error that explains itself.
+"""Fuzz tests of advantages: valid arguments in any layout give the right value, invalid ones an
+error that explains itself.
 
-The right values come from tests/ops/definitions.py for the same numbers. tests/fuzzing.py says how to draw more
-examples. Losses are in test_fuzz_losses.py.
+The right values come from tests/ops/definitions.py for the same numbers. tests/fuzzing.py says how
+to draw more examples. Losses are in test_fuzz_losses.py.
 """
 
 import math
@@ -28,9 +29,20 @@ from tests.fuzzing import (
 )
 from tests.ops.definitions import DEFINITIONS, mean
 
-CHOICES = {"eps": [1e-6, 0.25, 0.0], "ddof": [0, 1], "quantile": [0.4, 1.0, 0.05], "correct_weight": [0.1, 2], "tau": [0.05, 0]}
+CHOICES = {
+    "eps": [1e-6, 0.25, 0.0],
+    "ddof": [0, 1],
+    "quantile": [0.4, 1.0, 0.05],
+    "correct_weight": [0.1, 2],
+    "tau": [0.05, 0],
+}
 CHOICES |= {"clamp_delta": [0.0, 0.25]}
-CHOICES |= {"beta": [1.0, 0.5, -2], "penalty": [0.25, 1.0], "false_positive_rate": [0.1, 0], "false_negative_rate": [0.05, 0.5]}
+CHOICES |= {
+    "beta": [1.0, 0.5, -2],
+    "penalty": [0.25, 1.0],
+    "false_positive_rate": [0.1, 0],
+    "false_negative_rate": [0.05, 0.5],
+}
 INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.uint64]
 PER_ROLLOUT = {  # values and dtypes
     "lengths": ([0, 1, 2, 9], INTEGERS),
@@ -50,7 +62,9 @@ THIN = {
 
 
 def groups_of(shape, offsets, group_ids, valid):
-    """Return the indices of each group's rollouts in the flattened rewards; fail if `offsets` are not valid."""
+    """Return the indices of each group's rollouts in the flattened rewards; fail if `offsets` are
+    not valid.
+    """
     if offsets is not None:
         bounds = whole(offsets)
         assert (bounds[0], bounds[-1], bounds) == (0, math.prod(shape), sorted(bounds))
@@ -104,7 +118,9 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
                 assert min(own["lengths"]) >= 0
                 own["lengths"] = [int(x) for x in own["lengths"]]
             expected = DEFINITIONS[estimator](exactly, size, **own, **options)
-        expected = torch.tensor([float(x) * (size if scale_by_k else 1) for x in expected], dtype=torch.float64)
+        expected = torch.tensor(
+            [float(x) * (size if scale_by_k else 1) for x in expected], dtype=torch.float64
+        )
         assert_close(actual[list(group)], expected.to(dtype), TOLERANCE[dtype])
 
 
@@ -116,7 +132,9 @@ def is_cancelled(estimator, r, options):
 
 @st.composite
 def layouts(draw, smallest):
-    """Draw offsets or group_ids, the shape, and the sizes of the groups, one of them at least `smallest`."""
+    """Draw offsets or group_ids, the shape, and the sizes of the groups, one of them at least
+    `smallest`.
+    """
     if draw(st.booleans()):
         n = draw(st.integers(smallest, smallest + 2))
         shape = draw(st.sampled_from([(n,), (2, n), (3, n), (2, 2, n), (0, n)]))
@@ -125,7 +143,11 @@ def layouts(draw, smallest):
     sizes.insert(draw(st.integers(0, len(sizes))), smallest)
     if draw(st.booleans()):
         bounds = torch.tensor([0, *sizes]).cumsum(0)
-        return {"offsets": bounds.to(draw(st.sampled_from([torch.int64, torch.int32])))}, (sum(sizes),), sizes
+        return (
+            {"offsets": bounds.to(draw(st.sampled_from([torch.int64, torch.int32])))},
+            (sum(sizes),),
+            sizes,
+        )
     ids = [3 * g - 2 for g, n in enumerate(sizes) for _ in range(n)]
     return {"group_ids": torch.tensor(draw(st.permutations(ids)))}, (sum(sizes),), sizes
 
@@ -135,7 +157,9 @@ def advantage_arguments(draw):
     """Draw valid arguments, except that `valid` may leave too few rollouts for the size."""
     name = draw(st.sampled_from(tuple(DEFINITIONS)))
     row = ops.ESTIMATORS[name]
-    arguments, shape, sizes = draw(layouts(max(1, row.size.smallest + row.size.below_n if row.size else 1)))
+    arguments, shape, sizes = draw(
+        layouts(max(1, row.size.smallest + row.size.below_n if row.size else 1))
+    )
     dtype = draw(st.sampled_from(REAL))
     values = [0, 1, 2, 5] if not dtype.is_signed else [0, 1, 3, -2]
     if row.binary or dtype == torch.bool or name == "noisy_verifier_forward":
@@ -152,7 +176,9 @@ def advantage_arguments(draw):
     for key in row.inputs:
         of_groups = key.startswith("greedy") and math.prod(shape) and "group_ids" not in arguments
         values, dtypes = PER_ROLLOUT[key]
-        arguments[key] = drawn_tensor(draw, (len(sizes),) if of_groups else shape, values, draw(st.sampled_from(dtypes)))
+        arguments[key] = drawn_tensor(
+            draw, (len(sizes),) if of_groups else shape, values, draw(st.sampled_from(dtypes))
+        )
     if draw(st.integers(0, 2)) == 0:
         arguments["valid"] = drawn_tensor(draw, shape, [True, True, False], torch.bool)
     if draw(st.integers(0, 3)) == 0:
@@ -164,7 +190,11 @@ def advantage_arguments(draw):
 @hypothesis.given(st.data())
 def test_group_advantage(data):
     """Where an estimator has a function of its own, that too."""
-    arguments, function, check = data.draw(advantage_arguments()), ops.group_advantage, check_advantages
+    arguments, function, check = (
+        data.draw(advantage_arguments()),
+        ops.group_advantage,
+        check_advantages,
+    )
     if arguments["estimator"] in THIN and data.draw(st.booleans()):
         name = arguments.pop("estimator")
         function = THIN[name]
@@ -175,9 +205,19 @@ def test_group_advantage(data):
     call_with_strangers(data.draw, function, arguments, check, may_refuse="valid" in arguments)
 
 
-_REWARDS = {"rewards": torch.tensor([[0.0, 1.0, 1.0]]), "valid": torch.tensor([[True, True, True]]), "max_group_size": 3}
+_REWARDS = {
+    "rewards": torch.tensor([[0.0, 1.0, 1.0]]),
+    "valid": torch.tensor([[True, True, True]]),
+    "max_group_size": 3,
+}
 PLAIN = {
-    "group_advantage": {**_REWARDS, "estimator": "maxpo", "k": 2, "order": None, "scale_by_k": True},
+    "group_advantage": {
+        **_REWARDS,
+        "estimator": "maxpo",
+        "k": 2,
+        "order": None,
+        "scale_by_k": True,
+    },
     "maxpo_advantage": {**_REWARDS, "k": 2},
     "expected_improvement": {**_REWARDS, "k": 2},
     "leave_two_out_baseline": {**_REWARDS, "k": 2},

@@ -1,8 +1,9 @@
-"""Fuzz tests of the token losses, log-probs and PACS: valid arguments in any layout give the right value, invalid ones an error
-that explains itself.
+"""Fuzz tests of the token losses, log-probs and PACS: valid arguments in any layout give the right
+value, invalid ones an error that explains itself.
 
-The right values come from the references in PyTorch, of the same numbers in float64 and in plain layouts; test_token_loss.py
-compares these with definitions. tests/fuzzing.py says how to draw more examples.
+The right values come from the references in PyTorch, of the same numbers in float64 and in plain
+layouts; test_token_loss.py compares these with definitions. tests/fuzzing.py says how to draw more
+examples.
 """
 
 import math
@@ -26,7 +27,15 @@ from tests.fuzzing import (
     settings,
     whole,
 )
-from tests.ops.loss_definitions import CU_SEQLENS, OF_RESPONSES, S, T, computed, drawn_options, example
+from tests.ops.loss_definitions import (
+    CU_SEQLENS,
+    OF_RESPONSES,
+    S,
+    T,
+    computed,
+    drawn_options,
+    example,
+)
 from tests.ops.test_pacs import SCORES, slow_loss
 
 INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.int16]
@@ -35,11 +44,23 @@ INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.int16]
 def reference_rows(num_tokens, vocab, targets, temperature, counts):
     """Return targets and temperatures, [T] each; masked ones may be anything."""
     numbers = whole(targets)
-    tau = exact(temperature).tolist() if isinstance(temperature, torch.Tensor) else [float(temperature)] * num_tokens
+    tau = (
+        exact(temperature).tolist()
+        if isinstance(temperature, torch.Tensor)
+        else [float(temperature)] * num_tokens
+    )
     assert len(numbers) == len(tau) == len(counts) == num_tokens
-    assert all(0 <= y < vocab and 0 < t < math.inf for y, t, c in zip(numbers, tau, counts, strict=True) if c)
-    targets = torch.tensor([y if c else 0 for y, c in zip(numbers, counts, strict=True)], dtype=torch.int64)
-    return targets, torch.tensor([t if c else 1.0 for t, c in zip(tau, counts, strict=True)], dtype=torch.float64)
+    assert all(
+        0 <= y < vocab and 0 < t < math.inf
+        for y, t, c in zip(numbers, tau, counts, strict=True)
+        if c
+    )
+    targets = torch.tensor(
+        [y if c else 0 for y, c in zip(numbers, counts, strict=True)], dtype=torch.int64
+    )
+    return targets, torch.tensor(
+        [t if c else 1.0 for t, c in zip(tau, counts, strict=True)], dtype=torch.float64
+    )
 
 
 def bounds_of(cu_seqlens, total):
@@ -75,22 +96,32 @@ def check_logprobs(actual, logits, targets, temperature=1.0, tolerance=None):
 
 @st.composite
 def batches(draw):
-    """Draw arguments of policy_gradient_loss: the first tokens of an example, in any dtypes, and options; some are left out."""
+    """Draw arguments of policy_gradient_loss: the first tokens of an example, in any dtypes, and
+    options; some are left out.
+    """
 
     def choice(values):
         return draw(st.sampled_from(values))
 
     loss, tokens, seed = choice(list(ops.LOSSES)), choice([0, 1, 2, S, 9, T]), choice(range(9))
-    per_token, weights_per_token = (loss not in OF_RESPONSES and choice([True, False]) for _ in range(2))
-    e = example(choice([0.02, 0.3]), seed, per_token, vocab=choice([1, 2, 5, 16, 33])) | drawn_options(choice, loss)
+    per_token, weights_per_token = (
+        loss not in OF_RESPONSES and choice([True, False]) for _ in range(2)
+    )
+    e = example(
+        choice([0.02, 0.3]), seed, per_token, vocab=choice([1, 2, 5, 16, 33])
+    ) | drawn_options(choice, loss)
     e |= {"loss": loss, "temperature": choice([0.7, 1, torch.linspace(0.5, 2, T)])}
     if weights_per_token:
-        e["importance_weights"] = e["importance_weights"].repeat_interleave(CU_SEQLENS.diff()) * (torch.arange(T) % 5 > 0)
+        e["importance_weights"] = e["importance_weights"].repeat_interleave(CU_SEQLENS.diff()) * (
+            torch.arange(T) % 5 > 0
+        )
     if e["denominator"]:
         e["denominator"] = choice([e["denominator"], torch.tensor(4.0), torch.tensor([4])])
     for name, x in e.items():
         if torch.is_tensor(x) and x.dtype != torch.bool and name != "denominator":
-            e[name] = x[:tokens] if len(x) == T else x.clamp_max(tokens) if name == "cu_seqlens" else x
+            e[name] = (
+                x[:tokens] if len(x) == T else x.clamp_max(tokens) if name == "cu_seqlens" else x
+            )
             e[name] = e[name].to(choice(FLOATS if x.is_floating_point() else INTEGERS))
     e["mask"] = e["mask"][:tokens]
     if not e["kl_coef"]:
@@ -114,9 +145,21 @@ def test_token_logprobs(data):
     call_with_strangers(data.draw, ops.token_logprobs, rows(data.draw(batches())), check_logprobs)
 
 
-def check_loss(result, values, gradients_of, *, targets, cu_seqlens, mask=None, temperature=1.0, tolerance=None, **given):
-    """Compare with the reference of the logits `values`. `gradients_of` takes the gradient that the logits should have, and
-    returns pairs of the gradient that a leaf has and the one that it should have."""
+def check_loss(
+    result,
+    values,
+    gradients_of,
+    *,
+    targets,
+    cu_seqlens,
+    mask=None,
+    temperature=1.0,
+    tolerance=None,
+    **given,
+):
+    """Compare with the reference of the logits `values`. `gradients_of` takes the gradient that the
+    logits should have, and returns pairs of the gradient that a leaf has and the one that it should
+    have."""
     real, z = torch.promote_types(values.dtype, torch.float32), exact(values)
     counts = [True] * len(z) if mask is None else mask.tolist()
     bounds = torch.tensor(bounds_of(cu_seqlens, len(z)))
@@ -126,13 +169,18 @@ def check_loss(result, values, gradients_of, *, targets, cu_seqlens, mask=None, 
     for name in ("advantages", "old_logprobs", "ref_logprobs", "importance_weights"):
         if given.get(name) is not None:  # as the kernels read it, in the dtype of their arithmetic
             given[name] = exact(given[name].to(real))
-    plain = {"targets": targets, "cu_seqlens": bounds, "mask": None if mask is None else torch.tensor(counts, dtype=torch.bool)}
+    plain = {
+        "targets": targets,
+        "cu_seqlens": bounds,
+        "mask": None if mask is None else torch.tensor(counts, dtype=torch.bool),
+    }
     expected, wanted, metrics = computed("reference", z, **plain, temperature=tau, **given)
     actual, found = result
     tolerance = tolerance or max(TOLERANCE[real], 1e-7)
     assert actual.dtype == real
     assert found["tokens"] == sum(counts)
-    if ops.LOSSES[given.get("loss", "ppo")].over_batch:  # of equal tokens, which these few values make, any may be chosen
+    # of equal tokens, which these few values make, any may be chosen
+    if ops.LOSSES[given.get("loss", "ppo")].over_batch:
         return
     assert_close(actual, expected.to(real), tolerance)
     assert found["dropped_tokens"] == metrics["dropped_tokens"]
@@ -165,15 +213,23 @@ def test_policy_gradient_loss_in_place(data):
     arguments = data.draw(batches())
     leaf = arguments.pop("logits").requires_grad_()
     tokens, vocab = leaf.shape
-    layout = data.draw(st.sampled_from(["dense", "far rows", "columns", "view of a leaf", "one row"]))
+    layout = data.draw(
+        st.sampled_from(["dense", "far rows", "columns", "view of a leaf", "one row"])
+    )
     if layout == "one row":
         logits = (leaf[:1] * 1).expand(tokens, vocab)
     elif layout == "columns":
         logits = (leaf * 1).T.contiguous().T
     else:
-        logits = {"dense": leaf * 1, "far rows": torch.cat([leaf, leaf], 1)[:, :vocab], "view of a leaf": leaf[:]}[layout]
+        logits = {
+            "dense": leaf * 1,
+            "far rows": torch.cat([leaf, leaf], 1)[:, :vocab],
+            "view of a leaf": leaf[:],
+        }[layout]
     values = logits.detach().clone()
-    may_refuse = layout not in ("dense", "far rows") or ops.LOSSES[arguments["loss"]].rows is not None
+    may_refuse = (
+        layout not in ("dense", "far rows") or ops.LOSSES[arguments["loss"]].rows is not None
+    )
 
     def in_place(**given):
         return ops.policy_gradient_loss(logits, in_place=True, **given)
@@ -189,15 +245,30 @@ def test_policy_gradient_loss_in_place(data):
 
 # --- from hidden states; logits are rounded to their dtype
 
-LINEAR_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+LINEAR_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+}
 
 
 def of_hidden(draw, arguments):
     """Draw hidden and weight in place of the logits."""
-    (tokens, vocab), size, dtype = arguments.pop("logits").shape, draw(st.integers(1, 5)), draw(st.sampled_from(FLOATS))
+    (tokens, vocab), size, dtype = (
+        arguments.pop("logits").shape,
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from(FLOATS)),
+    )
     hidden = drawn_tensor(draw, (tokens, size), [0.0, 1.0, -0.5], dtype)
-    weight = drawn_tensor(draw, (vocab, size), [0.5, -1.0, 1.5], draw(st.sampled_from([dtype, torch.float32])))
-    return arguments | {"hidden": hidden, "weight": weight, "chunk_tokens": draw(st.sampled_from([None, 1, 2, 10**6]))}
+    weight = drawn_tensor(
+        draw, (vocab, size), [0.5, -1.0, 1.5], draw(st.sampled_from([dtype, torch.float32]))
+    )
+    return arguments | {
+        "hidden": hidden,
+        "weight": weight,
+        "chunk_tokens": draw(st.sampled_from([None, 1, 2, 10**6])),
+    }
 
 
 def exact_logits(hidden, weight, chunk_tokens):
@@ -220,7 +291,12 @@ def test_linear_policy_gradient_loss(data):
 
         check_loss(result, logits, gradients, tolerance=LINEAR_TOLERANCE[hidden.dtype], **given)
 
-    call_with_strangers(data.draw, ops.linear_policy_gradient_loss, of_hidden(data.draw, data.draw(batches())), check)
+    call_with_strangers(
+        data.draw,
+        ops.linear_policy_gradient_loss,
+        of_hidden(data.draw, data.draw(batches())),
+        check,
+    )
 
 
 @settings(100)
@@ -228,9 +304,16 @@ def test_linear_policy_gradient_loss(data):
 def test_linear_token_logprobs(data):
     def check(actual, hidden, weight, chunk_tokens=None, **given):
         logits = exact_logits(hidden, weight, chunk_tokens)[2]
-        check_logprobs([x.detach() for x in actual], logits, tolerance=LINEAR_TOLERANCE[hidden.dtype], **given)
+        check_logprobs(
+            [x.detach() for x in actual], logits, tolerance=LINEAR_TOLERANCE[hidden.dtype], **given
+        )
 
-    call_with_strangers(data.draw, ops.linear_token_logprobs, of_hidden(data.draw, rows(data.draw(batches()))), check)
+    call_with_strangers(
+        data.draw,
+        ops.linear_token_logprobs,
+        of_hidden(data.draw, rows(data.draw(batches()))),
+        check,
+    )
 
 
 # --- PACS
@@ -241,16 +324,27 @@ def check_log_ratio(actual, logprobs, ref_logprobs, cu_seqlens, beta=1.0, mask=N
     bounds = bounds_of(cu_seqlens, len(logprobs))
     keep = torch.ones(len(logprobs), dtype=torch.bool) if mask is None else exact(mask, torch.bool)
     difference = torch.where(keep, exact(logprobs) - exact(ref_logprobs.to(logprobs.dtype)), 0.0)
-    expected = torch.tensor([float(beta) * float(difference[a:b].sum()) for a, b in pairwise(bounds)], dtype=torch.float64)
+    expected = torch.tensor(
+        [float(beta) * float(difference[a:b].sum()) for a, b in pairwise(bounds)],
+        dtype=torch.float64,
+    )
     assert_close(actual, expected.to(actual.dtype), TOLERANCE[actual.dtype])
     if logprobs.requires_grad and actual.isfinite().all():
         (gradient,) = torch.autograd.grad(actual.sum(), logprobs)
-        assert_close(gradient, torch.where(keep, float(beta), 0.0).to(actual.dtype), TOLERANCE[actual.dtype])
+        assert_close(
+            gradient, torch.where(keep, float(beta), 0.0).to(actual.dtype), TOLERANCE[actual.dtype]
+        )
 
 
-def check_pacs(result, reward_proxy, labels, groups, score="rloo", weight="balanced", denominator=None):
+def check_pacs(
+    result, reward_proxy, labels, groups, score="rloo", weight="balanced", denominator=None
+):
     (loss, metrics), size = result, len(reward_proxy)
-    bounds = bounds_of(groups, size) if isinstance(groups, torch.Tensor) else list(range(0, size + 1, groups if size else 1))
+    bounds = (
+        bounds_of(groups, size)
+        if isinstance(groups, torch.Tensor)
+        else list(range(0, size + 1, groups if size else 1))
+    )
     r, y = exact(reward_proxy).requires_grad_(), exact(labels)
     assert bounds[-1] == size
     assert set(y.tolist()) <= {0.0, 1.0}
@@ -266,7 +360,8 @@ def check_pacs(result, reward_proxy, labels, groups, score="rloo", weight="balan
     if reward_proxy.requires_grad and expected.isfinite():
         (wanted,) = torch.autograd.grad(expected, r)
         (gradient,) = torch.autograd.grad(loss, reward_proxy)
-        if wanted.isfinite().all() and wanted.abs().max() < 1e3:  # under grpo, nearly equal proxies have a derivative of 1e6
+        # under grpo, nearly equal proxies have a derivative of 1e6
+        if wanted.isfinite().all() and wanted.abs().max() < 1e3:
             assert_close(gradient, wanted, 1e-3)
 
 
@@ -277,7 +372,9 @@ def test_log_ratio_reward_and_pacs_loss(data):
         return data.draw(st.sampled_from(values))
 
     size, n, real = choice([0, 3, 4, 12]), choice([1, 3, 4]), [torch.float32, torch.float64]
-    bounds = torch.tensor([0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=3))), size]).to(choice(INTEGERS))
+    bounds = torch.tensor(
+        [0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=3))), size]
+    ).to(choice(INTEGERS))
 
     def numbers(values, dtypes=real):
         return drawn_tensor(data.draw, (size,), values, choice(dtypes))
@@ -285,12 +382,25 @@ def test_log_ratio_reward_and_pacs_loss(data):
     if choice([True, False]):
         function, check = ops.log_ratio_reward, check_log_ratio
         arguments = {name: numbers([-0.5, -1.0, -2.5]) for name in ("logprobs", "ref_logprobs")}
-        arguments |= {"cu_seqlens": bounds, "beta": choice([1, 0.5, -2.0, 0]), "mask": numbers([0, 1, 1], [torch.bool])}
+        arguments |= {
+            "cu_seqlens": bounds,
+            "beta": choice([1, 0.5, -2.0, 0]),
+            "mask": numbers([0, 1, 1], [torch.bool]),
+        }
     else:
         function, check = ops.pacs_loss, check_pacs
-        arguments = {"reward_proxy": numbers([0.5, -1.0, 2.0, 0.25]), "labels": numbers([0, 1], REAL)}
-        arguments |= {"groups": bounds if size % n else choice([n, bounds]), "weight": choice(["balanced", "none"])}
-        arguments |= {"score": choice(SCORES), "denominator": choice([None, 2, 7.5, torch.tensor(3.0)])}
+        arguments = {
+            "reward_proxy": numbers([0.5, -1.0, 2.0, 0.25]),
+            "labels": numbers([0, 1], REAL),
+        }
+        arguments |= {
+            "groups": bounds if size % n else choice([n, bounds]),
+            "weight": choice(["balanced", "none"]),
+        }
+        arguments |= {
+            "score": choice(SCORES),
+            "denominator": choice([None, 2, 7.5, torch.tensor(3.0)]),
+        }
     call_with_strangers(data.draw, function, arguments, check)
 
 
@@ -298,9 +408,25 @@ _HIDDEN = {"hidden": torch.ones(3, 2), "weight": torch.ones(4, 2), "chunk_tokens
 _ROWS = {"targets": torch.tensor([0, 1, 3]), "temperature": 1.0}
 _LOSS = {
     **_ROWS,
-    **{"advantages": torch.tensor([1.0, -1.0]), "cu_seqlens": torch.tensor([0, 1, 3]), "ref_logprobs": -torch.ones(3)},
-    **{"old_logprobs": -torch.ones(3), "importance_weights": torch.ones(2), "mask": torch.tensor([True, True, False])},
-    **{"loss": "gmpo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "kl": "k2", "kl_coef": 0.1, "entropy_coef": 0.1},
+    **{
+        "advantages": torch.tensor([1.0, -1.0]),
+        "cu_seqlens": torch.tensor([0, 1, 3]),
+        "ref_logprobs": -torch.ones(3),
+    },
+    **{
+        "old_logprobs": -torch.ones(3),
+        "importance_weights": torch.ones(2),
+        "mask": torch.tensor([True, True, False]),
+    },
+    **{
+        "loss": "gmpo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 3.0,
+        "kl": "k2",
+        "kl_coef": 0.1,
+        "entropy_coef": 0.1,
+    },
     **{"loss_options": {"low": 0.3}, "aggregation": "seq_mean_token_mean", "denominator": 2.0},
 }
 PLAIN = {
@@ -309,11 +435,20 @@ PLAIN = {
     "linear_token_logprobs": {**_HIDDEN, **_ROWS},
     "linear_policy_gradient_loss": {**_HIDDEN, **_LOSS},
     "log_ratio_reward": {
-        **{"logprobs": -torch.ones(3), "ref_logprobs": torch.zeros(3), "cu_seqlens": torch.tensor([0, 1, 3])},
+        **{
+            "logprobs": -torch.ones(3),
+            "ref_logprobs": torch.zeros(3),
+            "cu_seqlens": torch.tensor([0, 1, 3]),
+        },
         **{"beta": 1.0, "mask": torch.tensor([True, True, False])},
     },
     "pacs_loss": {
-        **{"reward_proxy": torch.ones(4), "labels": torch.tensor([0.0, 1, 1, 0]), "groups": 2, "score": "rloo"},
+        **{
+            "reward_proxy": torch.ones(4),
+            "labels": torch.tensor([0.0, 1, 1, 0]),
+            "groups": 2,
+            "score": "rloo",
+        },
         **{"weight": "none", "denominator": 4.0},
     },
 }
@@ -325,21 +460,32 @@ def test_every_argument_is_checked(name):
 
 
 def test_chunks_with_as_many_tokens_as_sequences_keep_per_token_advantages():
-    """There are two sequences, of 0 and 5 tokens, and chunks of 2 tokens, whose two advantages are not per sequence."""
+    """There are two sequences, of 0 and 5 tokens, and chunks of 2 tokens, whose two advantages are
+    not per sequence.
+    """
     hidden, weight = torch.eye(5, 3), torch.arange(12.0).view(4, 3)
-    arguments = {"targets": torch.tensor([0, 1, 2, 3, 0]), "cu_seqlens": torch.tensor([0, 0, 5]), "loss": "reinforce"}
+    arguments = {
+        "targets": torch.tensor([0, 1, 2, 3, 0]),
+        "cu_seqlens": torch.tensor([0, 0, 5]),
+        "loss": "reinforce",
+    }
     arguments["advantages"] = torch.tensor([1.0, 2, 3, 4, 5])
-    for weights in ([1.0, 0.5, 2, 1, 3], [0.0, 0.5, 0, 0, 3]):  # of the latter two tokens have a gradient, chosen by position
+    # of the latter two tokens have a gradient, chosen by position
+    for weights in ([1.0, 0.5, 2, 1, 3], [0.0, 0.5, 0, 0, 3]):
         arguments["importance_weights"] = torch.tensor(weights)
         expected, _ = ops.policy_gradient_loss(hidden @ weight.T, **arguments)
         for chunk in (1, 2, 3, 5):
-            actual, _ = ops.linear_policy_gradient_loss(hidden, weight, **arguments, chunk_tokens=chunk)
+            actual, _ = ops.linear_policy_gradient_loss(
+                hidden, weight, **arguments, chunk_tokens=chunk
+            )
             assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_operators_that_do_not_look_at_a_temperature_give_nan():
     """As on a GPU, where the check would wait."""
     tau = torch.tensor([1.0, 0.0, -1.0, math.nan, math.inf])
-    for values in torch.ops.maxrl_fast.token_logprobs(torch.arange(10.0).view(5, 2), torch.zeros(5).long(), tau, 1.0):
+    for values in torch.ops.maxrl_fast.token_logprobs(
+        torch.arange(10.0).view(5, 2), torch.zeros(5).long(), tau, 1.0
+    ):
         assert values[0].isfinite()
         assert values[1:].isnan().all()

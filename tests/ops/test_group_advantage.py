@@ -1,4 +1,5 @@
-"""Group advantages against their definitions in exact rationals, and the rules for ties, scale, layout and dtype.
+"""Group advantages against their definitions in exact rationals, and the rules for ties, scale,
+layout and dtype.
 
 tests/ops/test_fuzz.py draws layouts, dtypes and options for the same definitions.
 """
@@ -18,7 +19,14 @@ import torch
 from maxrl_fast import _C, ops
 from tests.ops.definitions import DEFINITIONS, OFF_POLICY, OPTIONS, OVER_THE_BATCH
 
-GROUPS = [[0, 1], [3, 3], [1, 0, 0], [0, 3, 1, 3, "0.5", 2], [-2, -5, "-0.25", -5, 7], [5, 1, 4, 1, 3, 9, 2, 6]]
+GROUPS = [
+    [0, 1],
+    [3, 3],
+    [1, 0, 0],
+    [0, 3, 1, 3, "0.5", 2],
+    [-2, -5, "-0.25", -5, 7],
+    [5, 1, 4, 1, 3, 9, 2, 6],
+]
 BINARY_GROUPS = [[1] * c + [0] * (n - c) for n in (1, 2, 5, 8) for c in range(n + 1)]
 KERNELS = [name for name, row in ops.ESTIMATORS.items() if row.kernel]
 CORE = {name: {"k": 2} if ops.ESTIMATORS[name].size and name != "maxrl" else {} for name in KERNELS}
@@ -29,24 +37,43 @@ def tensor(rewards, dtype=torch.float64):
 
 
 def inputs_of(name, shape):
-    """Return what an estimator takes beside rewards of this shape. Equal rewards get equal inputs in every fourth place."""
+    """Return what an estimator takes beside rewards of this shape. Equal rewards get equal inputs
+    in every fourth place.
+    """
     place = torch.arange(torch.Size(shape).numel()).view(shape) % 4
-    known = {"lengths": 1 + place, "logprobs": -1.0 - place.double(), "log_ratios": (place - 1).double() / 8}
-    known |= {"greedy_correct": place == 3, "greedy_rewards": place / 4, "reward_parts": torch.stack([place % 2, place])}
+    known = {
+        "lengths": 1 + place,
+        "logprobs": -1.0 - place.double(),
+        "log_ratios": (place - 1).double() / 8,
+    }
+    known |= {
+        "greedy_correct": place == 3,
+        "greedy_rewards": place / 4,
+        "reward_parts": torch.stack([place % 2, place]),
+    }
     return {key: known[key] for key in ops.ESTIMATORS[name].inputs}
 
 
 def call(name, rewards, size=None, **keywords):
     """Call group_advantage with all that the estimator needs."""
     row = ops.ESTIMATORS[name]
-    sizes = {row.size.name: size or row.size.smallest} if row.size is not None and (size or row.size.required) else {}
-    return ops.group_advantage(rewards, name, **sizes, **OPTIONS.get(name, {}), **inputs_of(name, rewards.shape) | keywords)
+    sizes = (
+        {row.size.name: size or row.size.smallest}
+        if row.size is not None and (size or row.size.required)
+        else {}
+    )
+    return ops.group_advantage(
+        rewards, name, **sizes, **OPTIONS.get(name, {}), **inputs_of(name, rewards.shape) | keywords
+    )
 
 
 def assert_matches(actual, expected, tolerance=1e-12):
     expected = tensor([*expected])
     assert actual.dtype == torch.float64
-    assert (actual - expected).abs().max() <= tolerance * (1 + expected.abs().max()), (actual, expected)
+    assert (actual - expected).abs().max() <= tolerance * (1 + expected.abs().max()), (
+        actual,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -62,7 +89,9 @@ def test_every_size_equals_the_definition(name):
             size = {row.size.name: k} if row.size else {}
             expected = DEFINITIONS[name](exact, k, **OPTIONS.get(name, {}), **lists)
             for estimator in (name, row):
-                actual = ops.group_advantage(tensor(rewards), estimator, **size, **OPTIONS.get(name, {}), **inputs)
+                actual = ops.group_advantage(
+                    tensor(rewards), estimator, **size, **OPTIONS.get(name, {}), **inputs
+                )
                 assert_matches(actual, expected, 1e-11 if name == "passk_training" else 1e-12)
             some_are_not_zero |= bool(actual.abs().max() > 0.1)
     assert some_are_not_zero
@@ -72,14 +101,23 @@ def test_every_estimator_has_a_definition():
     assert DEFINITIONS.keys() | OVER_THE_BATCH.keys() == ops.ESTIMATORS.keys()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_equals_the_function(name, dtype):
-    """In lanes of groups, in one group over all lanes (from 33 rollouts on), and in every layout."""
+    """In lanes of groups, in one group over all lanes (from 33 rollouts on), and in every
+    layout.
+    """
     generator = torch.Generator().manual_seed(0)
-    tolerance, row, not_zero = {torch.float64: 1e-11, torch.bfloat16: 8e-3}.get(dtype, 2e-6), ops.ESTIMATORS[name], 0
+    tolerance, row, not_zero = (
+        {torch.float64: 1e-11, torch.bfloat16: 8e-3}.get(dtype, 2e-6),
+        ops.ESTIMATORS[name],
+        0,
+    )
     for shape in ((1, 3), (9, 32), (6, 33), (2, 257), (300, 16), (3, 1024)):
-        rewards = torch.randn(shape, generator=generator).mul(4).round().div(4) + 100  # ties and an offset
+        # ties and an offset
+        rewards = torch.randn(shape, generator=generator).mul(4).round().div(4) + 100
         rewards = (rewards > 100 if row.binary or dtype == torch.bool else rewards).to(dtype)
         valid, total = torch.rand(shape, generator=generator) < 0.7, rewards.numel()
         ids = torch.randint(0, shape[0] + 2, (total,), generator=generator)
@@ -92,7 +130,9 @@ def test_kernel_equals_the_function(name, dtype):
         ):
             if row.size is not None and len(given) > 1 and shape[1] < 9:
                 continue  # too few may be left
-            actual, expected = (ops.group_advantage(estimator=x, **given, **CORE[name]) for x in (name, row))
+            actual, expected = (
+                ops.group_advantage(estimator=x, **given, **CORE[name]) for x in (name, row)
+            )
             assert actual.dtype == expected.dtype
             largest = expected.double().abs().max()
             assert (actual.double() - expected.double()).abs().max() <= tolerance * largest
@@ -102,7 +142,8 @@ def test_kernel_equals_the_function(name, dtype):
 
 def test_quantiles_at_steps_of_the_empirical_distribution():
     rewards = torch.arange(30, dtype=torch.float64)
-    for quantile, baseline in ((0.1, 2), (0.4, 11), (1.0, 29), (0.01, 0), (0.101, 3)):  # in floating point, .1 * 30 > 3
+    # in floating point, .1 * 30 > 3
+    for quantile, baseline in ((0.1, 2), (0.4, 11), (1.0, 29), (0.01, 0), (0.101, 3)):
         actual = ops.group_advantage(rewards, "qae", quantile=quantile, eps=0.0)
         torch.testing.assert_close(actual, (rewards - baseline) / rewards.std())
 
@@ -114,7 +155,9 @@ def test_estimators_over_the_batch_equal_the_definition(name, seed):
     generator, row = torch.Generator().manual_seed(seed), ops.ESTIMATORS[name]
     r = torch.randint(0, 4, (5, 5), generator=generator).double()
     r[0] = 2
-    valid = torch.rand(5, 5, generator=generator) < 0.7 if seed else torch.ones(5, 5, dtype=torch.bool)
+    valid = (
+        torch.rand(5, 5, generator=generator) < 0.7 if seed else torch.ones(5, 5, dtype=torch.bool)
+    )
     if seed:
         valid[1:3] = False
         valid[2, 3] = True
@@ -130,7 +173,10 @@ def test_estimators_over_the_batch_equal_the_definition(name, seed):
     assert (actual[~valid] == 0).all()
     order = torch.randperm(25, generator=generator)
     shuffled = {key: value.flatten(-2)[..., order] for key, value in inputs.items()}
-    layout = {"group_ids": torch.arange(25).div(5, rounding_mode="floor")[order], "valid": valid.flatten()[order]}
+    layout = {
+        "group_ids": torch.arange(25).div(5, rounding_mode="floor")[order],
+        "valid": valid.flatten()[order],
+    }
     by_ids = ops.group_advantage(r.flatten()[order], name, **layout, **shuffled, **options)
     torch.testing.assert_close(by_ids, actual.flatten()[order], rtol=1e-12, atol=1e-12)
     kept = [g for g in range(5) if valid[g].any()]
@@ -139,7 +185,9 @@ def test_estimators_over_the_batch_equal_the_definition(name, seed):
         exact = [[None if v != v else Fraction(v) for v in x[g][valid[g]].tolist()] for g in kept]
         return [[int(v) for v in group] for group in exact] if x.dtype == torch.int64 else exact
 
-    given = {key: [lists(part) for part in x] if x.dim() == 3 else lists(x) for key, x in inputs.items()}
+    given = {
+        key: [lists(part) for part in x] if x.dim() == 3 else lists(x) for key, x in inputs.items()
+    }
     expected = OVER_THE_BATCH[name](lists(r), **given, **options)
     assert_matches(actual[kept][valid[kept]], itertools.chain(*expected), 1e-9)
     assert actual.abs().max() > 0.1
@@ -147,30 +195,49 @@ def test_estimators_over_the_batch_equal_the_definition(name, seed):
 
 def test_the_greedy_response_is_given_for_each_prompt_or_rollout():
     rewards = torch.tensor([[1.0, 0, 0.5], [1, 1, 1], [0, 0, 0]], dtype=torch.float64)
-    greedy, valid = torch.tensor([0.5, torch.nan, -1]), torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool()
+    greedy, valid = (
+        torch.tensor([0.5, torch.nan, -1]),
+        torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]]).bool(),
+    )
     expected = torch.tensor([[0.5, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.float64)
-    for given in (greedy, greedy[:, None].expand(3, 3)):  # NaN as where the greedy response has no reward
-        assert torch.equal(ops.group_advantage(rewards, "remax", greedy_rewards=given, valid=valid), expected)
+    # NaN as where the greedy response has no reward
+    for given in (greedy, greedy[:, None].expand(3, 3)):
+        assert torch.equal(
+            ops.group_advantage(rewards, "remax", greedy_rewards=given, valid=valid), expected
+        )
     uneven = {"offsets": torch.tensor([0, 3, 6, 9]), "valid": valid.flatten()}
-    assert torch.equal(ops.group_advantage(rewards.flatten(), "remax", greedy_rewards=greedy, **uneven), expected.flatten())
+    assert torch.equal(
+        ops.group_advantage(rewards.flatten(), "remax", greedy_rewards=greedy, **uneven),
+        expected.flatten(),
+    )
 
 
-@pytest.mark.parametrize(("n", "k", "correct"), [(64, 8, 3), (64, 40, 30), (4096, 2048, 2), (4096, 1, 9), (9, 3, 7)])
+@pytest.mark.parametrize(
+    ("n", "k", "correct"), [(64, 8, 3), (64, 40, 30), (4096, 2048, 2), (4096, 1, 9), (9, 3, 7)]
+)
 def test_large_groups_in_closed_form(n, k, correct):
     wrong = n - correct
     expected = float(Fraction(comb(wrong, k), comb(n - 1, k)))  # 0 where fewer than k are wrong
     rewards = torch.tensor([1.0] * correct + [0.0] * wrong, dtype=torch.float64)
     advantages = ops.maxpo_advantage(rewards, k)
     assert advantages[0].item() == pytest.approx(expected, rel=1e-10, abs=1e-300)
-    assert advantages[-1].item() == pytest.approx(-expected * correct / wrong, rel=1e-10, abs=1e-300)
+    assert advantages[-1].item() == pytest.approx(
+        -expected * correct / wrong, rel=1e-10, abs=1e-300
+    )
     assert (advantages[0] == 0) == (wrong < k)
     mean = correct / n
-    torch.testing.assert_close(ops.maxrl_advantage(rewards), (rewards - mean) / mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        ops.maxrl_advantage(rewards), (rewards - mean) / mean, rtol=1e-10, atol=1e-10
+    )
     # k = N-1: the best rollout gets its lead, the others share its cost.
     rewards = torch.randn(n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     (best, second), (first, _) = rewards.topk(2)
-    expected = torch.full_like(rewards, (second - best) / (n - 1)).index_fill(0, first, best - second)
-    torch.testing.assert_close(ops.maxpo_advantage(rewards, n - 1), expected, rtol=1e-11, atol=1e-12)
+    expected = torch.full_like(rewards, (second - best) / (n - 1)).index_fill(
+        0, first, best - second
+    )
+    torch.testing.assert_close(
+        ops.maxpo_advantage(rewards, n - 1), expected, rtol=1e-11, atol=1e-12
+    )
 
 
 def test_equal_rewards_get_exactly_zero():
@@ -186,10 +253,15 @@ def test_groups_of_one_and_groups_too_small_for_k():
     rewards = torch.tensor([[3.5], [-1.0]])
     for name, row in ops.ESTIMATORS.items():
         if row.centred and not row.binary:
-            assert call(name, rewards, None if name == "maxrl" else row.size and 4).tolist() == [[0.0], [0.0]], name
+            assert call(name, rewards, None if name == "maxrl" else row.size and 4).tolist() == [
+                [0.0],
+                [0.0],
+            ], name
     assert call("opo", rewards).tolist() == [[0.0], [0.0]]
-    assert call("bon_off_policy", rewards[:1], log_ratios=torch.zeros(1, 1)).tolist() == [[3.5]]  # it has no baseline
-    for name in ("expected_improvement", "bon_mean", "pkpo_sloo", *OFF_POLICY):  # with a kernel and without
+    # it has no baseline
+    assert call("bon_off_policy", rewards[:1], log_ratios=torch.zeros(1, 1)).tolist() == [[3.5]]
+    # with a kernel and without
+    for name in ("expected_improvement", "bon_mean", "pkpo_sloo", *OFF_POLICY):
         together = call(name, torch.arange(8.0), 4, offsets=torch.tensor([0, 3, 8]))
         assert together[:3].tolist() == [0, 0, 0]
         alone = {key: value[3:] for key, value in inputs_of(name, (8,)).items()}
@@ -210,13 +282,16 @@ def test_a_large_offset_keeps_full_precision():
     torch.testing.assert_close(ops.grpo_advantage(rewards, eps=0.0), expected / 0.5)
     huge = 2.0**40 + torch.tensor([0, 2.0**17, 0], dtype=torch.float64)
     for name, given in (("reinforce", {}), ("opo", {"lengths": torch.ones(3, dtype=torch.int64)})):
-        assert_matches(ops.group_advantage(huge, name, **given), [-(2**17) / 3, 2**18 / 3, -(2**17) / 3], 1e-15)
+        assert_matches(
+            ops.group_advantage(huge, name, **given), [-(2**17) / 3, 2**18 / 3, -(2**17) / 3], 1e-15
+        )
     integers = torch.tensor([[2**24, 2**24 + 1]], dtype=torch.uint32)  # float32 has no 2^24 + 1
     assert ops.rloo_advantage(integers).tolist() == [[-1.0, 1.0]]
 
 
 @hypothesis.given(
-    st.lists(st.integers(-3, 3) | st.floats(-1e6, 1e6, width=32), min_size=3, max_size=70), st.randoms(use_true_random=False)
+    st.lists(st.integers(-3, 3) | st.floats(-1e6, 1e6, width=32), min_size=3, max_size=70),
+    st.randoms(use_true_random=False),
 )
 @hypothesis.settings(deadline=None, max_examples=60)
 def test_ties_order_shift_and_scale_of_the_core(rewards, random):
@@ -228,7 +303,16 @@ def test_ties_order_shift_and_scale_of_the_core(rewards, random):
         assert all((a[r == x] == a[i]).all() for i, x in enumerate(r)), name
         kernel = ops.ESTIMATORS[name].kernel
         are_small = all(isinstance(x, int) for x in rewards)  # then sums are exact in float32
-        if are_small and name in ("maxpo", "maxrl", "rloo", "grpo", "reinforce", "ei_l1o", "bon_max_second", "leave_two_out"):
+        if are_small and name in (
+            "maxpo",
+            "maxrl",
+            "rloo",
+            "grpo",
+            "reinforce",
+            "ei_l1o",
+            "bon_max_second",
+            "leave_two_out",
+        ):
             assert torch.equal(ops.group_advantage(r + 64, name, **size), a), name
         if kernel.scale in ("one", "leave_one_out") and not kernel.binary:
             torch.testing.assert_close(ops.group_advantage(4 * r, name, **size), 4 * a)
@@ -247,11 +331,22 @@ def test_dtypes_threads_and_instructions(name):
     finally:
         torch.set_num_threads(threads)
         _C.limit_instructions(_C.instruction_sets()[0])
-    for dtype, tolerance in ((torch.int32, 1e-6), (torch.bool, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)):
-        torch.testing.assert_close(call(name, r.to(dtype)).double(), exact, rtol=tolerance, atol=tolerance)
+    for dtype, tolerance in (
+        (torch.int32, 1e-6),
+        (torch.bool, 1e-6),
+        (torch.float16, 2e-3),
+        (torch.bfloat16, 1e-2),
+    ):
+        torch.testing.assert_close(
+            call(name, r.to(dtype)).double(), exact, rtol=tolerance, atol=tolerance
+        )
 
 
-R, RR, NAN = torch.tensor([0.0, 1, 0, 1]), torch.tensor([[0.0, 1, 0, 1], [0, 1, 0, 1]]), torch.tensor([0, 0, torch.nan, 0])
+R, RR, NAN = (
+    torch.tensor([0.0, 1, 0, 1]),
+    torch.tensor([[0.0, 1, 0, 1], [0, 1, 0, 1]]),
+    torch.tensor([0, 0, torch.nan, 0]),
+)
 PAIRS, ALL = {"offsets": torch.tensor([0, 2, 4])}, {"offsets": torch.tensor([0, 4])}
 
 
@@ -261,20 +356,47 @@ PAIRS, ALL = {"offsets": torch.tensor([0, 2, 4])}, {"offsets": torch.tensor([0, 
         ("maxpo", {"k": 4}, r"maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
         ("maxpo", {"k": 2.0}, r"maxpo needs an integer as k, got 2.0"),
         ("expected_improvement", {"k": 5}, r"expected_improvement needs 2 <= k <= N = 4"),
-        ("expected_improvement", {"k": 2, "rewards": R[:1]}, r"needs 2 <= k <= N = 1 for N = 1 rollouts, got 2"),
+        (
+            "expected_improvement",
+            {"k": 2, "rewards": R[:1]},
+            r"needs 2 <= k <= N = 1 for N = 1 rollouts, got 2",
+        ),
         ("leave_two_out", {"k": 1}, r"leave_two_out needs 2 <= k <= N-1 = 3"),
         ("maxrl", {"order": 4}, r"maxrl needs 1 <= order <= N-1 = 3"),
         ("maxpo", {}, r"maxpo needs k, 1 <= k <= N-1"),
         ("grpo", {"k": 2}, r"grpo does not use k, got k=2"),
         ("rloo", {"eps": 1.0}, r"rloo takes no options, got .eps."),
-        ("grpo", {"epsilon": 1.0}, r"grpo takes the options eps, ddof, got .epsilon.; did you mean .eps."),
+        (
+            "grpo",
+            {"epsilon": 1.0},
+            r"grpo takes the options eps, ddof, got .epsilon.; did you mean .eps.",
+        ),
         ("grpo", {"ddof": 2}, r"ddof of grpo must be 0 or 1, got 2"),
-        *(("grpo", {"eps": x}, r"eps of grpo must be a finite number of at least 0") for x in (-1.0, torch.inf, "1", 10**400)),
+        *(
+            ("grpo", {"eps": x}, r"eps of grpo must be a finite number of at least 0")
+            for x in (-1.0, torch.inf, "1", 10**400)
+        ),
         ("grpo", {"eps": None}, r"grpo needs eps, a finite number"),
-        ("qae", {"quantile": 0.0}, r"quantile of qae must be a number above 0 and at most 1, got 0"),
-        ("hero", {"reward_parts": RR, "score_range": 0.5}, r"score_range of hero must be above 0 and below .5, got 0.5"),
-        ("noisy_verifier_backward", {}, r"needs false_positive_rate, a number of at least 0 and below 1"),
-        ("noisy_verifier_backward", {"false_positive_rate": 0.5, "false_negative_rate": 0.5}, r"add up to less than 1"),
+        (
+            "qae",
+            {"quantile": 0.0},
+            r"quantile of qae must be a number above 0 and at most 1, got 0",
+        ),
+        (
+            "hero",
+            {"reward_parts": RR, "score_range": 0.5},
+            r"score_range of hero must be above 0 and below .5, got 0.5",
+        ),
+        (
+            "noisy_verifier_backward",
+            {},
+            r"needs false_positive_rate, a number of at least 0 and below 1",
+        ),
+        (
+            "noisy_verifier_backward",
+            {"false_positive_rate": 0.5, "false_negative_rate": 0.5},
+            r"add up to less than 1",
+        ),
         ("rloo", {"scale_by_k": True}, r"rloo does not use scale_by_k"),
         ("opo", {}, r"opo needs lengths"),
         ("rloo", {"lengths": R.long()}, r"rloo does not use lengths"),
@@ -284,10 +406,22 @@ PAIRS, ALL = {"offsets": torch.tensor([0, 2, 4])}, {"offsets": torch.tensor([0, 
         ("best", {}, r"estimator must be one of maxpo, .*, got 'best'"),
         ("rloo", {"rewards": torch.tensor(1.0)}, r"rewards must be \[..., N\], got the shape \(\)"),
         ("rloo", {"rewards": R[None], **ALL}, r"rewards must be flat \[S\]"),
-        ("rloo", {"rewards": R.cfloat()}, r"rewards must be a dense tensor of real numbers, got torch.complex64"),
+        (
+            "rloo",
+            {"rewards": R.cfloat()},
+            r"rewards must be a dense tensor of real numbers, got torch.complex64",
+        ),
         ("rloo", {"valid": R}, r"valid must be bool, got torch.float32"),
-        ("rloo", {"valid": torch.ones(4, device="meta") > 0}, r"valid must be on cpu as the rewards are, got meta"),
-        ("rloo", {"offsets": torch.tensor([0, 3])}, r"offsets must rise from 0 to 4, got 3 as the last"),
+        (
+            "rloo",
+            {"valid": torch.ones(4, device="meta") > 0},
+            r"valid must be on cpu as the rewards are, got meta",
+        ),
+        (
+            "rloo",
+            {"offsets": torch.tensor([0, 3])},
+            r"offsets must rise from 0 to 4, got 3 as the last",
+        ),
         ("qae", {"offsets": torch.tensor([0, 3, 2, 4])}, r"got 3 followed by 2 at group 1"),
         ("rloo", {"offsets": torch.tensor([1, 4])}, r"got 1 followed by 4 at group 0"),
         ("rloo", {"offsets": torch.tensor([0.0, 4.0])}, r"offsets must be int64 \[G\+1\]"),
@@ -295,35 +429,107 @@ PAIRS, ALL = {"offsets": torch.tensor([0, 2, 4])}, {"offsets": torch.tensor([0, 
         ("rloo", {"group_ids": torch.zeros(3).long()}, r"group_ids must have the shape of rewards"),
         ("rloo", {"group_ids": R.long(), **ALL}, r"give offsets or group_ids, not both"),
         ("maxpo", {"k": 2, **PAIRS}, r"maxpo needs 1 <= k <= N-1 = 1 for N = 2 rollouts, got 2"),
-        ("bon_mean", {"k": 3, **PAIRS}, r"bon_mean needs 1 <= k <= N = 2 for N = 2 rollouts, got 3"),
+        (
+            "bon_mean",
+            {"k": 3, **PAIRS},
+            r"bon_mean needs 1 <= k <= N = 2 for N = 2 rollouts, got 3",
+        ),
         ("rloo", {**ALL, "max_group_size": 3}, r"has 4 rollouts, more than max_group_size = 3"),
         ("qae", {**ALL, "max_group_size": 3}, r"has 4 rollouts, more than max_group_size = 3"),
-        ("rloo", {"max_group_size": -1}, r"max_group_size must be an integer of at least 0, got -1"),
-        ("passk_training", {"k": 2, "rewards": R / 2}, r"must be 0 or 1 for passk_training, got 0.5 in group 0"),
-        ("self", {"greedy_correct": R[:3] > 0}, r"greedy_correct must have one value per group, .* got the shape \(3,\)"),
-        ("self", {"greedy_correct": R[None, :3].T > 0}, r"greedy_correct must have one value per group"),
-        ("remax", {"greedy_rewards": NAN[2:3]}, r"greedy_rewards must be finite, got nan in group 0"),
+        (
+            "rloo",
+            {"max_group_size": -1},
+            r"max_group_size must be an integer of at least 0, got -1",
+        ),
+        (
+            "passk_training",
+            {"k": 2, "rewards": R / 2},
+            r"must be 0 or 1 for passk_training, got 0.5 in group 0",
+        ),
+        (
+            "self",
+            {"greedy_correct": R[:3] > 0},
+            r"greedy_correct must have one value per group, .* got the shape \(3,\)",
+        ),
+        (
+            "self",
+            {"greedy_correct": R[None, :3].T > 0},
+            r"greedy_correct must have one value per group",
+        ),
+        (
+            "remax",
+            {"greedy_rewards": NAN[2:3]},
+            r"greedy_rewards must be finite, got nan in group 0",
+        ),
         ("gdpo", {"reward_parts": R}, r"reward_parts must have the shape \(R, 4\), got \(4,\)"),
-        ("gdpo", {"reward_parts": RR, "reward_weights": [1]}, r"a number for each of the 2 rewards, got 1"),
-        ("gdpo", {"reward_parts": RR, "reward_weights": [1, torch.nan]}, r"each of reward_weights must be a finite number"),
-        ("gdpo", {"reward_parts": RR - torch.inf}, r"reward_parts must be finite, got -inf in group 0, rollout 0"),
+        (
+            "gdpo",
+            {"reward_parts": RR, "reward_weights": [1]},
+            r"a number for each of the 2 rewards, got 1",
+        ),
+        (
+            "gdpo",
+            {"reward_parts": RR, "reward_weights": [1, torch.nan]},
+            r"each of reward_weights must be a finite number",
+        ),
+        (
+            "gdpo",
+            {"reward_parts": RR - torch.inf},
+            r"reward_parts must be finite, got -inf in group 0, rollout 0",
+        ),
         ("rloo", {"reward_weights": [1]}, r"rloo does not use reward_weights"),
-        ("hero", {"reward_parts": RR[:1]}, r"hero takes a verifier of weight 1 and one or more scores"),
-        ("hero", {"reward_parts": RR, "reward_weights": [2, 1]}, r"hero takes a verifier of weight 1"),
+        (
+            "hero",
+            {"reward_parts": RR[:1]},
+            r"hero takes a verifier of weight 1 and one or more scores",
+        ),
+        (
+            "hero",
+            {"reward_parts": RR, "reward_weights": [2, 1]},
+            r"hero takes a verifier of weight 1",
+        ),
         ("hero", {"reward_parts": RR + 0.5}, r"the verifier of hero must give 0 or 1, got 0.5"),
-        ("unlikeliness", {"logprobs": R - torch.inf}, r"logprobs must be finite, got -inf in group 0"),
+        (
+            "unlikeliness",
+            {"logprobs": R - torch.inf},
+            r"logprobs must be finite, got -inf in group 0",
+        ),
         ("maxpo_off_policy", {"k": 2}, "maxpo_off_policy needs log_ratios"),
-        ("maxpo_off_policy", {"k": 2, "log_ratios": NAN}, "log_ratios must be numbers, got nan in group 0, rollout 2"),
-        ("maxpo_off_policy", {"k": 2, "log_ratios": R[:3]}, r"log_ratios must have the shape of rewards, \(4,\), got \(3,\)"),
+        (
+            "maxpo_off_policy",
+            {"k": 2, "log_ratios": NAN},
+            "log_ratios must be numbers, got nan in group 0, rollout 2",
+        ),
+        (
+            "maxpo_off_policy",
+            {"k": 2, "log_ratios": R[:3]},
+            r"log_ratios must have the shape of rewards, \(4,\), got \(3,\)",
+        ),
         (
             "maxpo_off_policy",
             {"k": 2, "log_ratios": R, "clamp_delta": -1},
             "clamp_delta of .* must be a finite number",
         ),
-        ("qae", {"rewards": R.double() * 1e160}, r"rewards must be at most 1e\+150 in magnitude for qae, got 1e\+160"),
-        ("w_reinforce", {"correct_weight": 1e300}, r"the advantages of w_reinforce must be finite in torch.float32"),
-        ("unlikeliness", {"logprobs": R, "penalty": 1e300}, r"the advantages of unlikeliness must be finite"),
-        ("rloo", {"rewards": (2 * R - 1).half() * 65504}, r"rloo must be finite in torch.float16, got -inf at index 0"),
+        (
+            "qae",
+            {"rewards": R.double() * 1e160},
+            r"rewards must be at most 1e\+150 in magnitude for qae, got 1e\+160",
+        ),
+        (
+            "w_reinforce",
+            {"correct_weight": 1e300},
+            r"the advantages of w_reinforce must be finite in torch.float32",
+        ),
+        (
+            "unlikeliness",
+            {"logprobs": R, "penalty": 1e300},
+            r"the advantages of unlikeliness must be finite",
+        ),
+        (
+            "rloo",
+            {"rewards": (2 * R - 1).half() * 65504},
+            r"rloo must be finite in torch.float16, got -inf at index 0",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(name, given, message):
@@ -332,7 +538,9 @@ def test_bad_input_is_refused_by_name(name, given, message):
 
 
 def test_nonfinite_rewards_are_refused_by_name():
-    for value, name in itertools.product((torch.nan, torch.inf, -torch.inf), ("rloo", "maxpo", "passk_training", "qae")):
+    for value, name in itertools.product(
+        (torch.nan, torch.inf, -torch.inf), ("rloo", "maxpo", "passk_training", "qae")
+    ):
         rewards = torch.zeros(5, 7, 40)
         rewards[3, 2, 5], rewards[4, 0, 1] = value, torch.nan
         with pytest.raises(ValueError, match=rf"finite, got {value} in group 23, rollout 5"):
@@ -354,24 +562,38 @@ def test_huge_and_tiny_float64_rewards_have_the_advantages_of_ordinary_ones(name
     is_free = ops.ESTIMATORS[name].kernel.scale in ("std", "mean")
     eps = {"eps": 0.0} if ops.ESTIMATORS[name].options else {}
     for shape, exponent in itertools.product(((7, 5), (2, 70)), (480, 700, 1000, -404, -700, -900)):
-        rewards = torch.randn(shape, generator=generator).mul(4).round().div(4).double() + torch.arange(shape[1]) / 64
+        rewards = (
+            torch.randn(shape, generator=generator).mul(4).round().div(4).double()
+            + torch.arange(shape[1]) / 64
+        )
         expected = ops.group_advantage(rewards, name, **eps, **CORE[name])
         scaled = ops.group_advantage(rewards * 2.0**exponent, name, **eps, **CORE[name])
         assert expected.abs().max() > 1e-3
         assert torch.equal(scaled, expected if is_free else expected * 2.0**exponent)
-    largest = torch.tensor([-1.0, 1, 0.5, 0.5], dtype=torch.float64) * torch.finfo(torch.float64).max / 8  # squares overflow
+    # squares overflow
+    largest = (
+        torch.tensor([-1.0, 1, 0.5, 0.5], dtype=torch.float64) * torch.finfo(torch.float64).max / 8
+    )
     actual = ops.group_advantage(largest.abs() if is_free else largest, name, **eps, **CORE[name])
     assert actual.isfinite().all()
     assert actual.any()
 
 
 def test_the_operator_refuses_what_its_callers_convert():
-    op, rewards, nothing = torch.ops.maxrl_fast.group_advantage.default, torch.rand(3, 5), (None, None, None)
-    with pytest.raises(ValueError, match=r"rewards must be contiguous \[G, N\], or \[S\] with offsets"):
+    op, rewards, nothing = (
+        torch.ops.maxrl_fast.group_advantage.default,
+        torch.rand(3, 5),
+        (None, None, None),
+    )
+    with pytest.raises(
+        ValueError, match=r"rewards must be contiguous \[G, N\], or \[S\] with offsets"
+    ):
         op(rewards.T, *nothing, "rloo", 0, [], 0)
     with pytest.raises(ValueError, match=r"rewards must be one of float32, .*, got torch.float16"):
         op(rewards.half(), *nothing, "rloo", 0, [], 0)
-    with pytest.raises(ValueError, match=r"valid must be a contiguous torch.bool tensor of shape \(3, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"valid must be a contiguous torch.bool tensor of shape \(3, 5\)"
+    ):
         op(rewards, None, None, torch.ones(3).bool(), "rloo", 0, [], 0)
 
 
@@ -406,7 +628,9 @@ def test_compiled_as_one_graph():
 def test_where_a_check_would_wait_bad_numbers_and_groups_that_are_too_long_become_nan():
     rewards = torch.tensor([0.0, 1, torch.nan, 3, 1, 2, 0, 1, 4, 2])
     compiled = torch.compile(
-        lambda r, name: ops.group_advantage(r, name, offsets=torch.tensor([0, 3, 6, 10]), max_group_size=3),
+        lambda r, name: ops.group_advantage(
+            r, name, offsets=torch.tensor([0, 3, 6, 10]), max_group_size=3
+        ),
         fullgraph=True,
         backend="aot_eager",
     )
@@ -419,8 +643,14 @@ def test_where_a_check_would_wait_bad_numbers_and_groups_that_are_too_long_becom
 
 def test_ranks_are_not_rounded_to_the_dtype_of_the_logprobs():
     for dtype, other in ((torch.float32, torch.bfloat16), (torch.float64, torch.float32)):
-        rewards, logprobs = torch.tensor([0, 0, 0, 1, 1]).to(dtype), torch.tensor([-0.5, -0.5, -0.5, -0.5, -1.0])
-        expected, actual = (ops.group_advantage(rewards, "unlikeliness", logprobs=logprobs.to(x)) for x in (dtype, other))
+        rewards, logprobs = (
+            torch.tensor([0, 0, 0, 1, 1]).to(dtype),
+            torch.tensor([-0.5, -0.5, -0.5, -0.5, -1.0]),
+        )
+        expected, actual = (
+            ops.group_advantage(rewards, "unlikeliness", logprobs=logprobs.to(x))
+            for x in (dtype, other)
+        )
         assert torch.equal(actual, expected)
 
 
@@ -431,4 +661,9 @@ def test_importing_the_operators_imports_no_trainer():
         "print([m for m in sys.modules if m.startswith('maxrl_fast.') and not m.startswith(ours)]"
         " + [m for m in ('tyro', 'rich', 'matplotlib', 'tensorboard') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -1,4 +1,5 @@
-"""in_place writes the gradient over the logits, and raises an error if another operation needs them.
+"""in_place writes the gradient over the logits, and raises an error if another operation needs
+them.
 
 That the gradients are right is tested with those of each loss."""
 
@@ -110,7 +111,8 @@ def test_without_a_gradient_the_logits_are_unchanged():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"loss": "gmpo", "loss_options": {"low": 0.1}, "old_logprobs": torch.full((T,), -4.0)}]
+    "options",
+    [{}, {"loss": "gmpo", "loss_options": {"low": 0.1}, "old_logprobs": torch.full((T,), -4.0)}],
 )
 def test_it_compiles_as_one_graph(options):
     def step(z):
@@ -119,4 +121,6 @@ def test_it_compiles_as_one_graph(options):
     logits = (HIDDEN @ WEIGHT.T).requires_grad_()
     eager, value = step(logits), torch.compile(step, fullgraph=True, backend="aot_eager")(logits)
     assert value.item() == eager.item()
-    torch.testing.assert_close(torch.autograd.grad(value, logits), torch.autograd.grad(eager, logits))
+    torch.testing.assert_close(
+        torch.autograd.grad(value, logits), torch.autograd.grad(eager, logits)
+    )

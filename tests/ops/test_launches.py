@@ -1,4 +1,6 @@
-"""How many launches operators take on a GPU, counted on a CPU that is treated as one; tests/gpu_path counts more of them."""
+"""How many launches operators take on a GPU, counted on a CPU that is treated as one;
+tests/gpu_path counts more of them.
+"""
 
 import importlib
 
@@ -14,8 +16,9 @@ from tests.ops.operators import Operators
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Run CPU kernels in place of CUDA kernels, without the checks of values that only a CPU makes. Return a function that runs
-    another and lists its launches: kernels of this package, and operators of PyTorch that neither allocate nor give a view."""
+    """Run CPU kernels in place of CUDA kernels, without the checks of values that only a CPU makes.
+    Return a function that runs another and lists its launches: kernels of this package, and
+    operators of PyTorch that neither allocate nor give a view."""
     operators = Operators()
     names = []
 
@@ -31,13 +34,19 @@ def launches(monkeypatch):
             run()
         idle = ("maxrl_fast::", "aten::empty", "aten::new_empty", "aten::promote_types")
         others = (call.function for call in operators.calls if not call.function.is_view)
-        return names + [function.name() for function in others if not function.name().startswith(idle)]
+        return names + [
+            function.name() for function in others if not function.name().startswith(idle)
+        ]
 
     monkeypatch.setattr(dispatch.KernelLaunch, "launch", launch)
     monkeypatch.setattr(dispatch, "is_gpu", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     for module in ("pacs", "token_batch", "group_advantage"):
-        monkeypatch.setattr(importlib.import_module(f"maxrl_fast.ops.{module}"), "is_host_readable", lambda tensor: False)
+        monkeypatch.setattr(
+            importlib.import_module(f"maxrl_fast.ops.{module}"),
+            "is_host_readable",
+            lambda tensor: False,
+        )
     return of
 
 
@@ -53,22 +62,41 @@ def test_the_metrics_of_a_token_loss_are_few_launches(launches):
     batch = (torch.arange(6), torch.tensor([1.0, -1.0]), torch.tensor([0, 2, 6]))
     names = launches(lambda: ops.policy_gradient_loss(logits, *batch, denominator=6.0))
     assert names[0] == "token_loss"
-    others = ["aten::_to_copy", "aten::clamp_min", "aten::div.Tensor", "aten::full", "aten::sub.Tensor", "aten::zeros"]
+    others = [
+        "aten::_to_copy",
+        "aten::clamp_min",
+        "aten::div.Tensor",
+        "aten::full",
+        "aten::sub.Tensor",
+        "aten::zeros",
+    ]
     assert sorted(names[1:]) == others
 
 
 def linear_gradients(**options: object) -> list[Tensor]:
-    """Return losses, log-probabilities and gradients from hidden states, at an odd vocabulary and odd chunks."""
+    """Return losses, log-probabilities and gradients from hidden states, at an odd vocabulary and
+    odd chunks.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (30, 71))
     targets = torch.randint(71, (30,), generator=generator)
     batch = (targets, torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0, 9, 14, 30]))
     old = -5 * torch.rand(30, generator=generator)
-    loss, metrics = ops.linear_policy_gradient_loss(hidden, weight, *batch, old_logprobs=old, chunk_tokens=7, **options)
+    loss, metrics = ops.linear_policy_gradient_loss(
+        hidden, weight, *batch, old_logprobs=old, chunk_tokens=7, **options
+    )
     loss.backward()
     logprobs, entropy = ops.linear_token_logprobs(hidden, weight, targets, chunk_tokens=7)
     of_logprobs = torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
-    return [loss.detach(), hidden.grad, weight.grad, logprobs.detach(), entropy.detach(), *of_logprobs, *metrics.values()]
+    return [
+        loss.detach(),
+        hidden.grad,
+        weight.grad,
+        logprobs.detach(),
+        entropy.detach(),
+        *of_logprobs,
+        *metrics.values(),
+    ]
 
 
 def test_rows_of_a_chunk_of_logits_are_aligned(request, monkeypatch):

@@ -1,4 +1,6 @@
-"""How losses choose tokens, and what any loss can be combined with: SIREN's term, and the mask of the highest entropies."""
+"""How losses choose tokens, and what any loss can be combined with: SIREN's term, and the mask of
+the highest entropies.
+"""
 
 import math
 from fractions import Fraction
@@ -48,10 +50,16 @@ def test_of_equal_covariances_the_first_are_chosen_and_shares_are_rounded_down()
 
 def test_clip_cov_draws_from_the_tokens_between_its_bounds():
     generator = torch.Generator().manual_seed(0)
-    logprobs, advantages = (3 * torch.randn(200, generator=generator, dtype=torch.float64) for _ in range(2))
+    logprobs, advantages = (
+        3 * torch.randn(200, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     mask = torch.rand(200, generator=generator) < 0.7
     kept, seen = mask.nonzero()[:, 0].tolist(), set()
-    between = {t for t, x in covariances(advantages.tolist(), logprobs.tolist(), kept).items() if 0.1 < x < 2}
+    between = {
+        t
+        for t, x in covariances(advantages.tolist(), logprobs.tolist(), kept).items()
+        if 0.1 < x < 2
+    }
     for seed in range(150):
         value = clip_cov(tokens(logprobs, advantages, mask, seed=seed), share=0.04, low=0.1, high=2)
         drawn = set((mask & (value == 0)).nonzero()[:, 0].tolist())
@@ -68,7 +76,10 @@ def test_clip_cov_draws_from_the_tokens_between_its_bounds():
 def test_the_tokens_of_the_highest_entropies(share):
     for n in (0, 1, 15, 100):
         generator = torch.Generator().manual_seed(n)
-        entropy, mask = torch.rand(n, generator=generator).double(), torch.rand(n, generator=generator) < 0.8
+        entropy, mask = (
+            torch.rand(n, generator=generator).double(),
+            torch.rand(n, generator=generator) < 0.8,
+        )
         entropy[n // 2 :] = entropy[: n - n // 2] + 1e-9  # equal but for rounding
         t = tokens(-entropy, entropy, mask, entropy=entropy)
         counted = sorted((float(x) for x in entropy[mask]), reverse=True)
@@ -103,7 +114,9 @@ def test_the_term_of_siren():
         return value, t.metrics["siren_entropy"].item(), t.metrics["siren_anchor"].item()
 
     entropies = [nucleus(row) for row in logits.softmax(-1).tolist()]
-    torch.testing.assert_close(nucleus_entropy(torch.log_softmax(logits, -1)), torch.tensor(entropies).double())
+    torch.testing.assert_close(
+        nucleus_entropy(torch.log_softmax(logits, -1)), torch.tensor(entropies).double()
+    )
     means = []
     for start, stop in zip(CU_SEQLENS[:-1].tolist(), CU_SEQLENS[1:].tolist(), strict=True):
         own = [entropies[t] for t in range(start, stop) if mask[t]]
@@ -112,11 +125,21 @@ def test_the_term_of_siren():
     h = sum(means) / S
     assert term(logits, math.nan) == (0, pytest.approx(h), pytest.approx(h))
     value, found, anchor = term(z := logits.clone().requires_grad_(), 0.1)
-    assert (value.item(), found, anchor) == (pytest.approx(0.7 * (h - 0.1) ** 2), pytest.approx(h), 0.1)
+    assert (value.item(), found, anchor) == (
+        pytest.approx(0.7 * (h - 0.1) ** 2),
+        pytest.approx(h),
+        0.1,
+    )
     (gradient,) = torch.autograd.grad(value, z)
     assert gradient.isfinite().all()
     assert gradient.abs().max() > 1e-3
-    for t, v in ((0, 1), (4, 2), (9, 3), (20, 0), *gradient.abs().sum(1).topk(3).indices[:, None].expand(3, 2).tolist()):
+    for t, v in (
+        (0, 1),
+        (4, 2),
+        (9, 3),
+        (20, 0),
+        *gradient.abs().sum(1).topk(3).indices[:, None].expand(3, 2).tolist(),
+    ):
         step = torch.zeros_like(logits)
         step[t, v % V] = 1e-6
         difference = (term(logits + step, 0.1)[0] - term(logits - step, 0.1)[0]) / 2e-6

@@ -1,4 +1,6 @@
-"""Off-policy max@k: its mean gradient over all groups of a bandit against the exact one, and its limits."""
+"""Off-policy max@k: its mean gradient over all groups of a bandit against the exact one, and its
+limits.
+"""
 
 import itertools
 import math
@@ -22,7 +24,9 @@ def advantages(name, rewards, log_ratios, k, **given):
 
 @pytest.mark.parametrize("n", [64, 4096])
 def test_equal_ratios_scale_the_advantages_of_every_k(n):
-    """With one ratio 1 + c for all, every subset of m has the weight 1 + m c: exact at sizes that no enumeration reaches."""
+    """With one ratio 1 + c for all, every subset of m has the weight 1 + m c: exact at sizes that
+    no enumeration reaches.
+    """
     rewards = torch.randn(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     c = 0.125
     log_ratios = torch.full_like(rewards, math.log1p(c))
@@ -31,17 +35,27 @@ def test_equal_ratios_scale_the_advantages_of_every_k(n):
         return (1 + c) * (1 + (k - 1) * c) * ops.maxpo_advantage(rewards, k)
 
     for k in (1, 2, n // 2, n - 1):
-        torch.testing.assert_close(advantages("maxpo_off_policy", rewards, log_ratios, k), expected(k), rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            advantages("maxpo_off_policy", rewards, log_ratios, k),
+            expected(k),
+            rtol=1e-9,
+            atol=1e-10,
+        )
         bon = (1 + k * c) * advantages("bon_off_policy", rewards, torch.zeros_like(rewards), k)
-        torch.testing.assert_close(advantages("bon_off_policy", rewards, log_ratios, k), bon, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(
+            advantages("bon_off_policy", rewards, log_ratios, k), bon, rtol=1e-9, atol=1e-10
+        )
     actual = advantages("maxrl_off_policy", rewards, log_ratios, 3)
     torch.testing.assert_close(actual, sum(map(expected, (1, 2, 3))), rtol=1e-9, atol=1e-10)
-    # With one best rollout its advantage is 1 for every k, and its share of the others' is -1/(n-1).
+    # With one best rollout its advantage is 1 for every k, and its share of the others' is
+    # -1/(n-1).
     best = torch.zeros(n, dtype=torch.float64)
     best[5] = 1
     actual = ops.group_advantage(best, "maxrl_off_policy", log_ratios=log_ratios[0])
     total = (1 + c) * (n - 1 + c * (n - 1) * (n - 2) / 2)
-    torch.testing.assert_close(actual, best * total - (1 - best) * total / (n - 1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        actual, best * total - (1 - best) * total / (n - 1), rtol=1e-10, atol=0
+    )
 
 
 def test_ratios_are_clamped():
@@ -49,22 +63,33 @@ def test_ratios_are_clamped():
     for name, definition in OFF_POLICY.items():
         far = advantages(name, rewards, torch.tensor([0, torch.inf, -torch.inf, 50]), 2)
         assert torch.equal(far, advantages(name, rewards, torch.tensor([0.0, 20, -20, 20]), 2))
-        actual = advantages(name, rewards, torch.tensor([0.25, 1.125, 4.0, 1.0]).double().log(), 2, clamp_delta=0.5)
-        expected = definition([Fraction(float(r)) for r in rewards], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)])
+        actual = advantages(
+            name, rewards, torch.tensor([0.25, 1.125, 4.0, 1.0]).double().log(), 2, clamp_delta=0.5
+        )
+        expected = definition(
+            [Fraction(float(r)) for r in rewards], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)]
+        )
         assert actual.tolist() == pytest.approx([float(x) for x in expected], rel=1e-12, abs=1e-12)
 
 
 def test_where_the_check_would_wait_a_ratio_that_is_nan_spoils_its_group_alone():
     rewards = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
-    log_ratios = torch.tensor([[0.0, 0.0, torch.nan], [0.1, 0.2, 0.3]])  # of the best rollout, whom no other's sums include
-    compiled = torch.compile(lambda r, x: advantages("maxpo_off_policy", r, x, 2), fullgraph=True, backend="aot_eager")
+    # of the best rollout, whom no other's sums include
+    log_ratios = torch.tensor([[0.0, 0.0, torch.nan], [0.1, 0.2, 0.3]])
+    compiled = torch.compile(
+        lambda r, x: advantages("maxpo_off_policy", r, x, 2), fullgraph=True, backend="aot_eager"
+    )
     actual = compiled(rewards, log_ratios)
     assert actual[0].isnan().all()
-    torch.testing.assert_close(actual[1], advantages("maxpo_off_policy", rewards[1], log_ratios[1], 2))
+    torch.testing.assert_close(
+        actual[1], advantages("maxpo_off_policy", rewards[1], log_ratios[1], 2)
+    )
 
 
 def test_equal_ids_take_memory_for_their_groups_alone():
-    """4096 rollouts of one prompt by id: a row for each possible group would be 4096 times as much."""
+    """4096 rollouts of one prompt by id: a row for each possible group would be 4096 times as
+    much.
+    """
     shapes = []
 
     def seen(g: Group):

@@ -1,4 +1,6 @@
-"""PyTorch's own checks of every operator (schema, gradient, tracing), with the arguments that the public functions give it."""
+"""PyTorch's own checks of every operator (schema, gradient, tracing), with the arguments that the
+public functions give it.
+"""
 
 import pytest
 import torch
@@ -9,17 +11,27 @@ from tests.ops.operators import Operators
 
 
 def of_logits(**options):
-    """Compute losses, log-probs and their gradients from logits and from hidden states, in float32."""
+    """Compute losses, log-probs and their gradients from logits and from hidden states, in
+    float32.
+    """
     e = in_float32(example()) | {"aggregation": "seq_mean_token_mean", "kl_coef": 0.1} | options
     logits, targets, tau = e.pop("logits").requires_grad_(), e["targets"], e["temperature"]
     weight = torch.eye(V).requires_grad_()
     for loss in ("ppo", "gspo", "sapo"):
         for in_place in (False, True):
             ops.policy_gradient_loss(logits * 1, **e, loss=loss, in_place=in_place)[0].backward()
-        for hidden, matrix in ((logits, weight), (logits.detach(), weight), (logits, weight.detach())):
-            ops.linear_policy_gradient_loss(hidden, matrix, **e, loss=loss, chunk_tokens=7, softcap=4.0)[0].backward()
+        for hidden, matrix in (
+            (logits, weight),
+            (logits.detach(), weight),
+            (logits, weight.detach()),
+        ):
+            ops.linear_policy_gradient_loss(
+                hidden, matrix, **e, loss=loss, chunk_tokens=7, softcap=4.0
+            )[0].backward()
     ops.policy_gradient_loss(logits.detach(), **e)
-    (ops.token_logprobs(logits, targets, temperature=tau)[0] * torch.rand(len(targets))).sum().backward()
+    (
+        ops.token_logprobs(logits, targets, temperature=tau)[0] * torch.rand(len(targets))
+    ).sum().backward()
 
 
 def of_groups():
@@ -35,8 +47,14 @@ def of_pacs():
     e = example()
     logprobs, mask = e["old_logprobs"].float().requires_grad_(), e["mask"]
     labels, offsets = torch.tensor([1.0, 0, 0, 1, 0, 1]), torch.tensor([0, 1, 1, 6])
-    for given in ({"groups": offsets}, {"groups": 3, "denominator": 24.0}, {"groups": 3, "denominator": torch.tensor(24.0)}):
-        proxies = ops.log_ratio_reward(logprobs, e["ref_logprobs"].float(), CU_SEQLENS, 0.5, mask=mask)
+    for given in (
+        {"groups": offsets},
+        {"groups": 3, "denominator": 24.0},
+        {"groups": 3, "denominator": torch.tensor(24.0)},
+    ):
+        proxies = ops.log_ratio_reward(
+            logprobs, e["ref_logprobs"].float(), CU_SEQLENS, 0.5, mask=mask
+        )
         ops.pacs_loss(proxies, labels, score="grpo", **given)[0].backward()
 
 
@@ -59,7 +77,10 @@ def test_operators_pass_opcheck(run, names):
     calls = {}
     for call in operators.calls:
         if call.function.namespace == "maxrl_fast":
-            kinds = tuple((x.requires_grad, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in call.arguments)
+            kinds = tuple(
+                (x.requires_grad, x.dtype) if isinstance(x, torch.Tensor) else type(x)
+                for x in call.arguments
+            )
             calls[call.function, kinds] = call
     assert {function._opname for function, _ in calls} >= set(names.split())
     for function, arguments, _ in calls.values():

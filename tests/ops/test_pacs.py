@@ -1,4 +1,6 @@
-"""PACS: reward proxies, loss and gradients (also through the baseline) against the formulas in plain PyTorch and by hand."""
+"""PACS: reward proxies, loss and gradients (also through the baseline) against the formulas in
+plain PyTorch and by hand.
+"""
 
 from itertools import pairwise
 
@@ -19,7 +21,9 @@ def example():
 
 
 def slow_loss(proxies, labels, bounds, score, weight):
-    """Return the loss, computed group by group and rollout by rollout; autograd differentiates it."""
+    """Return the loss, computed group by group and rollout by rollout; autograd differentiates
+    it.
+    """
     total = 0.0
     for begin, end in pairwise(bounds):
         r, y = proxies[begin:end], labels[begin:end]
@@ -53,7 +57,11 @@ def test_loss_and_gradient(score, weight, groups, monkeypatch):
     (by_hand,) = torch.autograd.grad(expected, r)
     assert by_hand.abs().max() > 1e-3
     metrics = []
-    for has_kernels, x, tolerance in ((True, r, 1e-10), (False, r, 1e-10), (True, r.detach().float().requires_grad_(), 1e-4)):
+    for has_kernels, x, tolerance in (
+        (True, r, 1e-10),
+        (False, r, 1e-10),
+        (True, r.detach().float().requires_grad_(), 1e-4),
+    ):
         monkeypatch.setattr("maxrl_fast.ops.pacs.has_kernels", lambda _, has=has_kernels: has)
         loss, others = pacs_loss(x, labels, groups, score=score, weight=weight)
         (gradient,) = torch.autograd.grad(loss, x)
@@ -65,7 +73,9 @@ def test_loss_and_gradient(score, weight, groups, monkeypatch):
 
 @pytest.mark.parametrize("score", SCORES)
 def test_equal_proxies_and_equal_labels_have_exactly_zero_gradient(score):
-    """Only naive has a gradient, since it has no group. The derivative of the standard deviation at 0 is not NaN."""
+    """Only naive has a gradient, since it has no group. The derivative of the standard deviation at
+    0 is not NaN.
+    """
     for value, n in ((0.0, 2), (0.1, 3), (-7.3, 7)):
         r = torch.full((n,), value, requires_grad=True)
         for labels in (torch.zeros(n), torch.ones(n), torch.arange(n) == 0):
@@ -80,16 +90,30 @@ def test_large_proxies_do_not_overflow_or_are_refused():
     r = torch.tensor([500.0, -500.0, 500.0, -500.0], requires_grad=True)
     loss, metrics = pacs_loss(r, torch.tensor([1.0, 0, 0, 1]), 4, score="naive", weight="none")
     assert loss.item() == pytest.approx(250.0)
-    torch.testing.assert_close(torch.autograd.grad(loss, r)[0], torch.tensor([0.0, 0.0, 0.25, -0.25]))
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, r)[0], torch.tensor([0.0, 0.0, 0.25, -0.25])
+    )
     torch.testing.assert_close(metrics["cross_entropy"], torch.tensor([0.0, 0.0, 500.0, 500.0]))
-    labels, squares = torch.tensor([0, 1, 1]), torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64)
-    message = r"the loss must be finite in torch.float64, got nan from reward proxies of up to 2e\+200"
+    labels, squares = (
+        torch.tensor([0, 1, 1]),
+        torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64),
+    )
+    message = (
+        r"the loss must be finite in torch.float64, got nan from reward proxies of up to 2e\+200"
+    )
     with pytest.raises(ValueError, match=message):
         pacs_loss(squares, labels, 3, score="grpo")
     assert pacs_loss(squares, labels, 3, score="rloo")[0].isfinite()
     with pytest.raises(ValueError, match=r"the loss must be finite in torch.float32, got inf"):
-        pacs_loss(torch.tensor([3e38, 3e38, -3e38]), torch.tensor([0, 0, 1]), 3, score="naive", denominator=1.0)
-    broken = torch.tensor([0.0, torch.nan, 1.0])  # from a policy that has become NaN, which the trainer reports itself
+        pacs_loss(
+            torch.tensor([3e38, 3e38, -3e38]),
+            torch.tensor([0, 0, 1]),
+            3,
+            score="naive",
+            denominator=1.0,
+        )
+    # from a policy that has become NaN, which the trainer reports itself
+    broken = torch.tensor([0.0, torch.nan, 1.0])
     assert pacs_loss(broken, labels, 3)[0].isnan()
 
 
@@ -98,12 +122,19 @@ def test_metrics_and_parts():
     of_all, metrics = pacs_loss(proxies, labels, 6)
     r = proxies.view(4, 6)
     psi = (r - (r.sum(1, keepdim=True) - r) / 5).flatten()
-    assert metrics["accuracy"].item() == pytest.approx(float(((psi > 0) == (labels > 0)).double().mean()))
+    assert metrics["accuracy"].item() == pytest.approx(
+        float(((psi > 0) == (labels > 0)).double().mean())
+    )
     assert metrics["reward_proxy"].item() == pytest.approx(float(proxies.mean()))
     assert metrics["score_correct"].item() == pytest.approx(float(psi[labels > 0].mean()))
     assert metrics["score_wrong"].item() == pytest.approx(float(psi[labels == 0].mean()))
-    torch.testing.assert_close(metrics["cross_entropy"], binary_cross_entropy_with_logits(psi, labels, reduction="none"))
-    parts = [pacs_loss(proxies[a : a + 12], labels[a : a + 12], 6, denominator=24.0)[0].item() for a in (0, 12)]
+    torch.testing.assert_close(
+        metrics["cross_entropy"], binary_cross_entropy_with_logits(psi, labels, reduction="none")
+    )
+    parts = [
+        pacs_loss(proxies[a : a + 12], labels[a : a + 12], 6, denominator=24.0)[0].item()
+        for a in (0, 12)
+    ]
     assert sum(parts) == pytest.approx(of_all.item(), rel=1e-12)
     assert pacs_loss(torch.zeros(0), torch.zeros(0), 4)[0].item() == 0
     assert pacs_loss(proxies, labels.bool(), 6)[0].item() == of_all.item()
@@ -114,12 +145,18 @@ def test_metrics_and_parts():
     [
         ({"score": "best"}, "score must be one of rloo, grpo, dr_grpo, naive, got 'best'"),
         ({"weight": "half"}, "weight must be one of balanced, none, got 'half'"),
-        ({"groups": 5}, "groups must be a number of rollouts that divides S = 24, or offsets, got 5"),
+        (
+            {"groups": 5},
+            "groups must be a number of rollouts that divides S = 24, or offsets, got 5",
+        ),
         ({"groups": torch.tensor([0, 9])}, "cu_seqlens must rise from 0 to T = 24"),
         ({"groups": torch.tensor([0, 2**63 - 1, -2, 24])}, "cu_seqlens must rise from 0 to T = 24"),
         ({"labels": torch.zeros(23)}, r"labels must be \[S\] = \[24\]"),
         ({"labels": torch.full((24,), 0.5)}, "labels must be 0 or 1, got 0.5 for rollout 0"),
-        ({"reward_proxy": torch.zeros(24).half()}, r"reward_proxy must be float32 or float64 \[S\]"),
+        (
+            {"reward_proxy": torch.zeros(24).half()},
+            r"reward_proxy must be float32 or float64 \[S\]",
+        ),
     ],
 )
 def test_bad_input(change, message):
@@ -138,7 +175,9 @@ def test_log_ratio_reward(monkeypatch, has_kernels):
     for mask in (torch.tensor([True] * 7 + [False] * 3), torch.arange(10) != 8):
         difference = (logp - ref).detach().where(mask, 0.0)
         actual = log_ratio_reward(logp, ref, bounds, 2.5, mask=mask)
-        assert actual.tolist() == pytest.approx([2.5 * float(difference[a:b].sum()) for a, b in pairwise(bounds)], rel=1e-12)
+        assert actual.tolist() == pytest.approx(
+            [2.5 * float(difference[a:b].sum()) for a, b in pairwise(bounds)], rel=1e-12
+        )
         expected = 2.5 * wanted.repeat_interleave(bounds.diff()) * mask
         assert torch.autograd.grad(actual, logp, wanted.double())[0].tolist() == expected.tolist()
     assert log_ratio_reward(ref, logp.detach().nan_to_num(), bounds).isfinite().all()
@@ -154,11 +193,15 @@ def test_long_sequences_are_summed_in_float64():
     assert proxies.item() == pytest.approx(1e6 * float(logp[0]), rel=1e-7)
 
 
-@pytest.mark.parametrize(("beta", "correct"), [(1.0, [1, 0, 0, 1, 0]), (0.3, [0, 1, 0]), (2.0, [1, 1]), (1.0, [0, 0, 0])])
+@pytest.mark.parametrize(
+    ("beta", "correct"), [(1.0, [1, 0, 0, 1, 0]), (0.3, [0, 1, 0]), (2.0, [1, 1]), (1.0, [0, 0, 0])]
+)
 def test_pacs_first_update_is_the_slope_of_the_loss_where_all_log_ratios_are_0(beta, correct):
     labels = torch.tensor(correct, dtype=torch.float64)
     log_ratios = torch.zeros(len(labels), dtype=torch.float64, requires_grad=True)
     loss, _ = pacs_loss(beta * log_ratios, labels, len(labels))
     actual = group_advantage(labels, "pacs_first_update", beta=beta)
-    torch.testing.assert_close(actual, -len(labels) * torch.autograd.grad(loss, log_ratios)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        actual, -len(labels) * torch.autograd.grad(loss, log_ratios)[0], rtol=1e-12, atol=1e-12
+    )
     assert bool(actual.any()) == (0 < sum(correct) < len(correct))

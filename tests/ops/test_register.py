@@ -30,7 +30,9 @@ def test_a_function_works_with_every_layout_of_equal_groups():
     assert torch.equal(ops.group_advantage(REWARDS, "mine"), expected)
     assert torch.equal(ops.group_advantage(REWARDS.view(3, 1, 4), "mine"), expected.view(3, 1, 4))
     offsets = torch.tensor([0, 4, 8, 12])
-    assert torch.equal(ops.group_advantage(REWARDS.flatten(), "mine", offsets=offsets), expected.flatten())
+    assert torch.equal(
+        ops.group_advantage(REWARDS.flatten(), "mine", offsets=offsets), expected.flatten()
+    )
     shuffle = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(3).repeat_interleave(4)[shuffle]
     actual = ops.group_advantage(REWARDS.flatten()[shuffle], "mine", group_ids=ids)
@@ -54,7 +56,11 @@ def test_a_function_gets_the_inputs_it_asks_for():
 
     ops.register_estimator("asking", asking)
     valid = torch.tensor([[True, True, False, True]]).expand(3, 4)
-    inputs = {"lengths": torch.arange(12).view(3, 4), "logprobs": -torch.rand(3, 4), "prompts": ["a", "b", "c"]}
+    inputs = {
+        "lengths": torch.arange(12).view(3, 4),
+        "logprobs": -torch.rand(3, 4),
+        "prompts": ["a", "b", "c"],
+    }
     a = ops.group_advantage(REWARDS, "asking", k=3, valid=valid, **inputs)
     assert torch.equal(a, REWARDS * valid)  # 0 where not valid, whatever the function returned
     assert (seen["k"], seen["prompts"]) == (3, ["a", "b", "c"])
@@ -62,17 +68,23 @@ def test_a_function_gets_the_inputs_it_asks_for():
     ops.group_advantage(REWARDS, "asking", k=3, **inputs)
     assert seen["valid"].all()
     with pytest.raises(ValueError, match="asking needs lengths"):
-        ops.group_advantage(REWARDS, "asking", k=3, logprobs=inputs["logprobs"], prompts=["a", "b", "c"])
+        ops.group_advantage(
+            REWARDS, "asking", k=3, logprobs=inputs["logprobs"], prompts=["a", "b", "c"]
+        )
     with pytest.raises(ValueError, match="asking needs k"):
         ops.group_advantage(REWARDS, "asking", **inputs)
     with pytest.raises(ValueError, match="rloo does not use prompts"):
         ops.group_advantage(REWARDS, "rloo", prompts=["a", "b", "c"])
     ops.register_estimator("mine", centred)
-    with pytest.raises(ValueError, match="mine has no parameter valid, so all rewards must be there"):
+    with pytest.raises(
+        ValueError, match="mine has no parameter valid, so all rewards must be there"
+    ):
         ops.group_advantage(REWARDS, "mine", valid=valid)
 
 
-def scaled(g: Group, lengths: torch.Tensor, *, k: KBelowN, tau: Positive = 0.5, floor: float) -> torch.Tensor:
+def scaled(
+    g: Group, lengths: torch.Tensor, *, k: KBelowN, tau: Positive = 0.5, floor: float
+) -> torch.Tensor:
     """tau maxpo + floor.
 
     A note.
@@ -85,7 +97,9 @@ def test_a_function_of_a_group_is_like_those_that_are_built_in():
     row = ESTIMATORS["scaled"]
     assert (row.formula, row.needs) == ("tau maxpo + floor", "1 <= k <= N-1, lengths, floor")
     flat, offsets, lengths = REWARDS.flatten(), torch.tensor([0, 5, 12]), torch.arange(12) % 3
-    actual = ops.group_advantage(flat, "scaled", k=2, floor=0.25, offsets=offsets, valid=flat < 3, lengths=lengths)
+    actual = ops.group_advantage(
+        flat, "scaled", k=2, floor=0.25, offsets=offsets, valid=flat < 3, lengths=lengths
+    )
     maxpo = ops.maxpo_advantage(flat, 2, offsets=offsets, valid=flat < 3)
     torch.testing.assert_close(actual, (0.5 * maxpo + 0.25 * (lengths > 0)) * (flat < 3))
     for given, message in (
@@ -104,15 +118,23 @@ def double_maxpo(g: Group, *, k: KBelowN) -> torch.Tensor:
 
 def test_a_row_with_a_table_is_computed_by_the_kernel():
     kernel = Kernel(lambda n, k: 2 * tables.maxpo(n, k))
-    row = Estimator.of(double_maxpo, source="a test", weight="2 (1-p)^(k-1)", kernel=kernel, centred=True)
+    row = Estimator.of(
+        double_maxpo, source="a test", weight="2 (1-p)^(k-1)", kernel=kernel, centred=True
+    )
     ops.register_estimator("twice", row)
-    torch.testing.assert_close(ops.group_advantage(REWARDS, "twice", k=2), 2 * ops.maxpo_advantage(REWARDS, 2))
-    torch.testing.assert_close(ops.group_advantage(REWARDS, row, k=2), 2 * ops.maxpo_advantage(REWARDS, 2))
+    torch.testing.assert_close(
+        ops.group_advantage(REWARDS, "twice", k=2), 2 * ops.maxpo_advantage(REWARDS, 2)
+    )
+    torch.testing.assert_close(
+        ops.group_advantage(REWARDS, row, k=2), 2 * ops.maxpo_advantage(REWARDS, 2)
+    )
     assert ops.effective_weight("twice", 4, torch.tensor(0.5), k=2).item() == pytest.approx(1.0)
     ops.register_estimator("twice", centred, replace=True)
     assert torch.equal(ops.group_advantage(REWARDS, "twice"), centred(REWARDS))
     with pytest.raises(ValueError, match=r"bad fails on a small example: .*zero"):
-        ops.register_estimator("bad", Estimator.of(double_maxpo, kernel=Kernel(lambda n, k: torch.zeros(1 // (n - n)))))
+        ops.register_estimator(
+            "bad", Estimator.of(double_maxpo, kernel=Kernel(lambda n, k: torch.zeros(1 // (n - n))))
+        )
     assert "bad" not in ESTIMATORS
 
 
@@ -121,22 +143,38 @@ def test_rows_and_ops_are_pickled_by_name():
     ops.register_estimator("of_a_function", centred)
     for name, row in ESTIMATORS.items():
         copy = pickle.loads(pickle.dumps(row))
-        assert (copy.function, copy.kernel, copy.needs) == (row.function, row.kernel, row.needs), name
+        assert (copy.function, copy.kernel, copy.needs) == (row.function, row.kernel, row.needs), (
+            name
+        )
     for name in ops.__all__:
-        assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(pickle.dumps(getattr(ops, name))) is getattr(ops, name)
+        assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(
+            pickle.dumps(getattr(ops, name))
+        ) is getattr(ops, name)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda rewards: rewards.tolist(), "must return a tensor, got list"),
-        (lambda rewards: rewards.mean(-1), r"must return a floating tensor of shape \(4, 4\) on cpu, got torch.float32 of"),
+        (
+            lambda rewards: rewards.mean(-1),
+            r"must return a floating tensor of shape \(4, 4\) on cpu, got torch.float32 of",
+        ),
         (lambda rewards: rewards > 0, "must return a floating tensor"),
-        (lambda rewards: rewards / rewards.mean(-1, keepdim=True), "must be finite in torch.float32, got nan at index 8, on a"),
-        (lambda rewards, temperature: rewards, "may ask for k, valid, lengths, .* got the parameter temperature"),
+        (
+            lambda rewards: rewards / rewards.mean(-1, keepdim=True),
+            "must be finite in torch.float32, got nan at index 8, on a",
+        ),
+        (
+            lambda rewards, temperature: rewards,
+            "may ask for k, valid, lengths, .* got the parameter temperature",
+        ),
         (lambda: torch.zeros(4, 4), "must take rewards"),
         (lambda rewards: rewards.median("x"), "fails on a small example: "),
-        (lambda rewards, reward_parts: rewards, "asks for reward_parts, so it must ask for reward_weights too"),
+        (
+            lambda rewards, reward_parts: rewards,
+            "asks for reward_parts, so it must ask for reward_weights too",
+        ),
         (7, "must be a function of rewards, got int"),
     ],
 )
@@ -150,15 +188,22 @@ def test_bad_and_existing_names_are_refused():
     for name in ("two words", "", 3):
         with pytest.raises(ValueError, match="must be a Python identifier"):
             ops.register_estimator(name, centred)
-    with pytest.raises(ValueError, match="there is an estimator grpo already; replace=True takes its place"):
+    with pytest.raises(
+        ValueError, match="there is an estimator grpo already; replace=True takes its place"
+    ):
         ops.register_estimator("grpo", centred)
 
 
 def test_the_example_prints_advantages():
     run = subprocess.run(
-        [sys.executable, EXAMPLES / "custom_advantage.py"], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
+        [sys.executable, EXAMPLES / "custom_advantage.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLES.parent,
     )
     lines = [line.split() for line in run.stdout.splitlines()]
     assert lines[0] == ["above_median", "0.00", "0.00", "1.00", "0.00", "4.00", *["0.00"] * 5]
     assert lines[1][0] == "short_and_right"
-    assert float(lines[1][6]) > float(lines[1][10])  # both are correct, and the first one is shorter
+    # both are correct, and the first one is shorter
+    assert float(lines[1][6]) > float(lines[1][10])

@@ -1,4 +1,6 @@
-"""Every token loss against its definition, from logits and hidden states, by kernels and by functions; limits and refusals."""
+"""Every token loss against its definition, from logits and hidden states, by kernels and by
+functions; limits and refusals.
+"""
 
 import itertools
 import math
@@ -37,40 +39,56 @@ def all_instructions():
 def test_value_gradient_and_metrics_are_those_of_the_definition(loss, all_instructions):
     """With every divergence at every distance of the policies, and draws of everything else.
 
-    Four have policy terms alone. The last two have equal rewards: no gradient but for dppo and the chosen tokens of kl_cov, nor
-    for these without their terms.
+    Four have policy terms alone. The last two have equal rewards: no gradient but for dppo and the
+    chosen tokens of kl_cov, nor for these without their terms.
     """
     choice, sizes = random.Random(loss).choice, []
     for seed in range(18):
         place, kl = seed % 4, seed // 4 % 4
         is_alone = place == kl
-        per_token = loss not in OF_RESPONSES and (kl % 2 == 0 if is_alone else choice([True, False]))
+        per_token = loss not in OF_RESPONSES and (
+            kl % 2 == 0 if is_alone else choice([True, False])
+        )
         e = example((0.02, 0.3, 1.5, 15)[place], seed, per_token)
-        options = drawn_options(choice, loss) | {"kl": KL_ESTIMATORS[kl], "kl_coef": 0.3 * (not is_alone)}
+        options = drawn_options(choice, loss) | {
+            "kl": KL_ESTIMATORS[kl],
+            "kl_coef": 0.3 * (not is_alone),
+        }
         options["entropy_coef"] *= not is_alone
         if place == 1:  # on both sides of the limits
             logp = torch.log_softmax(e["logits"] / 0.7, -1).gather(1, e["targets"][:, None])[:, 0]
-            for key, tokens in (("old_logprobs", [3, 10, 4]), ("ref_logprobs", [2, 12, 16])):  # token 4 is a response
+            # token 4 is a response
+            for key, tokens in (("old_logprobs", [3, 10, 4]), ("ref_logprobs", [2, 12, 16])):
                 e[key][tokens] = logp[tokens] + torch.tensor([-1, 1, -1]) * (19.99, 20.01)[kl % 2]
             options["dual_clip"] = (None, None, 1.1, 2.5)[kl]
         if seed > 15:
             e |= {"advantages": torch.zeros(S, dtype=torch.float64)}
             learns = {"dppo": {"kl": 0}, "kl_cov": {"coef": 0}}.get(loss)
-            options |= {"kl_coef": 0.0, "entropy_coef": 0.0, "loss_options": learns if seed == 17 else None}
+            options |= {
+                "kl_coef": 0.0,
+                "entropy_coef": 0.0,
+                "loss_options": learns if seed == 17 else None,
+            }
         e["mask"] = choice([None, e["mask"]])
-        e["temperature"] = choice([0.7, torch.linspace(0.4, 1.2, T).double() if place != 1 else 0.7])
+        e["temperature"] = choice(
+            [0.7, torch.linspace(0.4, 1.2, T).double() if place != 1 else 0.7]
+        )
         z = e["logits"].clone().requires_grad_()
         torch.manual_seed(seed)
         expected, metrics = definition(z, e, loss, **options)
         (gradient,) = torch.autograd.grad(expected, z)
         sizes.append(float(gradient.abs().max()))
-        for how, instructions in itertools.product(HOW, all_instructions if LOSSES[loss].fused else all_instructions[:1]):
+        for how, instructions in itertools.product(
+            HOW, all_instructions if LOSSES[loss].fused else all_instructions[:1]
+        ):
             _C.limit_instructions(instructions)
             torch.manual_seed(seed)
             value, actual, found = computed(how, **e, loss=loss, **options)
             assert value.item() == pytest.approx(expected.item(), rel=1e-10, abs=1e-12), how
             torch.testing.assert_close(actual, gradient, rtol=1e-9, atol=1e-12)
-            assert {key: float(x) for key, x in found.items()} == pytest.approx(metrics, rel=1e-9, abs=1e-12), how
+            assert {key: float(x) for key, x in found.items()} == pytest.approx(
+                metrics, rel=1e-9, abs=1e-12
+            ), how
         assert seed < 16 or bool(gradient.any()) == (learns is not None and seed == 16)
     assert sum(size > 1e-3 for size in sizes) > 8
 
@@ -78,7 +96,8 @@ def test_value_gradient_and_metrics_are_those_of_the_definition(loss, all_instru
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_first_update_has_the_gradient_of_reinforce(loss):
     e = example(0.0)
-    options = {"simko": {"alpha": 0, "penalty": 1}, "lp_reg": {"share": 1e-9}}.get(loss)  # these two treat some differently
+    # these two treat some differently
+    options = {"simko": {"alpha": 0, "penalty": 1}, "lp_reg": {"share": 1e-9}}.get(loss)
     options = {"loss_options": options, "aggregation": aggregation_of(loss, "seq_mean_token_mean")}
     _, expected, _ = computed("kernel", **e, loss="reinforce", aggregation=options["aggregation"])
     for how in HOW:
@@ -97,19 +116,32 @@ def test_the_first_update_has_the_gradient_of_reinforce(loss):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_wrong_logprobs_leave_losses_finite_and_nan_does_not_hide(loss, dtype):
     row, e = LOSSES[loss], in_float32(example())
-    e |= {"logits": e["logits"].to(dtype), "mask": None, "loss": loss, "aggregation": aggregation_of(loss), "denominator": 8.0}
+    e |= {
+        "logits": e["logits"].to(dtype),
+        "mask": None,
+        "loss": loss,
+        "aggregation": aggregation_of(loss),
+        "denominator": 8.0,
+    }
     for how in HOW:
         for wrong in (-1e4, 1e4, -math.inf, math.inf):
             for place in (slice(None), [15]):
-                given = {"old_logprobs": e["old_logprobs"].clone(), "ref_logprobs": e["ref_logprobs"].clone()}
+                given = {
+                    "old_logprobs": e["old_logprobs"].clone(),
+                    "ref_logprobs": e["ref_logprobs"].clone(),
+                }
                 given["old_logprobs"][place] = given["ref_logprobs"][place] = wrong
                 value, gradient, metrics = computed(how, **e | given, kl_coef=0.1)
                 assert value.isfinite()
                 assert gradient.isfinite().all()
                 assert all(metrics[name].isfinite() for name in ("ratio", "kl"))
-                if place == slice(None) or not row.by_sequence:  # in a response the others may make up for one token
-                    assert metrics["ratio_clamped"] * T == pytest.approx(T if place == slice(None) else 1)
-        old = e["old_logprobs"].index_fill(0, torch.tensor([15]), math.nan)  # a clamp that hid it would train on nothing
+                # in a response the others may make up for one token
+                if place == slice(None) or not row.by_sequence:
+                    assert metrics["ratio_clamped"] * T == pytest.approx(
+                        T if place == slice(None) else 1
+                    )
+        # a clamp that hid it would train on nothing
+        old = e["old_logprobs"].index_fill(0, torch.tensor([15]), math.nan)
         assert computed(how, **e | {"old_logprobs": old})[0].isnan() == (row.name != "reinforce")
 
 
@@ -121,7 +153,9 @@ def test_masked_values_may_be_anything_and_no_tokens_give_zero(loss):
     masked, e = ~clean["mask"], dict(clean)
     for key in ("old_logprobs", "ref_logprobs", "targets", "temperature"):
         e[key] = e[key].clone()
-        e[key][masked] = -100 if key == "targets" else math.inf if key == "old_logprobs" else math.nan
+        e[key][masked] = (
+            -100 if key == "targets" else math.inf if key == "old_logprobs" else math.nan
+        )
     for how in HOW:
         is_unread = torch.zeros(T, dtype=torch.bool)
         is_unread[clean["cu_seqlens"][-2] :] = LOSSES[loss].fused and how != "reference"
@@ -145,44 +179,88 @@ def test_masked_values_may_be_anything_and_no_tokens_give_zero(loss):
 
 @pytest.mark.parametrize("name", ["advantages", "importance_weights"])
 def test_equal_numbers_of_tokens_and_responses_need_the_keyword(name):
-    """One response is empty, so two numbers could belong to the two responses or to the two tokens."""
-    arguments = {"logits": torch.zeros(2, 4), "targets": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 0, 2])}
-    arguments |= {"advantages": torch.ones(1).expand(2), "advantages_per_token": True, name: torch.tensor([3.0, 5.0])}
+    """One response is empty, so two numbers could belong to the two responses or to the two
+    tokens.
+    """
+    arguments = {
+        "logits": torch.zeros(2, 4),
+        "targets": torch.tensor([0, 1]),
+        "cu_seqlens": torch.tensor([0, 0, 2]),
+    }
+    arguments |= {
+        "advantages": torch.ones(1).expand(2),
+        "advantages_per_token": True,
+        name: torch.tensor([3.0, 5.0]),
+    }
     keyword = f"{name}_per_token"
     for per_token, factor in ((False, 5), (True, 4)):
         loss, _ = policy_gradient_loss(**arguments | {keyword: per_token}, loss="reinforce")
         assert loss.item() == pytest.approx(factor * math.log(4))
-    with pytest.raises(ValueError, match=f"since T = S = 2: give {keyword}=True or {keyword}=False"):
+    with pytest.raises(
+        ValueError, match=f"since T = S = 2: give {keyword}=True or {keyword}=False"
+    ):
         policy_gradient_loss(**arguments | {keyword: None}, loss="reinforce")
     one_each = arguments | {"cu_seqlens": torch.tensor([0, 1, 2]), "advantages_per_token": None}
-    assert policy_gradient_loss(**one_each)[0].item() == policy_gradient_loss(**one_each | {keyword: True})[0].item()
+    assert (
+        policy_gradient_loss(**one_each)[0].item()
+        == policy_gradient_loss(**one_each | {keyword: True})[0].item()
+    )
 
 
-META = {name: torch.as_tensor(x).to("meta") for name, x in (example() | {"denominator": 3.0}).items() if name != "logits"}
+META = {
+    name: torch.as_tensor(x).to("meta")
+    for name, x in (example() | {"denominator": 3.0}).items()
+    if name != "logits"
+}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"targets": torch.arange(T)}, r"targets must be in \[0, 7\), got 7 at token 7"),
-        ({"targets": torch.zeros(7, dtype=torch.int64)}, r"targets must be integers \[T\] = \[22\]"),
+        (
+            {"targets": torch.zeros(7, dtype=torch.int64)},
+            r"targets must be integers \[T\] = \[22\]",
+        ),
         ({"cu_seqlens": torch.tensor([0, 3, 4, 4, 9])}, "cu_seqlens must rise from 0 to T = 22"),
         ({"cu_seqlens": torch.tensor([0, 5, 4, 5, T])}, "cu_seqlens must rise from 0 to T = 22"),
-        # Differences of unsigned integers are never negative, and those of large ones overflow to positive numbers.
+        # Differences of unsigned integers are never negative, and those of large ones overflow to
+        # positive numbers.
         ({"cu_seqlens": torch.tensor([0, 200, 3, T], dtype=torch.uint8)}, "cu_seqlens must rise"),
         ({"cu_seqlens": torch.tensor([0, 5, 3, T], dtype=torch.uint64)}, "cu_seqlens must rise"),
         ({"cu_seqlens": torch.tensor([0, 2**63 - 1, -2, T])}, "cu_seqlens must rise"),
         ({"cu_seqlens": torch.tensor([False, True])}, r"cu_seqlens must be integers \[S\+1\]"),
-        ({"advantages": torch.zeros(5)}, r"advantages must be \[S\] = \[6\] or \[T\] = \[22\], got the shape \(5,\)"),
-        ({"advantages_per_token": True}, r"advantages must be \[T\] = \[22\], got the shape \(6,\)"),
-        ({"importance_weights_per_token": True}, r"importance_weights must be \[T\] = \[22\], got the shape \(6,\)"),
-        ({"importance_weights": -torch.ones(S)}, "importance_weights must be at least 0, got -1.0 at 0"),
+        (
+            {"advantages": torch.zeros(5)},
+            r"advantages must be \[S\] = \[6\] or \[T\] = \[22\], got the shape \(5,\)",
+        ),
+        (
+            {"advantages_per_token": True},
+            r"advantages must be \[T\] = \[22\], got the shape \(6,\)",
+        ),
+        (
+            {"importance_weights_per_token": True},
+            r"importance_weights must be \[T\] = \[22\], got the shape \(6,\)",
+        ),
+        (
+            {"importance_weights": -torch.ones(S)},
+            "importance_weights must be at least 0, got -1.0 at 0",
+        ),
         ({"advantages_per_token": 1}, "advantages_per_token must be True or False, got 1"),
         ({"mask": torch.ones(T)}, "mask must be bool"),
-        ({"old_logprobs": torch.ones(3)}, r"old_logprobs must be \[T\] = \[22\], got the shape \(3,\)"),
+        (
+            {"old_logprobs": torch.ones(3)},
+            r"old_logprobs must be \[T\] = \[22\], got the shape \(3,\)",
+        ),
         ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
-        *(({"temperature": torch.full((T,), x)}, "temperature must be .* above 0, got .* at 0") for x in (0.0, -1.0, math.nan)),
-        ({"temperature": torch.full((T,), math.inf)}, "temperature must be a finite number above 0, got inf at 0"),
+        *(
+            ({"temperature": torch.full((T,), x)}, "temperature must be .* above 0, got .* at 0")
+            for x in (0.0, -1.0, math.nan)
+        ),
+        (
+            {"temperature": torch.full((T,), math.inf)},
+            "temperature must be a finite number above 0, got inf at 0",
+        ),
         ({"dual_clip": 1}, "dual_clip must be a number above 1, got 1"),
         ({"kl": "k4"}, "kl must be one of"),
         ({"aggregation": "mean"}, "aggregation must be one of"),
@@ -192,13 +270,29 @@ META = {name: torch.as_tensor(x).to("meta") for name, x in (example() | {"denomi
             {"logits": torch.ones(T, V, dtype=torch.complex64)},
             "logits must be a dense tensor of real numbers",
         ),
-        ({"loss": "sapo", "loss_options": {"tau_pos": 1}}, "tau_negative, got 'tau_pos'; did you mean 'tau_positive'"),
-        ({"loss": "dispo", "loss_options": {"low_negative": 102}}, "low_negative of dispo must be at most .*, 101, got 102"),
-        ({"loss": "clip_cov", "loss_options": {"low": 5, "high": 1}}, "low of clip_cov must be below its high, 1, got 5"),
-        ({"loss": "simko", "loss_options": {"k": 2.5}}, "k of loss simko must be an integer from 1 to 8, got 2.5"),
+        (
+            {"loss": "sapo", "loss_options": {"tau_pos": 1}},
+            "tau_negative, got 'tau_pos'; did you mean 'tau_positive'",
+        ),
+        (
+            {"loss": "dispo", "loss_options": {"low_negative": 102}},
+            "low_negative of dispo must be at most .*, 101, got 102",
+        ),
+        (
+            {"loss": "clip_cov", "loss_options": {"low": 5, "high": 1}},
+            "low of clip_cov must be below its high, 1, got 5",
+        ),
+        (
+            {"loss": "simko", "loss_options": {"k": 2.5}},
+            "k of loss simko must be an integer from 1 to 8, got 2.5",
+        ),
         ({"loss": "luspo"}, "aggregation must be seq_mean_token_sum for luspo, .* got token_mean"),
-        # An operator takes a tensor on "meta" for tracing, and would return memory that nobody has written.
-        *(({name: x, **({"mask": None} if name == "temperature" else {})}, f"{name} must be") for name, x in META.items()),
+        # An operator takes a tensor on "meta" for tracing, and would return memory that nobody has
+        # written.
+        *(
+            ({name: x, **({"mask": None} if name == "temperature" else {})}, f"{name} must be")
+            for name, x in META.items()
+        ),
     ],
 )
 def test_bad_options(options, message):
@@ -212,18 +306,31 @@ def test_unknown_and_impossible_options_are_refused(name):
     assert row.formula
     assert row.weight
     assert row.source
-    with pytest.raises(ValueError, match=f"loss {name} takes (no options|the options .*), got 'slope'"):
+    with pytest.raises(
+        ValueError, match=f"loss {name} takes (no options|the options .*), got 'slope'"
+    ):
         policy_gradient_loss(**e, loss=name, loss_options={"slope": 1.0})
-    with pytest.raises(TypeError, match="loss_options must be a mapping of names to numbers, got list"):
+    with pytest.raises(
+        TypeError, match="loss_options must be a mapping of names to numbers, got list"
+    ):
         policy_gradient_loss(**e, loss=name, loss_options=[1.0])
     for key, option in row.options.items():
-        for value in (math.nan, "1", *([-0.1, 0] if "above 0" in option.limits[0].wanted else [-math.inf])):
-            with pytest.raises(ValueError, match=f"{key} of loss {name} must be {option.limits[0].wanted}, got"):
+        for value in (
+            math.nan,
+            "1",
+            *([-0.1, 0] if "above 0" in option.limits[0].wanted else [-math.inf]),
+        ):
+            with pytest.raises(
+                ValueError, match=f"{key} of loss {name} must be {option.limits[0].wanted}, got"
+            ):
                 policy_gradient_loss(**e, loss=name, loss_options={key: value})
 
 
 def test_a_compiled_module_with_other_sums_is_refused(monkeypatch):
     check_fields("LossSums", LossSums._fields)
     monkeypatch.setitem(_C.FIELDS, "LossSums", LossSums._fields[::-1])
-    with pytest.raises(ImportError, match=r"maxrl_fast._C does not fit .* its LossSums has the fields \('logprob_diff',"):
+    with pytest.raises(
+        ImportError,
+        match=r"maxrl_fast._C does not fit .* its LossSums has the fields \('logprob_diff',",
+    ):
         check_fields("LossSums", LossSums._fields)

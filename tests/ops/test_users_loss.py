@@ -1,4 +1,6 @@
-"""A loss that a user writes: a function of Tokens, in policy_gradient_loss, in its linear form, and registered."""
+"""A loss that a user writes: a function of Tokens, in policy_gradient_loss, in its linear form, and
+registered.
+"""
 
 import math
 from functools import partial
@@ -8,7 +10,13 @@ import torch
 
 from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.options import Share
-from maxrl_fast.ops import LOSSES, linear_policy_gradient_loss, policy_gradient_loss, token_logprobs, token_loss
+from maxrl_fast.ops import (
+    LOSSES,
+    linear_policy_gradient_loss,
+    policy_gradient_loss,
+    token_logprobs,
+    token_loss,
+)
 from tests.ops.loss_definitions import HOW, S, T, computed, example
 
 
@@ -17,7 +25,9 @@ def ppo(t, *, clip_low, clip_high):
 
     More of it.
     """
-    return torch.maximum(-t.advantages * t.ratio, -t.advantages * t.ratio.clamp(1 - clip_low, 1 + clip_high))
+    return torch.maximum(
+        -t.advantages * t.ratio, -t.advantages * t.ratio.clamp(1 - clip_low, 1 + clip_high)
+    )
 
 
 def test_options_and_formula_come_from_the_signature():
@@ -28,12 +38,18 @@ def test_options_and_formula_come_from_the_signature():
 
     row = find_loss(mine)
     assert (row.name, row.formula, row.clips) == ("mine", "-A logp, as ever", False)
-    assert {key: option.default for key, option in row.options.items()} == {"share": None, "tau": 2.0}
+    assert {key: option.default for key, option in row.options.items()} == {
+        "share": None,
+        "tau": 2.0,
+    }
     assert find_loss(mine) is row
     assert find_loss(ppo).clips
     assert find_loss(ppo).formula == "As the fused one, in words"
     e = example() | {"loss": mine}
-    one, two = (policy_gradient_loss(**e, loss_options={"share": 0.5} | given)[0] for given in ({}, {"tau": 4}))
+    one, two = (
+        policy_gradient_loss(**e, loss_options={"share": 0.5} | given)[0]
+        for given in ({}, {"tau": 4})
+    )
     assert two.item() == pytest.approx(2 * one.item())
     with pytest.raises(ValueError, match="loss mine needs share, a number above 0 and at most 1"):
         policy_gradient_loss(**e)
@@ -48,9 +64,19 @@ class Callable:
 
 @pytest.mark.parametrize("how", HOW)
 def test_any_callable_is_a_loss_with_the_same_terms_as_those_by_name(how):
-    e = example() | {"kl_coef": 0.1, "entropy_coef": 0.05, "clip_high": 0.1, "aggregation": "seq_mean_token_mean"}
+    e = example() | {
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
+        "clip_high": 0.1,
+        "aggregation": "seq_mean_token_mean",
+    }
     reinforce = partial(lambda t, x: -x * t.advantages * t.logprobs, x=1)
-    for own, name in ((Callable(), "reinforce"), (reinforce, "reinforce"), (lambda t: reinforce(t), "reinforce"), (ppo, "ppo")):
+    for own, name in (
+        (Callable(), "reinforce"),
+        (reinforce, "reinforce"),
+        (lambda t: reinforce(t), "reinforce"),
+        (ppo, "ppo"),
+    ):
         actual, expected = (computed(how, **e, loss=loss) for loss in (own, name))
         torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-11, atol=1e-13)
         for key in ("tokens", "dropped_tokens", "ratio", "kl", "entropy", "logprob_diff"):
@@ -68,10 +94,16 @@ def has_no_gradient(t):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda t: t.logprobs.sum(), r"must return torch.float64 \[T\] = \[7\], got torch.float64 of shape \(\)"),
+        (
+            lambda t: t.logprobs.sum(),
+            r"must return torch.float64 \[T\] = \[7\], got torch.float64 of shape \(\)",
+        ),
         (lambda t: t.logprobs.float(), r"got torch.float32 of shape \(7,\)"),
         (lambda t: 1.0, r"must return torch.float64 \[T\] = \[7\], got float"),
-        (has_no_gradient, "has_no_gradient must have a gradient in the logprobs or the entropy .*, got none"),
+        (
+            has_no_gradient,
+            "has_no_gradient must have a gradient in the logprobs or the entropy .*, got none",
+        ),
         (raises, "loss raises fails on seven tokens: KeyError: 'no such thing'"),
         (lambda t, u: t.logprobs, "after Tokens must be keyword-only numbers, got u"),
         (lambda *, tau=1.0: None, "must take Tokens as its first parameter"),
@@ -92,7 +124,9 @@ def test_functions_that_are_no_loss_are_refused(loss, message):
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_loss_that_is_not_finite_is_refused_for_tokens_that_are_not_masked(how):
-    """Where a policy has become NaN, that is not the function's doing: the loss is NaN, as the losses by name are."""
+    """Where a policy has become NaN, that is not the function's doing: the loss is NaN, as the
+    losses by name are.
+    """
 
     def mine(t):
         return -t.advantages * t.ratio / (t.advantages != 5) + 0 * t.old_logprobs
@@ -137,22 +171,41 @@ def test_what_a_function_sees():
     ):
         assert actual.dtype == torch.float64
         torch.testing.assert_close(actual, torch.where(mask, expected, 0.0))
-    assert (t.mask.tolist(), t.cu_seqlens.tolist(), t.rows) == (mask.tolist(), e["cu_seqlens"].tolist(), None)
-    assert [x.requires_grad for x in (t.logprobs, t.entropy, t.old_logprobs, t.advantages)] == [True, True, False, False]
+    assert (t.mask.tolist(), t.cu_seqlens.tolist(), t.rows) == (
+        mask.tolist(),
+        e["cu_seqlens"].tolist(),
+        None,
+    )
+    assert [x.requires_grad for x in (t.logprobs, t.entropy, t.old_logprobs, t.advantages)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert t.ratio[0].item() == pytest.approx(math.exp(20))
-    parts = [x[m] for x, m in zip(logp.split(lengths.tolist()), mask.split(lengths.tolist()), strict=True)]
+    parts = [
+        x[m]
+        for x, m in zip(logp.split(lengths.tolist()), mask.split(lengths.tolist()), strict=True)
+    ]
     sums = torch.stack([x.sum() for x in parts]).repeat_interleave(lengths)
     means = torch.stack([x.sum() / max(len(x), 1) for x in parts]).repeat_interleave(lengths)
     torch.testing.assert_close(t.sequence_sum(t.logprobs), sums)
     torch.testing.assert_close(t.sequence_mean(t.logprobs), means)
     for q in (0.0, 0.3, 0.8, 1.0):
-        quantiles = torch.stack([torch.quantile(x, q) if len(x) else x.sum() for x in parts]).repeat_interleave(lengths)
-        torch.testing.assert_close(t.sequence_quantile(t.logprobs.detach(), q)[mask], quantiles[mask])
+        quantiles = torch.stack(
+            [torch.quantile(x, q) if len(x) else x.sum() for x in parts]
+        ).repeat_interleave(lengths)
+        torch.testing.assert_close(
+            t.sequence_quantile(t.logprobs.detach(), q)[mask], quantiles[mask]
+        )
 
 
 def test_a_function_learns_from_tokens_without_an_advantage_where_it_has_a_gradient_there():
     e = example() | {"advantages": torch.zeros(S).double()}
-    for loss, is_read in ((lambda t: -t.advantages * t.ratio + t.log_ratio.square(), True), (ppo, False)):
+    for loss, is_read in (
+        (lambda t: -t.advantages * t.ratio + t.log_ratio.square(), True),
+        (ppo, False),
+    ):
         _, gradient, metrics = computed("kernel", **e, loss=loss)
         assert bool(gradient.any()) == is_read
         assert metrics["dropped_tokens"].item() == (0 if is_read else metrics["tokens"].item())
@@ -178,7 +231,9 @@ def test_the_first_call_may_be_within_no_grad_a_compiled_function_or_vmap():
         z = logits.clone().requires_grad_()
         compiled = torch.compile(of(loss), fullgraph=True, backend="aot_eager")(z)
         assert compiled.item() == pytest.approx(of(loss)(z).item(), rel=1e-12)
-        torch.testing.assert_close(torch.autograd.grad(compiled, z), torch.autograd.grad(of(loss)(z), z))
+        torch.testing.assert_close(
+            torch.autograd.grad(compiled, z), torch.autograd.grad(of(loss)(z), z)
+        )
 
 
 @pytest.fixture
@@ -197,14 +252,23 @@ def test_a_registered_function_has_a_name():
 
     assert token_loss(source="nobody 2026", weight="rho")(mine) is mine
     row = LOSSES["mine"]
-    assert (row.formula, row.source, row.weight, row.fused) == ("-tau A rho", "nobody 2026", "rho", False)
+    assert (row.formula, row.source, row.weight, row.fused) == (
+        "-tau A rho",
+        "nobody 2026",
+        "rho",
+        False,
+    )
     assert find_loss(mine) is row
     e = example()
-    by_name, by_function = (policy_gradient_loss(**e, loss=loss, loss_options={"tau": 3})[0] for loss in ("mine", mine))
+    by_name, by_function = (
+        policy_gradient_loss(**e, loss=loss, loss_options={"tau": 3})[0] for loss in ("mine", mine)
+    )
     assert by_name.item() == by_function.item()
     token_loss(source="the same module may register it again, as importlib.reload does")(mine)
     assert LOSSES["mine"].source != row.source
-    with pytest.raises(ValueError, match=r"there is a loss ppo already, in maxrl_fast\.algorithms\.losses\.core"):
+    with pytest.raises(
+        ValueError, match=r"there is a loss ppo already, in maxrl_fast\.algorithms\.losses\.core"
+    ):
         token_loss(source="")(ppo)
     assert LOSSES["ppo"].function is not ppo
 
@@ -215,7 +279,9 @@ def test_a_function_of_whole_rows(how):
     """The greatest log-prob of each row, with its gradient, and a number of its option."""
 
     def greatest(log_p, targets, *, beta):
-        return torch.stack([beta * log_p.amax(-1), (log_p.argmax(-1) == targets).to(log_p.dtype)], -1)
+        return torch.stack(
+            [beta * log_p.amax(-1), (log_p.argmax(-1) == targets).to(log_p.dtype)], -1
+        )
 
     @token_loss(source="nobody 2026", rows=greatest)
     def mine(t, *, beta: float = 0.5):
@@ -232,5 +298,7 @@ def test_a_function_of_whole_rows(how):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert metrics["dropped_tokens"] == 0
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, z)[0], rtol=1e-9, atol=1e-13)
-    with pytest.raises(ValueError, match="in_place must be False for mine, which needs whole rows of logits"):
+    with pytest.raises(
+        ValueError, match="in_place must be False for mine, which needs whole rows of logits"
+    ):
         policy_gradient_loss(**e | {"logits": z * 1, "loss": "mine"}, in_place=True)

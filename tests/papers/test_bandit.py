@@ -1,4 +1,6 @@
-"""Tests of the bandits: closed forms against enumeration and autograd, sums against explicit gradients, and the command."""
+"""Tests of the bandits: closed forms against enumeration and autograd, sums against explicit
+gradients, and the command.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,20 @@ from tests.papers.load import FOLDER, load
 
 bandit = load("bandit")
 TINY = (
-    *("--threads", "1", "--seeds", "3", "--num-actions", "6", "--num-rollouts", "5", "--k", "3", "--bias-batches", "150"),
+    *(
+        "--threads",
+        "1",
+        "--seeds",
+        "3",
+        "--num-actions",
+        "6",
+        "--num-rollouts",
+        "5",
+        "--k",
+        "3",
+        "--bias-batches",
+        "150",
+    ),
     *("--variance-batches", "50", "--rollouts-swept", "4", "6", "--actions-swept", "2", "5"),
 )
 
@@ -38,7 +53,9 @@ def tuples(num_actions: int, size: int) -> Tensor:
 
 
 def gradients(probabilities: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
-    """Return ghat [M, A] of each batch by its definition, from actions and advantages [M, N] of one bandit."""
+    """Return ghat [M, A] of each batch by its definition, from actions and advantages [M, N] of one
+    bandit.
+    """
     scores = torch.eye(len(probabilities), dtype=torch.float64)[actions] - probabilities
     return (advantages[..., None] * scores).mean(1)
 
@@ -48,7 +65,9 @@ def gradients(probabilities: Tensor, actions: Tensor, advantages: Tensor) -> Ten
 def test_the_exact_gradient_equals_the_enumerated_objectives(k: int, ties: bool) -> None:
     bandits = tiny_bandits(ties)
     groups = tuples(4, k)
-    for rewards, probabilities, exact in zip(bandits.rewards, bandits.probabilities, bandits.exact_gradient(k), strict=True):
+    for rewards, probabilities, exact in zip(
+        bandits.rewards, bandits.probabilities, bandits.exact_gradient(k), strict=True
+    ):
         logits = probabilities.log().requires_grad_()
         chances = logits.softmax(-1)[groups].prod(-1)
         (chances * rewards[groups].amax(-1)).sum().backward()
@@ -59,7 +78,9 @@ def test_the_exact_gradient_equals_the_enumerated_objectives(k: int, ties: bool)
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(3, 2), (5, 2), (5, 3), (5, 4), (6, 4)])
-def test_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_form_bias(n: int, k: int, ties: bool) -> None:
+def test_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_form_bias(
+    n: int, k: int, ties: bool
+) -> None:
     bandits = tiny_bandits(ties)
     groups = tuples(4, n)
     exact, bias = bandits.exact_gradient(k), bandits.exact_bias(k, n)
@@ -78,7 +99,9 @@ def explicit(bandits, actions: Tensor, name: str, k: int) -> Tensor:
     return torch.stack(
         [
             gradients(probabilities, of_seed, group_advantage(rewards[of_seed], name, k=k))
-            for rewards, probabilities, of_seed in zip(bandits.rewards, bandits.probabilities, actions, strict=True)
+            for rewards, probabilities, of_seed in zip(
+                bandits.rewards, bandits.probabilities, actions, strict=True
+            )
         ]
     )
 
@@ -91,8 +114,12 @@ def test_mean_and_squared_norms_equal_explicit_gradients(name: str, ties: bool) 
     wanted = explicit(bandits, batches.actions, name, 3)
     advantages = group_advantage(batches.rewards, name, k=3)
     assert wanted.abs().max() > 0.05
-    torch.testing.assert_close(batches.mean_gradient(advantages), wanted.mean(1), rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(batches.squared_norms(advantages), wanted.square().sum(-1), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        batches.mean_gradient(advantages), wanted.mean(1), rtol=1e-10, atol=1e-14
+    )
+    torch.testing.assert_close(
+        batches.squared_norms(advantages), wanted.square().sum(-1), rtol=1e-10, atol=1e-14
+    )
 
 
 def test_variances_are_traces_of_the_sample_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +131,9 @@ def test_variances_are_traces_of_the_sample_covariance(monkeypatch: pytest.Monke
     for e, name in enumerate(("expected_improvement", "maxpo")):
         for i, k in enumerate(ks):
             for s, of_seed in enumerate(explicit(bandits, actions, name, k)):
-                torch.testing.assert_close(found[e, i, s], of_seed.T.cov().trace(), rtol=1e-10, atol=0)
+                torch.testing.assert_close(
+                    found[e, i, s], of_seed.T.cov().trace(), rtol=1e-10, atol=0
+                )
 
 
 def test_errors_use_the_mean_of_all_batches_so_far() -> None:
@@ -123,7 +152,9 @@ def test_the_mean_converges_to_the_exact_gradient_plus_the_bias_of_l1o() -> None
     bandits, n, k, num_batches = tiny_bandits(), 5, 3, 200_000
     found = bandit.errors(bandits, n, k, [num_batches], generator(7))[:, 0]
     actions = bandits.sample(2000, n, generator(8)).actions
-    variance = torch.stack([explicit(bandits, actions, name, k).var(1).sum(-1) for name in bandit.LABELS])
+    variance = torch.stack(
+        [explicit(bandits, actions, name, k).var(1).sum(-1) for name in bandit.LABELS]
+    )
     noise = (variance / num_batches).sqrt()  # standard deviation of the mean
     bias = bandits.exact_bias(k, n).norm(dim=-1)
     assert (bias > 20 * noise).all()
@@ -138,12 +169,15 @@ def test_slopes_and_crossings() -> None:
     of_powers = 3 * torch.tensor(num_batches, dtype=torch.float64)[:, None] ** powers
     torch.testing.assert_close(bandit.slopes(num_batches, of_powers), powers)
     # The ratio exceeds 1 between K = 3 and 5; from the first K on; never; only at K = 3.
-    ratio = torch.tensor([[0.5, 1.2, 0.5, 0.9], [0.8, 1.3, 0.6, 1.1], [1.6, 1.4, 0.7, 0.9]], dtype=torch.float64)
+    ratio = torch.tensor(
+        [[0.5, 1.2, 0.5, 0.9], [0.8, 1.3, 0.6, 1.1], [1.6, 1.4, 0.7, 0.9]], dtype=torch.float64
+    )
     assert bandit.crossings([2, 3, 5], ratio).tolist() == pytest.approx([3.5, 2.0, 2.5])
 
 
 def test_the_ratio_is_a_geometric_mean_and_counts_two_zeros_as_equal() -> None:
-    variance = torch.tensor([[[1.0, 2.0, 0.0]], [[4.0, 4.0, 0.0]]], dtype=torch.float64)  # [2, 1, S]
+    # [2, 1, S]
+    variance = torch.tensor([[[1.0, 2.0, 0.0]], [[4.0, 4.0, 0.0]]], dtype=torch.float64)
     found = bandit.compared(variance)
     assert found["ratio"]["mean"] == pytest.approx([2.0], rel=1e-5)
     assert found["seeds_raised"] == [2]
@@ -152,9 +186,18 @@ def test_the_ratio_is_a_geometric_mean_and_counts_two_zeros_as_equal() -> None:
 
 
 def test_the_same_seed_gives_the_same_results() -> None:
-    sizes = {"seeds": 3, "num_actions": 6, "num_rollouts": 5, "k": 3, "bias_batches": 100, "variance_batches": 50}
+    sizes = {
+        "seeds": 3,
+        "num_actions": 6,
+        "num_rollouts": 5,
+        "k": 3,
+        "bias_batches": 100,
+        "variance_batches": 50,
+    }
     first, again, other = (
-        bandit.experiment(bandit.BanditSettings(seed=seed, rollouts_swept=(4, 6), actions_swept=(2, 5), **sizes))
+        bandit.experiment(
+            bandit.BanditSettings(seed=seed, rollouts_swept=(4, 6), actions_swept=(2, 5), **sizes)
+        )
         for seed in (3, 3, 4)
     )
     assert first == again
@@ -168,7 +211,8 @@ def test_command_writes_results_and_picture(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "slope" in done.stdout
-    record = json.loads((tmp_path / "bandit.json").read_text(), parse_constant=pytest.fail)  # no NaN
+    # no NaN
+    record = json.loads((tmp_path / "bandit.json").read_text(), parse_constant=pytest.fail)
     results = record["results"]
     assert record["settings"]["k"] == 3
     assert results["error"]["num_batches"] == [1, 3, 10, 32, 100, 150]

@@ -20,9 +20,14 @@ DEAD_END = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64
 
 
 def parameters(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return differentiable theta [L, 2] and b [2], with the habitual action before the rarer one."""
+    """Return differentiable theta [L, 2] and b [2], with the habitual action before the rarer
+    one.
+    """
     rng = torch.Generator().manual_seed(seed)
-    theta, b = (scale * torch.randn(*shape, 2, generator=rng, dtype=torch.float64) for shape in ((LENGTH,), ()))
+    theta, b = (
+        scale * torch.randn(*shape, 2, generator=rng, dtype=torch.float64)
+        for shape in ((LENGTH,), ())
+    )
     return theta.requires_grad_(), b.requires_grad_()
 
 
@@ -42,7 +47,10 @@ def logprobs(theta: Tensor, b: Tensor, forward: int) -> Tensor:
 
 def exact_return(theta: Tensor, b: Tensor) -> Tensor:
     """Return the expected return as a sum over all possible episodes."""
-    return sum(logprobs(theta, b, forward).sum().exp() * (forward + DEAD_END[forward]) for forward in range(LENGTH + 1))
+    return sum(
+        logprobs(theta, b, forward).sum().exp() * (forward + DEAD_END[forward])
+        for forward in range(LENGTH + 1)
+    )
 
 
 def test_mazes_are_the_chains_of_the_task() -> None:
@@ -51,7 +59,10 @@ def test_mazes_are_the_chains_of_the_task() -> None:
     for row, seed in enumerate(range(3, 6)):
         task = ChainTask(40, seed)
         assert [sign > 0 for sign in mazes.sign[row].tolist()] == (task.actions == LEFT).tolist()
-        walks = torch.where(torch.arange(40) < forward[:, None], task.actions, LEFT + RIGHT - task.actions)  # [41, 40]
+        # [41, 40]
+        walks = torch.where(
+            torch.arange(40) < forward[:, None], task.actions, LEFT + RIGHT - task.actions
+        )
         rewards = task.score(task.prompts("train", 0, 41), Rollouts.given(walks.tolist()))
         returns = chain_maze.returns_of(forward[None], mazes.dead_end[row : row + 1])[0]
         torch.testing.assert_close(returns, 40 * rewards)
@@ -64,7 +75,12 @@ def test_expected_return_is_the_sum_over_all_walks() -> None:
     for seed in range(5):
         theta, b = parameters(seed)
         hazards = chain_maze.hazard(log_odds_of(theta, b), SIGN)
-        torch.testing.assert_close(chain_maze.expected_return(hazards, DEAD_END), exact_return(theta, b), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            chain_maze.expected_return(hazards, DEAD_END),
+            exact_return(theta, b),
+            rtol=1e-12,
+            atol=0,
+        )
 
 
 def test_walk_lengths_follow_their_distribution() -> None:
@@ -72,7 +88,9 @@ def test_walk_lengths_follow_their_distribution() -> None:
     episodes = 200_000
     hazards = chain_maze.hazard(log_odds_of(theta, b), SIGN).detach()
     forward = chain_maze.walk(hazards, episodes, torch.Generator().manual_seed(0))
-    exact = torch.tensor([logprobs(theta, b, n).sum().exp().item() for n in range(LENGTH + 1)], dtype=torch.float64)
+    exact = torch.tensor(
+        [logprobs(theta, b, n).sum().exp().item() for n in range(LENGTH + 1)], dtype=torch.float64
+    )
     assert exact.sum().item() == pytest.approx(1, abs=1e-12)
     share = torch.bincount(forward, minlength=LENGTH + 1) / episodes
     assert ((share - exact).abs() < 5 * (exact * (1 - exact) / episodes).sqrt()).all()
@@ -85,7 +103,10 @@ def test_score_and_step_equal_the_gradient_of_the_log_probability() -> None:
     theta, b = parameters(2)
     forward = torch.tensor([0, 0, 2, 3, 6, 5, 6, 1])  # every kind of end, including the goal
     weights = torch.tensor([0.7, -1.1, 0.4, 2.0, -0.3, 0.9, 1.3, -0.2], dtype=torch.float64)
-    sum(weight * logprobs(theta, b, n).sum() for weight, n in zip(weights, forward.tolist(), strict=True)).backward()
+    sum(
+        weight * logprobs(theta, b, n).sum()
+        for weight, n in zip(weights, forward.tolist(), strict=True)
+    ).backward()
     gradient = chain_maze.score(log_odds_of(theta, b).detach(), SIGN, forward, weights)
     torch.testing.assert_close(gradient, theta.grad[:, 1], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(-gradient, theta.grad[:, 0], rtol=1e-10, atol=1e-12)
@@ -107,11 +128,15 @@ def test_entropy_gradient_covers_the_visited_states() -> None:
 
 
 def test_expected_gradients_equal_the_gradients_of_the_objectives() -> None:
-    """REINFORCE's objective is the expected return. For K times EI or EI + L2O it is the expected largest of K returns."""
+    """REINFORCE's objective is the expected return. For K times EI or EI + L2O it is the expected
+    largest of K returns.
+    """
     theta, b = parameters(4, scale=0.3)
     log_odds = log_odds_of(theta, b).detach()
     batches, k = 40_000, 3
-    forward = chain_maze.walk(chain_maze.hazard(log_odds, SIGN), batches * 6, torch.Generator().manual_seed(0)).view(batches, 6)
+    forward = chain_maze.walk(
+        chain_maze.hazard(log_odds, SIGN), batches * 6, torch.Generator().manual_seed(0)
+    ).view(batches, 6)
     returns = chain_maze.returns_of(forward, DEAD_END)
     probability = torch.stack([logprobs(theta, b, n).sum().exp() for n in range(LENGTH + 1)])
     value = torch.arange(LENGTH + 1) + DEAD_END  # [L+1]
@@ -119,13 +144,18 @@ def test_expected_gradients_equal_the_gradients_of_the_objectives() -> None:
     below_strictly = (probability * (value < value[:, None])).sum(1)
     ties = (value[:, None] == value).sum(1)
     largest = ((at_or_below**k - below_strictly**k) * value / ties).sum()
-    for method, size, objective in (("REINFORCE", None, exact_return(theta, b)), ("EI", k, largest), ("EI + L2O", k, largest)):
+    for method, size, objective in (
+        ("REINFORCE", None, exact_return(theta, b)),
+        ("EI", k, largest),
+        ("EI + L2O", k, largest),
+    ):
         exact = torch.autograd.grad(objective, theta, retain_graph=True)[0][:, 1]
         weights = chain_maze.Arm(method, 6, size).weights(returns)
         gradients = chain_maze.score(log_odds, SIGN, forward, weights) * (size or 1)  # [batches, L]
         z = (gradients.mean(0) - exact) / (gradients.std(0) / batches**0.5)
         assert z.abs().max() < 4, (method, z)
-        assert (exact.abs() > 10 * gradients.std(0) / batches**0.5).sum() >= 4  # otherwise the test would show nothing
+        # otherwise the test would show nothing
+        assert (exact.abs() > 10 * gradients.std(0) / batches**0.5).sum() >= 4
 
 
 def test_the_variance_ratio_equals_explicit_gradients() -> None:
@@ -134,16 +164,21 @@ def test_the_variance_ratio_equals_explicit_gradients() -> None:
     theta, b = parameters(5)
     log_odds = log_odds_of(theta, b).detach().float()
     arm = chain_maze.Arm("EI + L2O", 5, 2)
-    ratio = chain_maze.variance_ratio(log_odds[None], mazes, arm, 30, torch.Generator().manual_seed(7))
-    forward = chain_maze.walk(chain_maze.hazard(log_odds, SIGN.float())[None], 150, torch.Generator().manual_seed(7)).view(
-        30, 5
+    ratio = chain_maze.variance_ratio(
+        log_odds[None], mazes, arm, 30, torch.Generator().manual_seed(7)
     )
+    forward = chain_maze.walk(
+        chain_maze.hazard(log_odds, SIGN.float())[None], 150, torch.Generator().manual_seed(7)
+    ).view(30, 5)
     totals = []
     for is_centred in (True, False):
         batches = []
         for walks in forward.tolist():
             returns = [n + float(DEAD_END[n]) for n in walks]
-            ei = [sum(max(x - y, 0) for j, y in enumerate(returns) if j != i) / 4 for i, x in enumerate(returns)]
+            ei = [
+                sum(max(x - y, 0) for j, y in enumerate(returns) if j != i) / 4
+                for i, x in enumerate(returns)
+            ]
             others = [
                 sum(max(x - y, 0) for m, y in enumerate(returns) if m not in (i, j)) / 3 / 4
                 for i in range(5)
@@ -161,7 +196,10 @@ def test_the_variance_ratio_equals_explicit_gradients() -> None:
 
 def test_training_steps_along_autograds_gradients() -> None:
     mazes = chain_maze.Mazes(SIGN[None].float(), DEAD_END[None].float())
-    arms = [chain_maze.Arm(method, n, None) for method, n in (("REINFORCE", 4), ("REINFORCE + entropy", 5))]
+    arms = [
+        chain_maze.Arm(method, n, None)
+        for method, n in (("REINFORCE", 4), ("REINFORCE + entropy", 5))
+    ]
     rates = torch.tensor([[0.1, 0.5], [0.2, 0.7]])
     settings = chain_maze.ChainMaze(iterations=2, records=2)
     _, (_, before, b_before), (_, after, b_after) = chain_maze.train(
@@ -169,10 +207,14 @@ def test_training_steps_along_autograds_gradients() -> None:
     )
     generator = torch.Generator().manual_seed(3)
     for log_odds in (torch.zeros_like(before), before):
-        forward = chain_maze.walk(chain_maze.hazard(log_odds, mazes.sign), 5, generator)  # [A, P, 1, 5]
+        # [A, P, 1, 5]
+        forward = chain_maze.walk(chain_maze.hazard(log_odds, mazes.sign), 5, generator)
     for a, arm in enumerate(arms):
         for i in range(2):
-            theta, b = torch.zeros(LENGTH, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+            theta, b = (
+                torch.zeros(LENGTH, 2, dtype=torch.float64),
+                torch.zeros(2, dtype=torch.float64),
+            )
             theta[:, 1], b[1] = before[a, i, 0] - b_before[a, i, 0], b_before[a, i, 0]
             theta, b = theta.requires_grad_(), b.requires_grad_()
             logp = (theta + b).log_softmax(1)
@@ -183,23 +225,54 @@ def test_training_steps_along_autograds_gradients() -> None:
             for n, value in zip(walks, returns, strict=True):
                 advantage = value - (sum(returns) - value) / (arm.n - 1)
                 objective = (
-                    objective + advantage * logprobs(theta, b, n).sum() / arm.n + a * 0.01 * entropy[: n + 1].sum() / arm.n
+                    objective
+                    + advantage * logprobs(theta, b, n).sum() / arm.n
+                    + a * 0.01 * entropy[: n + 1].sum() / arm.n
                 )
             objective.backward()
             rate = rates[a, i].double()
             log_odds = log_odds_of(theta + rate * theta.grad, b + rate * b.grad)
             torch.testing.assert_close(after[a, i, 0], log_odds.float(), rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(b_after[a, i, 0], (b + rate * b.grad).diff()[0].float(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                b_after[a, i, 0], (b + rate * b.grad).diff()[0].float(), rtol=1e-5, atol=1e-6
+            )
             assert (after[a, i, 0] - before[a, i, 0]).abs().max() > 0.01
 
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, FOLDER / "chain_maze.py", *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, FOLDER / "chain_maze.py", *arguments], capture_output=True, text=True
+    )
 
 
 TINY = [
-    *("--length", "30", "--iterations", "40", "--batch-sizes", "4", "8", "--ks", "2", "4", "--learning-rates", "0.01", "0.3"),
-    *("--search-seeds", "2", "--seeds", "3", "--records", "4", "--variance-batches", "8", "--threads", "1"),
+    *(
+        "--length",
+        "30",
+        "--iterations",
+        "40",
+        "--batch-sizes",
+        "4",
+        "8",
+        "--ks",
+        "2",
+        "4",
+        "--learning-rates",
+        "0.01",
+        "0.3",
+    ),
+    *(
+        "--search-seeds",
+        "2",
+        "--seeds",
+        "3",
+        "--records",
+        "4",
+        "--variance-batches",
+        "8",
+        "--threads",
+        "1",
+    ),
 ]
 
 
@@ -225,9 +298,18 @@ def test_command_writes_its_result_and_picture(tmp_path: Path) -> None:
 
 
 def test_same_seed_gives_the_same_results() -> None:
-    small = {"length": 20, "iterations": 5, "batch_sizes": (4,), "ks": (2,), "learning_rates": (0.1,), "search_seeds": 1}
+    small = {
+        "length": 20,
+        "iterations": 5,
+        "batch_sizes": (4,),
+        "ks": (2,),
+        "learning_rates": (0.1,),
+        "search_seeds": 1,
+    }
     first, again, other = (
-        chain_maze.experiment(chain_maze.ChainMaze(**small, seeds=2, records=2, variance_batches=4, seed=seed))
+        chain_maze.experiment(
+            chain_maze.ChainMaze(**small, seeds=2, records=2, variance_batches=4, seed=seed)
+        )
         for seed in (1, 1, 2)
     )
     assert first == again != other

@@ -1,4 +1,6 @@
-"""Tests of MaxRL on continuous rewards: enumeration of every group against independent closed forms."""
+"""Tests of MaxRL on continuous rewards: enumeration of every group against independent closed
+forms.
+"""
 
 import itertools
 import json
@@ -42,7 +44,9 @@ def mean_over_tuples(advantages_of, rewards):
     for group in itertools.product(range(3), repeat=N):
         actions = torch.tensor(group)
         advantages = advantages_of(rewards[actions][None])[0]
-        total = total + policy[actions].prod().detach() * (advantages * policy[actions].log()).sum() / N
+        total = (
+            total + policy[actions].prod().detach() * (advantages * policy[actions].log()).sum() / N
+        )
     return torch.autograd.grad(total, logits)[0]
 
 
@@ -65,7 +69,9 @@ def test_the_naive_extension_is_biased_except_for_binary_rewards(rewards):
     groups, weights = module.all_groups(3, N), [1, 1 / 2, 1 / 3]
     wanted = gradient_of_max(rewards, weights)
     biased = module.exact_mean(LOGITS, rewards, module.NAIVE, *groups)
-    torch.testing.assert_close(biased, mean_over_tuples(lambda r: module.advantages_of(module.NAIVE, r), rewards))
+    torch.testing.assert_close(
+        biased, mean_over_tuples(lambda r: module.advantages_of(module.NAIVE, r), rewards)
+    )
     assert (biased - wanted).norm() > 0.1 * wanted.norm()
     binary = module.exact_mean(LOGITS, BINARY, module.NAIVE, *groups)
     torch.testing.assert_close(binary, gradient_of_max(BINARY, weights), rtol=0, atol=1e-9)
@@ -76,10 +82,16 @@ def test_shifted_rewards_change_nothing_and_scaled_rewards_scale_the_gradient(or
     module = load("continuous_maxrl")
     rewards, groups = REWARDS["a tie and a negative reward"], module.all_groups(3, N)
     mean = module.exact_mean(LOGITS, rewards, order, *groups)
-    torch.testing.assert_close(module.exact_mean(LOGITS, rewards - 3, order, *groups), mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(module.exact_mean(LOGITS, 2.5 * rewards, order, *groups), 2.5 * mean, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        module.exact_mean(LOGITS, rewards - 3, order, *groups), mean, rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(
+        module.exact_mean(LOGITS, 2.5 * rewards, order, *groups), 2.5 * mean, rtol=0, atol=1e-12
+    )
     positive = REWARDS["positive"]
-    naive, shifted = (module.exact_mean(LOGITS, positive + c, module.NAIVE, *groups) for c in (0.0, 1.0))
+    naive, shifted = (
+        module.exact_mean(LOGITS, positive + c, module.NAIVE, *groups) for c in (0.0, 1.0)
+    )
     assert (naive - shifted).norm() > 0.1 * naive.norm()
 
 
@@ -87,7 +99,10 @@ def test_best_of_k_equals_an_enumeration():
     module, policy = load("continuous_maxrl"), LOGITS.softmax(0)
     for rewards in REWARDS.values():
         wanted = [
-            sum(float(policy[list(d)].prod() * rewards[list(d)].max()) for d in itertools.product(range(3), repeat=k))
+            sum(
+                float(policy[list(d)].prod() * rewards[list(d)].max())
+                for d in itertools.product(range(3), repeat=k)
+            )
             for k in range(1, 6)
         ]
         assert module.best_of_k(policy, rewards, 5).tolist() == pytest.approx(wanted, abs=1e-12)
@@ -105,7 +120,9 @@ def test_error_falls_as_the_exact_variance_over_the_number_of_groups():
     assert found["groups"] == [2**i for i in range(4, 11)]
     for order in (1, 2, 3):
         wanted = module.target(logits, rewards, order)
-        estimates = module.policy_gradient(logits.softmax(0), actions, module.advantages_of(order, rewards[actions]))
+        estimates = module.policy_gradient(
+            logits.softmax(0), actions, module.advantages_of(order, rewards[actions])
+        )
         variance = float(chance @ (estimates - wanted).square().sum(1) / wanted.square().sum())
         for size, error in zip(found["groups"], found["errors"][str(order)], strict=True):
             assert error == pytest.approx((variance / size) ** 0.5, rel=0.25)
@@ -114,7 +131,9 @@ def test_error_falls_as_the_exact_variance_over_the_number_of_groups():
 
 def test_learned_policies_beat_the_uniform_one_at_their_objective():
     module = load("continuous_maxrl")
-    settings = module.ContinuousMaxRL(rollouts=8, learned=32, learned_arms=8, prompts=4, updates=200)
+    settings = module.ContinuousMaxRL(
+        rollouts=8, learned=32, learned_arms=8, prompts=4, updates=200
+    )
     found = module.learning(settings)["max_at_k"]
     rewards = torch.randn(32, 4, 8, generator=torch.Generator().manual_seed(settings.seed + 2))
     uniform = module.best_of_k(torch.full((8,), 1 / 8), rewards, 8).mean((0, 1)).tolist()
@@ -154,7 +173,10 @@ WAY = "RIGHT RIGHT DOWN DOWN"
     ],
 )
 def test_partial_credit_of_walks(response, reward):
-    assert load("maze_progress").fraction_of_the_way(MazeTask(5).decode(encode_maze(GRID)), response) == reward
+    assert (
+        load("maze_progress").fraction_of_the_way(MazeTask(5).decode(encode_maze(GRID)), response)
+        == reward
+    )
 
 
 @pytest.mark.parametrize("size", [5, 9])
@@ -165,7 +187,15 @@ def test_partial_credit_is_1_exactly_where_the_maze_task_says_solved(size):
     for tokens in (part.tolist() for part in solutions.tokens.split(solutions.lengths.tolist())):
         *way, _, _ = tokens
         noise = [[*rng.choices([*MOVES, DONE], k=size), DONE] for _ in range(10)]
-        responses += [[*way, DONE], tokens, [*way, EOS], way[:-1], [*way, way[0], DONE], [*way, PATH, DONE], *noise]
+        responses += [
+            [*way, DONE],
+            tokens,
+            [*way, EOS],
+            way[:-1],
+            [*way, way[0], DONE],
+            [*way, PATH, DONE],
+            *noise,
+        ]
     solved = task.score(prompts, Rollouts.given(responses)).tolist()
     texts = [task.decode(part.tolist()) for part in prompts.tokens.split(prompts.lengths.tolist())]
     rewards = [score(texts[i // 16], task.decode(response)) for i, response in enumerate(responses)]
@@ -181,7 +211,14 @@ SMALL = "--threads 1 --arms 3 --rollouts 4 --groups 64 --repeats 2 --learned 3 -
 @pytest.mark.slow
 def test_the_command_runs_with_mazes(tmp_path):
     mazes = "--maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4 --objectives maxrl-2"
-    command = [sys.executable, str(FOLDER / "continuous_maxrl.py"), *SMALL.split(), *mazes.split(), "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(FOLDER / "continuous_maxrl.py"),
+        *SMALL.split(),
+        *mazes.split(),
+        "--out",
+        str(tmp_path),
+    ]
     command += ["--work", str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -195,14 +232,18 @@ def test_the_command_runs_with_mazes(tmp_path):
     for curves in found["objectives"].values():
         assert len(curves["max_at_k"]) == len(curves["solved_at_k_error"]) == 3
         assert sorted(curves["max_at_k"]) == curves["max_at_k"]
-        assert all(s <= m <= 1 for s, m in zip(curves["solved_at_k"], curves["max_at_k"], strict=True))
+        assert all(
+            s <= m <= 1 for s, m in zip(curves["solved_at_k"], curves["max_at_k"], strict=True)
+        )
     assert "maxrl-2" in done.stdout
 
 
 def test_the_same_seed_gives_the_same_results():
     module = load("continuous_maxrl")
     given = {"rollouts": 4, "groups": 32, "repeats": 2, "learned": 3, "updates": 3, "maze_steps": 0}
-    one, again, other = (module.experiment(module.ContinuousMaxRL(seed=seed, **given)) for seed in (3, 3, 4))
+    one, again, other = (
+        module.experiment(module.ContinuousMaxRL(seed=seed, **given)) for seed in (3, 3, 4)
+    )
     assert one == again
     assert one != other
     assert one["mazes"] is None
@@ -213,7 +254,10 @@ def test_the_same_seed_gives_the_same_results():
     [
         ("--seeds 1", "--seeds must be at least 2, got 1"),
         ("--rate 0", "--rate must be above 0 and finite, got 0.0"),
-        ("--objectives maxrl-16", "--objectives maxrl-16: maxrl needs 1 <= order <= N-1 = 15 for N = 16 rollouts, got 16"),
+        (
+            "--objectives maxrl-16",
+            "--objectives maxrl-16: maxrl needs 1 <= order <= N-1 = 15 for N = 16 rollouts, got 16",
+        ),
         ("--objectives best", "--objectives must be names of estimators"),
         ("--objectives grpo-2", "--objectives grpo-2: grpo does not use k"),
         ("--objectives rloo rloo", "--objectives must be different ones, got rloo rloo"),

@@ -1,4 +1,6 @@
-"""Tests of classification with exact and with sampled gradients. No test depends on how well the classifier learns."""
+"""Tests of classification with exact and with sampled gradients. No test depends on how well the
+classifier learns.
+"""
 
 import json
 import subprocess
@@ -19,13 +21,25 @@ LOGITS = torch.tensor([0.3, -1.1, 0.8, 0.1, -0.2], dtype=torch.float64)
 
 
 def settings(**changes):
-    small = {"steps": 4, "rollouts": (4, 8), "sweep": (32.0,), "classes": 5, "dimensions": 3, "batch": 8}
-    return script.ExactLikelihood(**{**small, "train_inputs": 50, "test_inputs": 20, "test_digits": 1700, **changes})
+    small = {
+        "steps": 4,
+        "rollouts": (4, 8),
+        "sweep": (32.0,),
+        "classes": 5,
+        "dimensions": 3,
+        "batch": 8,
+    }
+    return script.ExactLikelihood(
+        **{**small, "train_inputs": 50, "test_inputs": 20, "test_digits": 1700, **changes}
+    )
 
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, str(FOLDER / "exact_likelihood.py"), *arguments], capture_output=True, text=True, check=False
+        [sys.executable, str(FOLDER / "exact_likelihood.py"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -43,7 +57,9 @@ def test_command_writes_results_and_picture(tmp_path):
     assert "Gaussian classes" in done.stdout
     assert "REINFORCE, N = 8" in done.stdout
     results = record["results"]
-    assert results == json.loads(json.dumps(script.experiment(settings()))), "the same seed must give the same results"
+    assert results == json.loads(json.dumps(script.experiment(settings()))), (
+        "the same seed must give the same results"
+    )
     assert results["steps"] == [0, 1, 2, 3, 4]
     for data, start in (("Gaussian classes", 1 / 5), ("digits", 1 / 10)):
         rows = results["curves"][data]
@@ -53,7 +69,9 @@ def test_command_writes_results_and_picture(tmp_path):
         for row in rows:
             assert row["curves"]["pass@1"]["mean"][0] == pytest.approx(start, rel=1e-5)
             assert row["final"]["pass@1"]["mean"] == row["curves"]["pass@1"]["mean"][-1]
-            assert row["coverage"]["mean"][0] == pytest.approx(row["final"]["pass@1"]["mean"], rel=1e-5)
+            assert row["coverage"]["mean"][0] == pytest.approx(
+                row["final"]["pass@1"]["mean"], rel=1e-5
+            )
         assert {(row["label"], row["learning_rate"]) for row in results["sweep"][data]} == {
             (label, rate)
             for label in ("cross-entropy", "MaxRL, N = 8", "GRPO, N = 8", "REINFORCE, N = 8")
@@ -103,10 +121,14 @@ def test_expected_scores_by_enumeration(objective, n):
     rollouts = torch.tensor(list(product(range(3), repeat=n)))  # [3^n, n]
     likelihoods = probabilities[rollouts].prod(-1)
     labels = torch.full((len(rollouts),), label)
-    scores = script.sampled_scores(probabilities.expand(len(rollouts), 3), labels, rollouts, objective)
+    scores = script.sampled_scores(
+        probabilities.expand(len(rollouts), 3), labels, rollouts, objective
+    )
     p = float(probabilities[label])
     options = script.OPTIONS[objective]
-    weight = effective_weight(script.ESTIMATORS[objective], n, torch.tensor(p, dtype=torch.float64), **options)
+    weight = effective_weight(
+        script.ESTIMATORS[objective], n, torch.tensor(p, dtype=torch.float64), **options
+    )
     if objective != "GRPO":
         known = {"MaxRL": (1 - (1 - p) ** (n - 1)) / p, "REINFORCE": (n - 1) / n}[objective]
         assert float(weight) == pytest.approx(known, rel=1e-9)
@@ -116,13 +138,17 @@ def test_expected_scores_by_enumeration(objective, n):
 
 @pytest.mark.parametrize("objective", ["MaxRL", "GRPO", "REINFORCE"])
 def test_mean_of_sampled_gradients(objective):
-    """From the sampler to the gradient of the weights, the mean is W_N(p) grad p within the sampling error."""
+    """From the sampler to the gradient of the weights, the mean is W_N(p) grad p within the
+    sampling error.
+    """
     draws, n, label = 40_000, 8, 1
     job = script.Job(objective, n, 1.0)
     x = torch.tensor([0.5, -2.0], dtype=torch.float64)
     weights = torch.stack([0.4 * LOGITS.flip(0), 0.3 * LOGITS])  # [2, 5]
     inputs, labels = x.expand(draws, 1, 2), torch.full((draws, 1), label)
-    gradients = script.ascent(weights.expand(draws, 2, 5), inputs, labels, job, torch.Generator().manual_seed(0))
+    gradients = script.ascent(
+        weights.expand(draws, 2, 5), inputs, labels, job, torch.Generator().manual_seed(0)
+    )
     logits = x @ weights
     p = logits.softmax(-1)[label]
     weight = effective_weight(script.ESTIMATORS[objective], n, p, **script.OPTIONS[objective])
@@ -145,7 +171,9 @@ def test_rollouts_are_independent_draws():
     assert float(((counts.mean(0) - n * p) / errors).abs().max()) < 4
     products = torch.einsum("di,dj->dij", counts - n * p, counts - n * p)
     covariances = n * (p.diag() - torch.outer(p, p))
-    assert float(((products.mean(0) - covariances) / (products.std(0) / draws**0.5)).abs().max()) < 4
+    assert (
+        float(((products.mean(0) - covariances) / (products.std(0) / draws**0.5)).abs().max()) < 4
+    )
 
 
 def test_rollouts_of_deterministic_policies():
@@ -159,7 +187,9 @@ def test_the_cross_entropy_step_is_autograds_gradient():
     inputs = torch.randn(3, 6, 4, generator=generator, dtype=torch.float64)
     weights = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(5, (3, 6), generator=generator)
-    losses = torch.nn.functional.cross_entropy((inputs @ weights).flatten(0, 1), labels.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        (inputs @ weights).flatten(0, 1), labels.flatten(), reduction="none"
+    )
     (expected,) = torch.autograd.grad(-losses.view(3, 6).mean(-1).sum(), weights)
     job = script.Job(script.EXACT, 0, 1.0)
     gradient = script.ascent(weights.detach(), inputs, labels, job, generator)
@@ -167,7 +197,9 @@ def test_the_cross_entropy_step_is_autograds_gradient():
 
 
 def test_gradient_norms():
-    """Compare cross-entropy with autograd. The norm of MaxRL is (1 - (1-p)^(N-1)) times as large, so equal for large N."""
+    """Compare cross-entropy with autograd. The norm of MaxRL is (1 - (1-p)^(N-1)) times as large,
+    so equal for large N.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = 0.3 * torch.randn(4, 5, generator=generator, dtype=torch.float64)
     inputs = torch.randn(6, 4, generator=generator, dtype=torch.float64)
@@ -190,20 +222,37 @@ def test_gradient_norms():
 
 
 def test_metrics_use_the_labels():
-    data = script.Data(*(torch.zeros(2, 0), torch.zeros(2, 0)), torch.eye(3).expand(2, 3, 3), torch.tensor([[0, 1, 2]] * 2), 3)
+    data = script.Data(
+        *(torch.zeros(2, 0), torch.zeros(2, 0)),
+        torch.eye(3).expand(2, 3, 3),
+        torch.tensor([[0, 1, 2]] * 2),
+        3,
+    )
     p = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.98, 0.01, 0.01]])
     metrics = script.measure(torch.stack([p.log(), p.flip(1).log()]), data)
-    of_first, of_second = torch.tensor([0.5, 0.1, 0.01]).double(), torch.tensor([0.2, 0.1, 0.98]).double()
+    of_first, of_second = (
+        torch.tensor([0.5, 0.1, 0.01]).double(),
+        torch.tensor([0.2, 0.1, 0.98]).double(),
+    )
     for k in (1, 128):
         expected = torch.stack([(1 - (1 - of) ** k).mean() for of in (of_first, of_second)])
         torch.testing.assert_close(metrics[f"pass@{k}"], expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(metrics["nll"].double(), -torch.stack([of_first, of_second]).log().mean(-1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        metrics["nll"].double(),
+        -torch.stack([of_first, of_second]).log().mean(-1),
+        rtol=1e-5,
+        atol=0,
+    )
     torch.testing.assert_close(metrics["accuracy"], torch.tensor([1 / 3, 1 / 3]).double())
 
 
 @pytest.mark.parametrize("make", [script.gaussian_classes, script.digits])
 def test_data_depends_on_the_seed_and_test_inputs_are_held_out(make):
-    data, again, other = make(settings(test_digits=497)), make(settings(test_digits=497)), make(settings(seed=1))
+    data, again, other = (
+        make(settings(test_digits=497)),
+        make(settings(test_digits=497)),
+        make(settings(seed=1)),
+    )
     for name in ("inputs", "labels", "test_inputs", "test_labels"):
         assert torch.equal(getattr(data, name), getattr(again, name))
     assert not torch.equal(data.test_inputs[:, :20], other.test_inputs[:, :20])
@@ -219,7 +268,10 @@ def test_digits_keep_their_labels():
 
     pixels, digits = load_digits(return_X_y=True)
     data = script.digits(settings(test_digits=497))
-    inputs, labels = (torch.cat(parts, 1)[0] for parts in ((data.test_inputs, data.inputs), (data.test_labels, data.labels)))
+    inputs, labels = (
+        torch.cat(parts, 1)[0]
+        for parts in ((data.test_inputs, data.inputs), (data.test_labels, data.labels))
+    )
     assert float(inputs.mean(0).abs().max()) < 1e-6
     assert float(inputs.square().sum(-1).mean()) == pytest.approx(1, rel=1e-5)
     wanted = torch.from_numpy(pixels)

@@ -1,4 +1,6 @@
-"""Tests of the script at a tiny size: it runs, resumes and names a failed run. They check no ranking of objectives."""
+"""Tests of the script at a tiny size: it runs, resumes and names a failed run. They check no
+ranking of objectives.
+"""
 
 import json
 import subprocess
@@ -13,44 +15,101 @@ pytestmark = pytest.mark.slow
 maze_scaling, training_runs = load("maze_scaling"), load("training_runs")
 
 TINY = [
-    *("--maze-size", "5", "--sft-steps", "40", "--steps", "3", "--prompts", "2", "--rollouts", "4", "8", "--seeds", "1"),
+    *(
+        "--maze-size",
+        "5",
+        "--sft-steps",
+        "40",
+        "--steps",
+        "3",
+        "--prompts",
+        "2",
+        "--rollouts",
+        "4",
+        "8",
+        "--seeds",
+        "1",
+    ),
     *("--objectives", "maxpo", "pacs", "--eval-mazes", "4", "--eval-samples", "4"),
 ]
 
 
 def test_the_command_trains_and_reuses_finished_runs(tmp_path):
-    command = [sys.executable, FOLDER / "maze_scaling.py", *TINY, "--out", tmp_path / "out", "--work", tmp_path / "work"]
+    command = [
+        sys.executable,
+        FOLDER / "maze_scaling.py",
+        *TINY,
+        "--out",
+        tmp_path / "out",
+        "--work",
+        tmp_path / "work",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "pass@4, N = 8" in run.stdout
     record = json.loads((tmp_path / "out" / "maze_scaling.json").read_text())
     assert (tmp_path / "out" / "maze_scaling.png").read_bytes().startswith(b"\x89PNG")
     runs = record["results"]["runs"]
-    assert [(run["objective"], run["rollouts"]) for run in runs] == [("maxpo", 8), ("pacs", 8), ("maxpo", 4), ("pacs", 4)]
+    assert [(run["objective"], run["rollouts"]) for run in runs] == [
+        ("maxpo", 8),
+        ("pacs", 8),
+        ("maxpo", 4),
+        ("pacs", 4),
+    ]
     first = runs[0]["pass_at_k"]["0"]
     for outcome in runs:
         assert outcome["pass_at_k"].keys() == {"0", "1", "2", "3"}
         assert outcome["pass_at_k"]["0"] == first  # the same policy, mazes and random numbers
         assert [step for step, _ in outcome["reward"]] == [1, 2, 3]
-        config = json.loads((tmp_path / "work" / f"{outcome['objective']}-{outcome['rollouts']}-seed1/config.json").read_text())
-        assert (config["objective"], config["rollouts"]) == (outcome["objective"], outcome["rollouts"])
+        config = json.loads(
+            (
+                tmp_path
+                / "work"
+                / f"{outcome['objective']}-{outcome['rollouts']}-seed1/config.json"
+            ).read_text()
+        )
+        assert (config["objective"], config["rollouts"]) == (
+            outcome["objective"],
+            outcome["rollouts"],
+        )
         assert config["k"] == (2 if outcome["objective"] == "maxpo" else None)
     logs = {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}
-    again = subprocess.run(command, capture_output=True, text=True, check=True)  # all runs are finished
+    # all runs are finished
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert again.stdout.splitlines()[:-1] == run.stdout.splitlines()[:-1]
-    assert json.loads((tmp_path / "out" / "maze_scaling.json").read_text())["results"] == record["results"]
+    assert (
+        json.loads((tmp_path / "out" / "maze_scaling.json").read_text())["results"]
+        == record["results"]
+    )
     assert logs == {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}
 
 
 def test_a_run_that_fails_is_named(tmp_path, capsys):
-    code = maze_scaling.main([*TINY, "--sft-steps", "-1", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")])
+    code = maze_scaling.main(
+        [
+            *TINY,
+            "--sft-steps",
+            "-1",
+            "--out",
+            str(tmp_path / "out"),
+            "--work",
+            str(tmp_path / "work"),
+        ]
+    )
     assert code == 2
     error = capsys.readouterr().err
     assert str(tmp_path / "work" / "warm-start.log") in error
-    assert "sft_steps must be at least 0, got -1" in (tmp_path / "work" / "warm-start.log").read_text()
+    assert (
+        "sft_steps must be at least 0, got -1" in (tmp_path / "work" / "warm-start.log").read_text()
+    )
 
 
 def test_bad_settings_are_refused(tmp_path, capsys):
-    assert maze_scaling.main(["--rollouts", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]) == 2
+    assert (
+        maze_scaling.main(
+            ["--rollouts", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]
+        )
+        == 2
+    )
     assert "--rollouts must be at least 4 each, got 2" in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 

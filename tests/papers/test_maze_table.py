@@ -1,4 +1,6 @@
-"""Tests of the script at a tiny size: it stops, moves and continues bitwise, and divides its time. They check no ranking."""
+"""Tests of the script at a tiny size: it stops, moves and continues bitwise, and divides its time.
+They check no ranking.
+"""
 
 import json
 import os
@@ -45,11 +47,21 @@ device = "cpu"
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    return [sys.executable, FOLDER / "maze_table.py", "--recipe", tmp_path / "recipe.toml", "--steps", str(STEPS), "--out"]
+    return [
+        sys.executable,
+        FOLDER / "maze_table.py",
+        "--recipe",
+        tmp_path / "recipe.toml",
+        "--steps",
+        str(STEPS),
+        "--out",
+    ]
 
 
 def stopped(command, out, name):
-    """Stop the script once the run NAME has taken three more steps; return how many steps it had saved."""
+    """Stop the script once the run NAME has taken three more steps; return how many steps it had
+    saved.
+    """
     metrics = out / name / "metrics.jsonl"
     before = len(read(metrics)) if metrics.exists() else 0
     process, limit = subprocess.Popen([*command, out]), time.monotonic() + 300
@@ -63,41 +75,79 @@ def stopped(command, out, name):
 
 
 def results(out, name):
-    """Return what must be bitwise the same: the policy's weights, and the logs without their timings."""
+    """Return what must be bitwise the same: the policy's weights, and the logs without their
+    timings.
+    """
     (newest,) = (out / name / "checkpoints").iterdir()
     logs = [read(out / name / log) for log in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")]
-    untimed = [[{k: v for k, v in line.items() if "second" not in k} for line in log] for log in logs]
+    untimed = [
+        [{k: v for k, v in line.items() if "second" not in k} for line in log] for log in logs
+    ]
     return newest.name, (newest / "model.safetensors").read_bytes(), untimed
 
 
 @pytest.mark.slow
-def test_runs_that_are_stopped_twice_and_moved_equal_uninterrupted_ones_bitwise(command, tmp_path, monkeypatch):
+def test_runs_that_are_stopped_twice_and_moved_equal_uninterrupted_ones_bitwise(
+    command, tmp_path, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     whole, parts, moved = tmp_path / "whole", tmp_path / "parts", tmp_path / "moved"
-    assert subprocess.run([*command, whole], check=True, capture_output=True, text=True).stdout.count("| grpo |") == 1
+    assert (
+        subprocess.run([*command, whole], check=True, capture_output=True, text=True).stdout.count(
+            "| grpo |"
+        )
+        == 1
+    )
     saved = {name: stopped(command, parts, name) for name in ("maxrl", "grpo")}
     assert all(3 <= step < STEPS for step in saved.values())
     # Links and the finished warm start stay behind.
-    shutil.copytree(parts, moved, ignore=lambda _, names: [n for n in names if n in ("latest", "best", "warm-start")])
-    shutil.copytree(parts / "warm-start", moved / "warm-start", ignore=shutil.ignore_patterns("checkpoints", "latest", "best"))
+    shutil.copytree(
+        parts,
+        moved,
+        ignore=lambda _, names: [n for n in names if n in ("latest", "best", "warm-start")],
+    )
+    shutil.copytree(
+        parts / "warm-start",
+        moved / "warm-start",
+        ignore=shutil.ignore_patterns("checkpoints", "latest", "best"),
+    )
     shutil.rmtree(parts)
     subprocess.run([*command, moved], check=True, capture_output=True)
     for name, step in saved.items():
-        assert f", from {name}/checkpoints/step-{step:06d}\n" in (moved / f"{name}.log").read_text()  # not from the beginning
+        # not from the beginning
+        assert f", from {name}/checkpoints/step-{step:06d}\n" in (moved / f"{name}.log").read_text()
         assert len(results(whole, name)[2][0]) == STEPS
         assert results(moved, name) == results(whole, name)
-    records = [json.loads((out / "maze_table.json").read_text())["results"]["runs"] for out in (whole, moved)]
+    records = [
+        json.loads((out / "maze_table.json").read_text())["results"]["runs"]
+        for out in (whole, moved)
+    ]
     assert records[0]["maxrl"]["pass_at_k"].keys() == {"0", "60", "120"}
-    assert [run["pass_at_k"] for run in records[0].values()] == [run["pass_at_k"] for run in records[1].values()]
-    assert [piece["run"] for piece in read(moved / "pieces.jsonl")] == ["warm-start", "maxrl", "maxrl", "grpo", "grpo"]
+    assert [run["pass_at_k"] for run in records[0].values()] == [
+        run["pass_at_k"] for run in records[1].values()
+    ]
+    assert [piece["run"] for piece in read(moved / "pieces.jsonl")] == [
+        "warm-start",
+        "maxrl",
+        "maxrl",
+        "grpo",
+        "grpo",
+    ]
     assert (moved / "maze_table.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_time_that_ends_before_the_first_checkpoint_loses_nothing(command, tmp_path):
-    run = subprocess.run([*command, tmp_path / "out", "--minutes", "0.001"], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, tmp_path / "out", "--minutes", "0.001"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert "No objective has been evaluated yet." in run.stdout
-    assert "No objective has been evaluated yet." in (tmp_path / "out" / "maze_table.md").read_text()
+    assert (
+        "No objective has been evaluated yet." in (tmp_path / "out" / "maze_table.md").read_text()
+    )
 
 
 class Clock:
@@ -122,7 +172,12 @@ def test_the_time_is_divided_among_what_is_not_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(maze_table.time, "monotonic", lambda: clock.now)
     settings = maze_table.TableSettings(out=tmp_path, objectives=("maxrl", "grpo", "rloo"))
     maze_table.train_all(settings, 960.0)
-    assert clock.given == [("warm-start", 960.0), ("maxrl", 300.0), ("grpo", 350.0), ("rloo", 350.0)]
+    assert clock.given == [
+        ("warm-start", 960.0),
+        ("maxrl", 300.0),
+        ("grpo", 350.0),
+        ("rloo", 350.0),
+    ]
     clock.given.clear()
     maze_table.train_all(settings, clock.now + 100.0)
     assert clock.given == [("grpo", 50.0), ("rloo", 50.0)]
@@ -131,7 +186,11 @@ def test_the_time_is_divided_among_what_is_not_finished(tmp_path, monkeypatch):
 def test_objectives_are_compared_after_equal_steps(tmp_path):
     def of_run(*steps):
         rates = {f"{step}": {"1": step / 1e3, "128": step / 500} for step in steps}
-        return {"steps": steps[-1] + 7, "pass_at_k": rates, "seconds": {f"{step}": step * 6.0 for step in steps}}
+        return {
+            "steps": steps[-1] + 7,
+            "pass_at_k": rates,
+            "seconds": {f"{step}": step * 6.0 for step in steps},
+        }
 
     runs = {"maxrl": of_run(0, 250, 500), "grpo": of_run(0, 250)}
     piece = {"run": "maxrl", "seconds": 90.0, "device": "CPU", "torch": "2.13.0"}
@@ -144,13 +203,17 @@ def test_objectives_are_compared_after_equal_steps(tmp_path):
 
 
 def test_the_objectives_are_the_papers_losses():
-    """Appendix F: advantages of a sample standard deviation for GRPO, and an average over all tokens of a batch."""
+    """Appendix F: advantages of a sample standard deviation for GRPO, and an average over all
+    tokens of a batch.
+    """
     losses = {}
     for name, flags in maze_table.OBJECTIVES.items():
         config = parse(["--config", str(maze_table.RECIPE), *flags, "--out", "none"])
         check(config)
         options = resolve(config, MazeTask(17)).flat()
-        losses[name] = [options[key] for key in ("aggregation", "order", "k", "ddof", "updates_per_step")]
+        losses[name] = [
+            options[key] for key in ("aggregation", "order", "k", "ddof", "updates_per_step")
+        ]
     assert losses == {
         "maxrl": ["token_mean", 127, None, None, 1],
         "grpo": ["token_mean", None, None, 1, 1],

@@ -1,5 +1,5 @@
-"""Tests of the script at a tiny size: it resumes after a kill, stops at its tokens and leaves out what it says. They check no
-ranking of objectives."""
+"""Tests of the script at a tiny size: it resumes after a kill, stops at its tokens and leaves out
+what it says. They check no ranking of objectives."""
 
 import json
 import signal
@@ -18,15 +18,42 @@ from tests.papers.load import FOLDER, load
 league = load("objectives_league")
 
 TINY = [
-    *("--maze-size", "5", "--sft-steps", "40", "--prompts", "4", "--tokens", "700", "--variance-steps", "2"),
+    *(
+        "--maze-size",
+        "5",
+        "--sft-steps",
+        "40",
+        "--prompts",
+        "4",
+        "--tokens",
+        "700",
+        "--variance-steps",
+        "2",
+    ),
     *("--eval-mazes", "4", "--eval-samples", "16", "--seeds", "1", "--objectives", "rloo", "pacs"),
 ]
-SMALL = {"maze_size": 5, "prompts": 2, "rollouts": 4, "hidden_size": 16, "intermediate_size": 32, "layers": 1, "heads": 2}
+SMALL = {
+    "maze_size": 5,
+    "prompts": 2,
+    "rollouts": 4,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "layers": 1,
+    "heads": 2,
+}
 SMALL |= {"kv_heads": 1, "keep_rollouts": 0, "threads": 1, "device": "cpu", "dtype": "float32"}
 
 
 def command(folder):
-    return [sys.executable, FOLDER / "objectives_league.py", *TINY, "--out", folder, "--work", folder / "work"]
+    return [
+        sys.executable,
+        FOLDER / "objectives_league.py",
+        *TINY,
+        "--out",
+        folder,
+        "--work",
+        folder / "work",
+    ]
 
 
 def results(folder):
@@ -65,7 +92,10 @@ def test_a_league_that_is_killed_continues_and_ends_as_one_that_is_not(tmp_path)
 
     killed.mkdir()
     log = (killed / "log").open("w")
-    process, limit = subprocess.Popen(command(killed), stdout=log, stderr=log), time.monotonic() + 600
+    process, limit = (
+        subprocess.Popen(command(killed), stdout=log, stderr=log),
+        time.monotonic() + 600,
+    )
     while not (killed / "work" / "warm-start-seed0.json").exists():
         assert process.poll() is None
         assert time.monotonic() < limit
@@ -91,7 +121,9 @@ def test_without_time_no_run_begins_and_a_run_of_other_settings_does_not_count(t
     assert results(tmp_path) == []
     settings = league.LeagueSettings(work=tmp_path / "work")
     one = league.league_run(settings, "rloo", 0, Path("policy"))
-    league.write_json(tmp_path / "work" / "rloo-seed0.json", {"run": vars(one), "outcome": {"steps": 7}})
+    league.write_json(
+        tmp_path / "work" / "rloo-seed0.json", {"run": vars(one), "outcome": {"steps": 7}}
+    )
     assert league.stored(one, settings) == {"steps": 7}
     other = league.league_run(league.LeagueSettings(lr=1e-3), "rloo", 0, Path("policy"))
     assert league.stored(other, settings) is None
@@ -113,7 +145,9 @@ def test_gradients_are_of_a_policy_that_stays_and_are_not_clipped():
     trainer, _ = league.build(SMALL | {"objective": "nsr", "seed": 3})
     before = [p.detach().clone() for p in trainer.learner.model.parameters()]
     records, variance = league.gradient_variance(trainer, 3)
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.learner.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, trainer.learner.model.parameters(), strict=True)
+    )
     last = torch.cat([p.grad.flatten() for p in trainer.learner.model.parameters()])
     assert float(last.norm()) == pytest.approx(records[-1].metrics["grad_norm"], rel=1e-5)
     assert records[-1].metrics["grad_norm"] > 0.1  # the default limit of the norm
@@ -163,7 +197,9 @@ def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason_that_holds
     ],
 )
 def test_bad_settings_are_refused(flags, message, tmp_path, capsys):
-    assert league.main([*flags.split(), "--out", str(tmp_path), "--work", str(tmp_path / "work")]) == 2
+    assert (
+        league.main([*flags.split(), "--out", str(tmp_path), "--work", str(tmp_path / "work")]) == 2
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 

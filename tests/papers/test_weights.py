@@ -15,7 +15,16 @@ weights = load("weights")
 
 @pytest.mark.slow
 def test_the_command_writes_results_and_picture(tmp_path):
-    command = [sys.executable, FOLDER / "weights.py", "--rollouts", "8", "--points", "5", "--out", tmp_path]
+    command = [
+        sys.executable,
+        FOLDER / "weights.py",
+        "--rollouts",
+        "8",
+        "--points",
+        "5",
+        "--out",
+        tmp_path,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "W_N(p), N = 8" in run.stdout
     record = json.loads((tmp_path / "weights.json").read_text())
@@ -29,7 +38,9 @@ def test_the_command_writes_results_and_picture(tmp_path):
 
 def test_bad_settings_are_refused(tmp_path, capsys):
     assert weights.main(["--out", str(tmp_path), "--k", "1"]) == 2
-    assert "--k must be from 2 to the smallest of --rollouts less 1, got 1" in capsys.readouterr().err
+    assert (
+        "--k must be from 2 to the smallest of --rollouts less 1, got 1" in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -43,22 +54,33 @@ def test_maxrl_with_n_rollouts_has_a_population_weight_exactly(p, n):
     """Algorithm 1 has the weight of order N-1; equations 6 and 7 have the weight of order N."""
     ours, population = weights.estimator_weights(p, n, 2), weights.population_weights(p, (n - 1, n))
     torch.testing.assert_close(ours["maxrl"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)
-    torch.testing.assert_close(ours["maxrl_ratio"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0)
-    torch.testing.assert_close(ours["maxrl_conditional"], population[f"MaxRL, T = {n}"], rtol=1e-12, atol=0)
-    torch.testing.assert_close(ours["maxrl_control_variate"], population[f"MaxRL, T = {n}"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        ours["maxrl_ratio"], population[f"MaxRL, T = {n - 1}"], rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        ours["maxrl_conditional"], population[f"MaxRL, T = {n}"], rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        ours["maxrl_control_variate"], population[f"MaxRL, T = {n}"], rtol=1e-12, atol=0
+    )
     torch.testing.assert_close(ours["rloo"], population["RL"], rtol=1e-12, atol=0)
 
 
 def test_orders_go_from_reinforcement_learning_to_maximum_likelihood(p):
     population = weights.population_weights(p, (1, 100_000))
     torch.testing.assert_close(population["MaxRL, T = 1"], population["RL"], rtol=1e-12, atol=0)
-    torch.testing.assert_close(population["MaxRL, T = 100000"], population["ML"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        population["MaxRL, T = 100000"], population["ML"], rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.slow
 def test_grpo_converges_to_its_population_weight():
     p = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
     population = weights.population_weights(p, ())["GRPO"]
-    errors = [(weights.estimator_weights(p, n, 2)["grpo"] / population - 1).abs().max() for n in (16, 256, 4096)]
+    errors = [
+        (weights.estimator_weights(p, n, 2)["grpo"] / population - 1).abs().max()
+        for n in (16, 256, 4096)
+    ]
     assert errors[0] > 8 * errors[1] > 64 * errors[2]  # as 1/N
     assert errors[2] < 2e-3

@@ -1,4 +1,6 @@
-"""`python -m maxrl_fast.report` embeds any contents of the files safely. tests/browser tests how the page draws them."""
+"""`python -m maxrl_fast.report` embeds any contents of the files safely. tests/browser tests how
+the page draws them.
+"""
 
 import base64
 import gzip
@@ -15,7 +17,14 @@ import torch
 from maxrl_fast.ops import effective_weight
 from maxrl_fast.report import main, reading, samples, values
 from maxrl_fast.report.page import KEY_OPTIONS
-from tests.browser.made_up import HOSTILE, KEYS, MAZE_PROMPT, write_evaluation, write_lines, write_run
+from tests.browser.made_up import (
+    HOSTILE,
+    KEYS,
+    MAZE_PROMPT,
+    write_evaluation,
+    write_lines,
+    write_run,
+)
 
 VENDORED = {  # SHA-256 of the files of uplot 1.6.32 as npm distributes them
     "uPlot-LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
@@ -26,7 +35,9 @@ LAZY = ("pass_rates.jsonl", "rollouts.jsonl")
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text in each script and style, as a browser would find them."""
+    """The elements of a page, and the text in each script and style, as a browser would find
+    them.
+    """
 
     def __init__(self, text):
         super().__init__()
@@ -57,12 +68,21 @@ class Page(HTMLParser):
     @property
     def data(self):
         data = parsed(self.text_of("script", id="data"))
-        packed = parsed(gzip.decompress(base64.b64decode(self.text_of("script", id="samples-data"), validate=True)))
+        packed = parsed(
+            gzip.decompress(
+                base64.b64decode(self.text_of("script", id="samples-data"), validate=True)
+            )
+        )
         for run, lazy in zip(data["runs"], packed["runs"], strict=True):
             run["prompts"] = lazy["prompts"]
             for key in ("samples", "rollouts"):
-                columns = lazy[key] and lazy[key] | {"prompt": [packed["texts"][i] for i in lazy[key]["prompt"]]}
-                run[key] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+                columns = lazy[key] and lazy[key] | {
+                    "prompt": [packed["texts"][i] for i in lazy[key]["prompt"]]
+                }
+                run[key] = [
+                    dict(zip(columns, row, strict=True))
+                    for row in zip(*columns.values(), strict=True)
+                ]
                 assert run["shown"][key] == len(run[key])
         return data
 
@@ -82,7 +102,10 @@ def report(tmp_path):
 
 
 def test_embedded_numbers_equal_the_files(tmp_path, report):
-    records = {name: write_run(tmp_path / name, seed=i, steps=30 + i) for i, name in enumerate(("one", "two"))}
+    records = {
+        name: write_run(tmp_path / name, seed=i, steps=30 + i)
+        for i, name in enumerate(("one", "two"))
+    }
     for run in report(tmp_path / "one", tmp_path / "two").data["runs"]:
         written, folder = records[run["name"]], tmp_path / run["name"]
         assert run["steps"] == [record["step"] for record in written]
@@ -103,7 +126,10 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
         nothing = {"left_out": 0, "advantage": None, "components": {}, "answer": "", "columns": ""}
         assert run["samples"] == [sample | nothing for sample in samples]
         rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
-        assert run["rollouts"] == [rollout | {"left_out": 0, "columns": json.dumps(rollout["columns"])} for rollout in rollouts]
+        assert run["rollouts"] == [
+            rollout | {"left_out": 0, "columns": json.dumps(rollout["columns"])}
+            for rollout in rollouts
+        ]
         assert run["in_files"] == {"samples": 26, "rollouts": 24}
         counts = [json.loads(line) for line in (folder / "pass_rates.jsonl").open()]
         assert (run["prompts"]["ids"], run["prompts"]["num_prompts"]) == (list(range(30)), 30)
@@ -119,7 +145,16 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
 
 def test_key_options_and_differing_options_are_shown(tmp_path, report):
     write_run(tmp_path / "one")
-    write_run(tmp_path / "two", maze_size=11, objective="maxrl", k=None, order=15, out="elsewhere", resume="x", data="y" * 1000)
+    write_run(
+        tmp_path / "two",
+        maze_size=11,
+        objective="maxrl",
+        k=None,
+        order=15,
+        out="elsewhere",
+        resume="x",
+        data="y" * 1000,
+    )
     data = report(tmp_path / "one", tmp_path / "two").data
     assert data["key_options"] == list(KEY_OPTIONS)
     assert data["differing"] == ["maze_size", "data"]
@@ -168,7 +203,8 @@ def test_hostile_text_stays_in_the_data(tmp_path, report):
     name = "</script><b>&"
     write_run(tmp_path / name.replace("/", "∕"), task=HOSTILE)
     page = report(tmp_path / name.replace("/", "∕"))
-    assert [tag for tag, _ in page.tags].count("script") == 3  # the data, the samples and the program
+    # the data, the samples and the program
+    assert [tag for tag, _ in page.tags].count("script") == 3
     assert not any(tag in ("img", "b", "iframe", "object", "link") for tag, _ in page.tags)
     embedded = page.text_of("script", id="data")
     assert not set(embedded) & set("<>&\u2028\u2029\x00")
@@ -182,7 +218,9 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
     write_run(tmp_path / "run")
     page = report(tmp_path / "run")
     (policy,) = [
-        own["content"] for tag, own in page.tags if tag == "meta" and own.get("http-equiv") == "Content-Security-Policy"
+        own["content"]
+        for tag, own in page.tags
+        if tag == "meta" and own.get("http-equiv") == "Content-Security-Policy"
     ]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
@@ -196,14 +234,25 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
         "https://github.com/leeoniya/uPlot",  # in a comment
         "http://www.w3.org/2000/svg",  # a namespace
     ]
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|fetch\(|XMLHttp", program)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|fetch\(|XMLHttp",
+        program,
+    )
     assert not re.search(r"url\((?!#)|@import", page.text_of("style"))
     assert not any({"src", "href", "style", "onclick"} & own.keys() for _, own in page.tags)
 
 
 def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
     records = write_run(tmp_path / "run")
-    for name in ("eval.jsonl", "warnings.jsonl", "diagnostics.jsonl", "samples.jsonl", "timings.json", "config.json", *LAZY):
+    for name in (
+        "eval.jsonl",
+        "warnings.jsonl",
+        "diagnostics.jsonl",
+        "samples.jsonl",
+        "timings.json",
+        "config.json",
+        *LAZY,
+    ):
         (tmp_path / "run" / name).unlink()
     timed = [record | {"rollout_seconds": 0.5, "train_seconds": 0.25} for record in records]
     write_lines(tmp_path / "run" / "metrics.jsonl", timed)
@@ -230,7 +279,10 @@ def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
         '{"step": 2, "reward_mean": NaN, "loss": Infinity, "kl": "NaN", "entropy": true, "new": 5}\n'
         '{"step": 1, "reward_mean": 0.1, "loss": -Infinity, "kl": 1e999, "entropy": 0.25, "text": "x"}\n'
         f'{{"step": 3, "loss": 1{"0" * 400}, "kl": 2}}\n'
-        'nonsense\n{"step": 2.5}\n[1]\n{"reward_mean": 1}\n{"step": 4, "loss": ' + "[" * 100_000 + "\n"
+        'nonsense\n{"step": 2.5}\n[1]\n{"reward_mean": 1}\n{"step": 4, "loss": '
+        + "["
+        * 100_000
+        + "\n"
         '{"step": 5}\n{"step": 5, "kl": 7}\n'
     )
     (out / "metrics.jsonl").write_text(text)
@@ -254,11 +306,16 @@ def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):
     write_run(tmp_path / "run")
     evaluation, run = report(tmp_path / "evaluation", tmp_path / "run").data["runs"]
     assert (evaluation["kind"], run["kind"]) == ("evaluation", "run")
-    rows = [[int(k), value["mean"], value["low"], value["high"]] for k, value in content["coverage"].items()]
+    rows = [
+        [int(k), value["mean"], value["low"], value["high"]]
+        for k, value in content["coverage"].items()
+    ]
     assert evaluation["coverage"] == [{"step": None, "rows": rows}]
     assert evaluation["seconds"] == {"rollout": 2.5}
     assert [sample["step"] for sample in evaluation["samples"]] == [None]
-    (tmp_path / "evaluation" / "eval.json").write_text('{"pass_at_k": {"4": 0.5, "1": 0.25, "x": 1, "2": "0.3", "0": 1}}')
+    (tmp_path / "evaluation" / "eval.json").write_text(
+        '{"pass_at_k": {"4": 0.5, "1": 0.25, "x": 1, "2": "0.3", "0": 1}}'
+    )
     assert report(tmp_path / "evaluation").data["runs"][0]["coverage"][0]["rows"] == [
         [1, 0.25, None, None],
         [4, 0.5, None, None],
@@ -271,12 +328,19 @@ def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
     monkeypatch.setattr(values, "TEXT_LENGTH", 100)
     out = tmp_path / "run"
     write_run(out)
-    made = [{"step": 1, "id": i, "prompt": "p" * 150, "response": "", "reward": 1.0} for i in range(100)]
+    made = [
+        {"step": 1, "id": i, "prompt": "p" * 150, "response": "", "reward": 1.0} for i in range(100)
+    ]
     write_lines(out / "samples.jsonl", made)
-    write_lines(out / "diagnostics.jsonl", [{"step": s, "pass_rate": [0.5] * 4, "grad_norm": [1.0] * 4} for s in range(8)])
+    write_lines(
+        out / "diagnostics.jsonl",
+        [{"step": s, "pass_rate": [0.5] * 4, "grad_norm": [1.0] * 4} for s in range(8)],
+    )
     (run,) = report(out).data["runs"]
     assert [sample["id"] for sample in run["samples"]] == list(range(0, 100, 4))
-    assert all(sample["prompt"] == "p" * 100 and sample["left_out"] == 50 for sample in run["samples"])
+    assert all(
+        sample["prompt"] == "p" * 100 and sample["left_out"] == 50 for sample in run["samples"]
+    )
     assert (run["shown"]["samples"], run["in_files"]["samples"]) == (25, 100)
     assert run["points"]["step"] == [0] * 4 + [4] * 4
     assert run["points"]["id"] == [None] * 8
@@ -292,7 +356,13 @@ def test_8320_samples_of_mazes_make_a_page_below_one_megabyte_with_all_of_them(t
     moves = ("UP", "DOWN", "LEFT", "RIGHT")
     rng = random.Random(0)
     made = [
-        {"id": i // 16, "prompt": f"{MAZE_PROMPT} {i // 16} " * 4, "reward": float(i % 2), "truncated": False, "tokens": 14}
+        {
+            "id": i // 16,
+            "prompt": f"{MAZE_PROMPT} {i // 16} " * 4,
+            "reward": float(i % 2),
+            "truncated": False,
+            "tokens": 14,
+        }
         | {"response": " ".join(rng.choice(moves) for _ in range(14))}
         for i in range(8320)
     ]
@@ -318,31 +388,55 @@ def test_pass_rates_that_do_not_fit_are_left_out_with_a_note(tmp_path, report, m
         {"ids": 7},
     ]
     bad += [{"num_samples": None}, {"num_correct": [0, 0.5]}]
-    write_lines(out / "pass_rates.jsonl", [{"step": i, **good, **record} for i, record in enumerate([*bad, {}])])
+    write_lines(
+        out / "pass_rates.jsonl",
+        [{"step": i, **good, **record} for i, record in enumerate([*bad, {}])],
+    )
     (run,) = report(out).data["runs"]
     evaluation = {"step": 8, "num_samples": 4, "num_correct": [0, 4]}
     prompts = {"ids": [3, 5], "num_prompts": 9, "evaluations": [evaluation]}
     assert {key: run["prompts"][key] for key in prompts} == prompts
     assert len(run["prompts"]["texts"]) == 29
-    assert run["notes"] == ["8 evaluations in pass_rates.jsonl have other prompts or wrong counts and were skipped"]
+    assert run["notes"] == [
+        "8 evaluations in pass_rates.jsonl have other prompts or wrong counts and were skipped"
+    ]
     monkeypatch.setattr(reading, "MOST_COUNTS", 12)
     write_lines(out / "pass_rates.jsonl", [{"step": i, **good} for i in range(20)])
     (run,) = report(out).data["runs"]
-    assert [evaluation["step"] for evaluation in run["prompts"]["evaluations"]] == [0, 4, 8, 12, 16, 19]
-    assert run["notes"] == ["6 of 20 evaluations in pass_rates.jsonl are shown, because there are many"]
+    assert [evaluation["step"] for evaluation in run["prompts"]["evaluations"]] == [
+        0,
+        4,
+        8,
+        12,
+        16,
+        19,
+    ]
+    assert run["notes"] == [
+        "6 of 20 evaluations in pass_rates.jsonl are shown, because there are many"
+    ]
 
 
-def test_an_evaluation_has_the_pass_rates_of_its_prompts_and_the_prompts_of_its_run(tmp_path, report):
+def test_an_evaluation_has_the_pass_rates_of_its_prompts_and_the_prompts_of_its_run(
+    tmp_path, report
+):
     options = {"task": "maze", "maze_size": 9}
     content = write_evaluation(tmp_path / "evaluation")
-    counts = {"num_samples": 16, "per_prompt": {"id": [4, 2], "num_correct": [16, 3], "diversity": [None, None]}}
+    counts = {
+        "num_samples": 16,
+        "per_prompt": {"id": [4, 2], "num_correct": [16, 3], "diversity": [None, None]},
+    }
     write_run(tmp_path / "run", seed=7)
     write_run(tmp_path / "other", seed=8)
     for seed, is_same in ((7, True), (8, False)):
         own = {"options": options | {"task_seed": seed, "split": "test", "seed": 99}}
         (tmp_path / "evaluation" / "eval.json").write_text(json.dumps(content | counts | own))
-        evaluation, run, other = report(tmp_path / "evaluation", tmp_path / "run", tmp_path / "other").data["runs"]
-        assert (evaluation["prompt_set"] == run["prompt_set"], evaluation["prompt_set"] == other["prompt_set"]) == (
+        evaluation, run, other = report(
+            tmp_path / "evaluation", tmp_path / "run", tmp_path / "other"
+        ).data["runs"]
+        assert (
+            evaluation["prompt_set"] == run["prompt_set"],
+            evaluation["prompt_set"] == other["prompt_set"],
+        ) == (
             is_same,
             not is_same,
         )
@@ -355,7 +449,10 @@ def test_an_evaluation_has_the_pass_rates_of_its_prompts_and_the_prompts_of_its_
 def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path, report):
     makes = {
         **{"a": {"seed": 0, "out": "x"}, "b": {"seed": 1, "out": "y"}, "repeated": {"seed": 1}},
-        **{"c": {"seed": 0, "objective": "rloo", "k": None}, "d": {"seed": 2, "objective": "rloo", "k": None}},
+        **{
+            "c": {"seed": 0, "objective": "rloo", "k": None},
+            "d": {"seed": 2, "objective": "rloo", "k": None},
+        },
         **{"e": {"seed": 0, "lr": 1e-3}, "f": {"seed": 1, "objective": "rloo", "k": None}},
     }
     for name, options in makes.items():
@@ -368,13 +465,21 @@ def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path, report):
     groups = report(*[tmp_path / name for name in ("a", "b", "e", "g")]).data["groups"]
     assert [group["name"] for group in groups] == ["lr 0.0003, 2 seeds", "lr 0.001, 2 seeds"]
     assert report(tmp_path / "a", tmp_path / "c").data["groups"] == []
-    assert report(tmp_path / "a", tmp_path / "b").data["groups"] == [{"runs": [0, 1], "name": "maxpo, 2 seeds"}]
+    assert report(tmp_path / "a", tmp_path / "b").data["groups"] == [
+        {"runs": [0, 1], "name": "maxpo, 2 seeds"}
+    ]
 
 
 def test_the_vendored_library_is_the_released_one_with_its_license():
     vendor = files("maxrl_fast.report") / "page" / "vendor"
-    assert {entry.name: hashlib.sha256(entry.read_bytes()).hexdigest() for entry in vendor.iterdir()} == VENDORED
-    assert (vendor / "uPlot.iife.min.js").read_text().startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    assert {
+        entry.name: hashlib.sha256(entry.read_bytes()).hexdigest() for entry in vendor.iterdir()
+    } == VENDORED
+    assert (
+        (vendor / "uPlot.iife.min.js")
+        .read_text()
+        .startswith("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    )
     assert (vendor / "uPlot-LICENSE").read_text().startswith("The MIT License (MIT)")
 
 
@@ -382,4 +487,9 @@ def test_folders_of_the_same_name_get_unique_names(tmp_path, report):
     for name in ("a/run", "b/run", "c"):
         write_run(tmp_path / name)
     folders = [tmp_path / name for name in ("a/run", "b/run", "b/run", "c")]
-    assert [run["name"] for run in report(*folders).data["runs"]] == ["a/run", "b/run (2)", "b/run (3)", "c"]
+    assert [run["name"] for run in report(*folders).data["runs"]] == [
+        "a/run",
+        "b/run (2)",
+        "b/run (3)",
+        "c",
+    ]

@@ -1,4 +1,6 @@
-"""The command `python -m maxrl_fast.report`: bad input is refused, and a page is replaced completely or kept."""
+"""The command `python -m maxrl_fast.report`: bad input is refused, and a page is replaced
+completely or kept.
+"""
 
 import os
 import subprocess
@@ -27,7 +29,9 @@ def test_bad_input_is_refused(tmp_path, capsys):
     assert "ends in .html" in refusal(capsys, run, "--out", run / "metrics.jsonl")
     (tmp_path / "folder.html").mkdir()
     assert "is a folder" in refusal(capsys, run, "--out", tmp_path / "folder.html")
-    assert "an existing folder" in refusal(capsys, run, "--out", tmp_path / "absent" / "report.html")
+    assert "an existing folder" in refusal(
+        capsys, run, "--out", tmp_path / "absent" / "report.html"
+    )
     (run / "metrics.jsonl").write_text("")
     assert "at least one step" in refusal(capsys, run, "--out", out)
     (run / "metrics.jsonl").unlink()
@@ -48,7 +52,10 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     out = tmp_path / "report.html"
     out.write_text("the page before")
     with monkeypatch.context() as patch:
-        patch.setattr("maxrl_fast.runtime.files.fsync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(
+            "maxrl_fast.runtime.files.fsync",
+            lambda path: (_ for _ in ()).throw(OSError(28, "No space left")),
+        )
         assert main([str(tmp_path / "run"), "--out", str(out)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert out.read_text() == "the page before"
@@ -61,7 +68,10 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
 def test_the_command_writes_a_page(tmp_path):
     write_run(tmp_path / "run")
     done = subprocess.run(
-        [sys.executable, "-m", "maxrl_fast.report", str(tmp_path / "run")], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "maxrl_fast.report", str(tmp_path / "run")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "report report.html\n", "")
     assert (tmp_path / "report.html").stat().st_size > 50_000

@@ -29,7 +29,9 @@ def lasting(seconds):
 
 
 def act(action, x=0.0, **arguments):
-    """Call one of the functions below, so that one pool can test them all. Without an action, return x."""
+    """Call one of the functions below, so that one pool can test them all. Without an action,
+    return x.
+    """
     return globals()[action](**arguments) if action else x
 
 
@@ -264,8 +266,12 @@ def count():
 
 
 def variable(name):
-    """Return whether the function sees an environment variable, also in the start of its ancestors up to the trainer's."""
-    return name in os.environ or name.encode() in b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in lineage())
+    """Return whether the function sees an environment variable, also in the start of its ancestors
+    up to the trainer's.
+    """
+    return name in os.environ or name.encode() in b"".join(
+        Path(f"/proc/{pid}/environ").read_bytes() for pid in lineage()
+    )
 
 
 def lineage():

@@ -1,4 +1,6 @@
-"""Reward pools for tests, calls that must fail or succeed among others, and the processes of a pool."""
+"""Reward pools for tests, calls that must fail or succeed among others, and the processes of a
+pool.
+"""
 
 import contextlib
 import os
@@ -15,14 +17,20 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000
 
 def pool(name, workers=2, time_limit=10.0, memory_limit=GB, start_limit=60.0, file=FUNCTIONS):
     return RewardPool(
-        f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=memory_limit, start_limit=start_limit
+        f"{file}:{name}",
+        workers=workers,
+        time_limit=time_limit,
+        memory_limit=memory_limit,
+        start_limit=start_limit,
     )
 
 
 def fails(pool, action, **arguments):
     """Return the failure of one call, after checking that the calls before and after it succeed."""
     start = time.monotonic()
-    scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
+    scores = pool.score(
+        [{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}]
+    )
     assert time.monotonic() - start < 30
     assert scores.rewards == [1.5, 0.0, 2.5]
     assert [failure.index for failure in scores.failures] == [1]
@@ -31,7 +39,9 @@ def fails(pool, action, **arguments):
 
 def succeeds(pool, action, **arguments):
     """Return the reward of one call, after checking that the calls before and after it succeed."""
-    scores = pool.score([{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}])
+    scores = pool.score(
+        [{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}]
+    )
     assert scores.failures == []
     assert scores.rewards[::2] == [1.5, 2.5]
     return scores.rewards[1]
@@ -51,7 +61,9 @@ def descendants(pid):
     for parent in found:  # the list grows during the loop
         with contextlib.suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{parent}/task"):
-                found += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+                found += map(
+                    int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
+                )
     return found[1:]
 
 

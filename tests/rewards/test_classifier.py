@@ -1,11 +1,18 @@
-"""A reward model: a Hugging Face sequence classifier, compared with transformers' own forward pass of each text alone."""
+"""A reward model: a Hugging Face sequence classifier, compared with transformers' own forward pass
+of each text alone.
+"""
 
 import logging
 import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
@@ -16,7 +23,10 @@ from tests.test_train import base, read
 CPU = torch.device("cpu")
 ROWS = [
     {"prompt": "2+2=", "response": "4", "answer": "4"},
-    {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3="}], "response": "it is five"},
+    {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3="}],
+        "response": "it is five",
+    },
     {"prompt": "x", "response": "y" * 40},
 ]
 
@@ -27,7 +37,12 @@ def tokenizer(tmp_path_factory):
 
 
 def saved(tokenizer, directory, kind=Qwen2ForSequenceClassification, **options):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     sizes |= {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 256} | options
     config = Qwen2Config(**sizes)
     torch.manual_seed(0)
@@ -40,15 +55,22 @@ def saved(tokenizer, directory, kind=Qwen2ForSequenceClassification, **options):
 def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_labels, with_padding):
     directory = saved(tokenizer, tmp_path / "model", num_labels=num_labels)
     theirs = AutoTokenizer.from_pretrained(directory)
-    if not with_padding:  # padding with the token that ends texts would move the place where the score is read
+    # padding with the token that ends texts would move the place where the score is read
+    if not with_padding:
         theirs.pad_token = theirs.eos_token
         theirs.save_pretrained(directory)
     scores = Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS)
     model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
     expected = []
     for row in ROWS:
-        messages = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
-        text = theirs.apply_chat_template([*messages, {"role": "assistant", "content": row["response"]}], tokenize=False)
+        messages = (
+            row["prompt"]
+            if isinstance(row["prompt"], list)
+            else [{"role": "user", "content": row["prompt"]}]
+        )
+        text = theirs.apply_chat_template(
+            [*messages, {"role": "assistant", "content": row["response"]}], tokenize=False
+        )
         logits = model(torch.tensor([theirs(text)["input_ids"]])).logits[0]
         expected.append(float(logits[0] if num_labels == 1 else logits.softmax(0)[1]))
     assert scores.failures == []
@@ -57,7 +79,9 @@ def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_la
 
 
 def test_texts_that_are_too_long_fail_alone(tokenizer, tmp_path):
-    model = Classifier(f"hf:{saved(tokenizer, tmp_path / 'model', num_labels=1)}", CPU, torch.float32)
+    model = Classifier(
+        f"hf:{saved(tokenizer, tmp_path / 'model', num_labels=1)}", CPU, torch.float32
+    )
     scores = model.score([ROWS[0], ROWS[0] | {"response": "y" * 300}])
     assert [(failure.index, failure.kind) for failure in scores.failures] == [(1, "invalid")]
     assert "takes 1 to 256 tokens, got 3" in scores.failures[0].message
@@ -75,15 +99,21 @@ def test_without_a_chat_template_the_text_is_prompt_and_response(tokenizer, tmp_
     theirs.save_pretrained(directory)
     model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
     expected = float(model(torch.tensor([theirs("2+2=4")["input_ids"]])).logits)
-    assert Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS[:1]).rewards == pytest.approx([expected], abs=1e-5)
+    assert Classifier(f"hf:{directory}", CPU, torch.float32).score(
+        ROWS[:1]
+    ).rewards == pytest.approx([expected], abs=1e-5)
 
 
-def test_other_models_are_refused_without_a_report_of_transformers(tokenizer, tmp_path, caplog, monkeypatch):
+def test_other_models_are_refused_without_a_report_of_transformers(
+    tokenizer, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to caplog
     cases = {
         "must name the directory of a model": tmp_path / "nowhere",
         "must have one label, or two, got 3": saved(tokenizer, tmp_path / "three", num_labels=3),
-        "must be a sequence classifier, but it has no weights score": saved(tokenizer, tmp_path / "lm", Qwen2ForCausalLM),
+        "must be a sequence classifier, but it has no weights score": saved(
+            tokenizer, tmp_path / "lm", Qwen2ForCausalLM
+        ),
     }
     for sentence, directory in cases.items():
         with pytest.raises(InputError, match=sentence):
@@ -93,11 +123,40 @@ def test_other_models_are_refused_without_a_report_of_transformers(tokenizer, tm
 
 @pytest.mark.slow
 def test_a_run_with_a_reward_model_beside_a_function(tokenizer, tmp_path, capsys):
-    directory, out = saved(tokenizer, tmp_path / "model", num_labels=2, max_position_embeddings=1024), tmp_path / "run"
+    directory, out = (
+        saved(tokenizer, tmp_path / "model", num_labels=2, max_position_embeddings=1024),
+        tmp_path / "run",
+    )
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
-    rewards = ["--reward", f"hf:{directory}", f"{tmp_path}/half.py:half", "--reward-weights", "2", "-1"]
-    assert train.main([*base(), "--sft-steps", "2", "--steps", "1", "--objective", "rloo", *rewards, "--out", str(out)]) == 0
-    assert f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability" in capsys.readouterr().out
+    rewards = [
+        "--reward",
+        f"hf:{directory}",
+        f"{tmp_path}/half.py:half",
+        "--reward-weights",
+        "2",
+        "-1",
+    ]
+    assert (
+        train.main(
+            [
+                *base(),
+                "--sft-steps",
+                "2",
+                "--steps",
+                "1",
+                "--objective",
+                "rloo",
+                *rewards,
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
+    assert (
+        f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability"
+        in capsys.readouterr().out
+    )
     [record] = read(out / "metrics.jsonl")
     assert 0 < record["reward/model"] < 1
     assert record["reward_mean"] == pytest.approx(2 * record["reward/model"] - 0.5, rel=1e-4)

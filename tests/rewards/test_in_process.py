@@ -1,4 +1,6 @@
-"""Reward functions in a thread of this process: called as in worker processes, with time limits, and nothing contained."""
+"""Reward functions in a thread of this process: called as in worker processes, with time limits,
+and nothing contained.
+"""
 
 import json
 import math
@@ -36,7 +38,11 @@ def test_the_rewards_are_those_of_worker_processes(name):
         wanted = pool.score(ROWS, group=2)
     ours = source(function)
     scores = ours.score(ROWS, group=2)
-    assert (scores.rewards, scores.failures, scores.num_left) == (wanted.rewards, wanted.failures, wanted.num_left)
+    assert (scores.rewards, scores.failures, scores.num_left) == (
+        wanted.rewards,
+        wanted.failures,
+        wanted.num_left,
+    )
     assert scores.components == wanted.components
     assert json.dumps(scores.rewards) == json.dumps([float(x) for x in scores.rewards])
     ours.close()
@@ -54,7 +60,13 @@ def test_a_call_cannot_change_the_rows():
 
 @pytest.mark.parametrize(
     ("result", "kind"),
-    [(None, "invalid"), (math.nan, "invalid"), ("1", "invalid"), (SystemExit(3), "exception"), (MemoryError(), "memory")],
+    [
+        (None, "invalid"),
+        (math.nan, "invalid"),
+        ("1", "invalid"),
+        (SystemExit(3), "exception"),
+        (MemoryError(), "memory"),
+    ],
 )
 def test_what_is_no_reward_fails_alone(result, kind):
     def score(prompt, response, **columns):
@@ -99,7 +111,10 @@ def test_a_call_that_is_too_long_fails_and_the_next_one_is_made():
 
 def test_no_thread_is_started_once_too_many_hang():
     release = threading.Event()
-    with pytest.raises(RewardError, match=rf"{MAX_HUNG} calls of the reward function python:f have not ended after 0.1 s"):
+    with pytest.raises(
+        RewardError,
+        match=rf"{MAX_HUNG} calls of the reward function python:f have not ended after 0.1 s",
+    ):
         source(lambda **row: release.wait(), 0.1).score(ROWS)
     release.set()
 
@@ -107,15 +122,22 @@ def test_no_thread_is_started_once_too_many_hang():
 def test_enough_failures_end_a_batch():
     scores = source(lambda **row: 1 / 0).score(ROWS, max_failures=1)
     assert (len(scores.failures), scores.num_left) == (2, 4)
-    assert "ZeroDivisionError: division by zero (test_in_process.py, line" in scores.failures[0].message
+    assert (
+        "ZeroDivisionError: division by zero (test_in_process.py, line"
+        in scores.failures[0].message
+    )
 
 
 def test_its_lines_say_that_nothing_contains_it():
     (line,) = source(of_lists).lines()
-    assert line.startswith("reward python:f: called with all responses to a prompt at once, in a thread of this process")
+    assert line.startswith(
+        "reward python:f: called with all responses to a prompt at once, in a thread of this process"
+    )
     assert "a call of more than 20 s counts as failed but runs on" in line
 
 
 def test_parameters_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="the reward python:f: your function does not take `answer`"):
+    with pytest.raises(
+        InputError, match="the reward python:f: your function does not take `answer`"
+    ):
         source(lambda prompt, response: 1.0).check(ROWS[0])

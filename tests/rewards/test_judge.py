@@ -1,4 +1,6 @@
-"""A judge over HTTP, against a real server of this process: concurrency, time-outs, retries, the cache, the key."""
+"""A judge over HTTP, against a real server of this process: concurrency, time-outs, retries, the
+cache, the key.
+"""
 
 import json
 import threading
@@ -39,7 +41,11 @@ class Handler(BaseHTTPRequestHandler):
             self.server.requests.append((self.path, dict(self.headers), body))
         reply = self.server.reply(body["messages"][0]["content"])
         if isinstance(reply, str):
-            reply = 200, {}, json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+            reply = (
+                200,
+                {},
+                json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}),
+            )
         status, headers, content = reply
         self.send_response(status)
         for name, value in headers.items():
@@ -61,7 +67,12 @@ def server(monkeypatch):
 
 
 def judge(server, tmp_path, template="{response}", **options):
-    settings = {"pattern": SCORE, "time_limit": 10.0, "concurrency": 4, "cache": tmp_path / "cache"} | options
+    settings = {
+        "pattern": SCORE,
+        "time_limit": 10.0,
+        "concurrency": 4,
+        "cache": tmp_path / "cache",
+    } | options
     return Judge(f"openai:{server.url}/org/model", template, **settings)
 
 
@@ -70,14 +81,21 @@ def rows(*responses, **columns):
 
 
 def test_the_question_is_the_template_and_the_score_is_parsed(server, tmp_path):
-    server.reply = lambda question: "8" if "good" in question else "1. It is wrong.\n**Score:** -0.5/10"
+    server.reply = lambda question: (
+        "8" if "good" in question else "1. It is wrong.\n**Score:** -0.5/10"
+    )
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "{response}"}]
     one = judge(server, tmp_path, TEMPLATE)
-    assert one.score([{"prompt": messages, "response": "good {answer}", "answer": 7}, *rows("bad", answer="x")]).rewards == [
+    assert one.score(
+        [{"prompt": messages, "response": "good {answer}", "answer": 7}, *rows("bad", answer="x")]
+    ).rewards == [
         8,
         -0.5,
     ]
-    asked = [(path, body["model"], body["temperature"], body["messages"]) for path, _, body in server.requests]
+    asked = [
+        (path, body["model"], body["temperature"], body["messages"])
+        for path, _, body in server.requests
+    ]
     assert {request[:3] for request in asked} == {("/v1/chat/completions", "org/model", 0)}
     assert {request[3][0]["content"] for request in asked} == {
         "Rate good {answer} to system: s\n\nuser: {response} ({unknown}, \\boxed{x}) for 7.",
@@ -106,7 +124,9 @@ def test_the_same_question_is_asked_once_also_by_a_later_run(server, tmp_path):
     assert len(server.requests) == 3
     scores = judge(server, tmp_path).score(rows("b", "a", "odd"))
     assert scores.rewards == [2, 2, 0]
-    assert "must have a score as --judge-score finds it, got 'no idea'" in scores.failures[0].message
+    assert (
+        "must have a score as --judge-score finds it, got 'no idea'" in scores.failures[0].message
+    )
     assert len(server.requests) == 4  # a reply without a score is not kept
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot use the judge's cache"):
@@ -139,7 +159,10 @@ def test_a_server_that_hangs_trickles_or_is_gone_fails_in_time(server, tmp_path,
     hold = threading.Event()
     server.reply = lambda question: hold.wait(20) and "Score: 1"
     failure = judge(server, tmp_path, time_limit=0.3).score(rows("hangs")).failures[0]
-    assert (failure.kind, failure.message) == ("timeout", "the judge took longer than 0.3 s (after 2 tries)")
+    assert (failure.kind, failure.message) == (
+        "timeout",
+        "the judge took longer than 0.3 s (after 2 tries)",
+    )
     hold.set()
 
     def trickle(handler):
@@ -150,7 +173,10 @@ def test_a_server_that_hangs_trickles_or_is_gone_fails_in_time(server, tmp_path,
             threading.Event().wait(0.05)
 
     monkeypatch.setattr(Handler, "do_POST", trickle)
-    assert judge(server, tmp_path, time_limit=0.3).score(rows("trickles")).failures[0].kind == "timeout"
+    assert (
+        judge(server, tmp_path, time_limit=0.3).score(rows("trickles")).failures[0].kind
+        == "timeout"
+    )
     server.server_close()
     failure = judge(server, tmp_path).score(rows("gone")).failures[0]
     assert failure.message.startswith("the judge cannot be reached: ConnectionRefusedError")
@@ -211,7 +237,11 @@ def test_other_addresses_are_refused(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
-    [({"template": "x"}, "with {response}"), ({"pattern": "("}, "expression"), ({"pattern": "x"}, "group")],
+    [
+        ({"template": "x"}, "with {response}"),
+        ({"pattern": "("}, "expression"),
+        ({"pattern": "x"}, "group"),
+    ],
 )
 def test_templates_and_patterns_are_checked(server, tmp_path, changed, sentence):
     with pytest.raises(InputError, match=sentence):
@@ -221,7 +251,12 @@ def test_templates_and_patterns_are_checked(server, tmp_path, changed, sentence)
 def test_options_of_a_judge_are_refused_without_one():
     with pytest.raises(InputError, match="--judge-template needs --reward openai:"):
         parse(["--reward", "a.py:f", "--judge-template", "x"])
-    assert parse(["--reward", "a.py:f", "openai:http://h/v1/m", "--judge-template", "x"]).reward.judge_rate == 0
+    assert (
+        parse(
+            ["--reward", "a.py:f", "openai:http://h/v1/m", "--judge-template", "x"]
+        ).reward.judge_rate
+        == 0
+    )
 
 
 @pytest.mark.slow
@@ -231,8 +266,22 @@ def test_a_run_with_a_judge_and_a_function(server, tmp_path, capsys, monkeypatch
     (tmp_path / "template").write_text("{response}")
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
     out, names = tmp_path / "run", (f"openai:{server.url}/org/tiny", f"{tmp_path}/half.py:half")
-    flags = ["--sft-steps", "2", "--steps", "2", "--objective", "rloo", "--judge-template", str(tmp_path / "template")]
-    assert train.main([*base(), *flags, "--reward", *names, "--reward-weights", "1", "2", "--out", str(out)]) == 0
+    flags = [
+        "--sft-steps",
+        "2",
+        "--steps",
+        "2",
+        "--objective",
+        "rloo",
+        "--judge-template",
+        str(tmp_path / "template"),
+    ]
+    assert (
+        train.main(
+            [*base(), *flags, "--reward", *names, "--reward-weights", "1", "2", "--out", str(out)]
+        )
+        == 0
+    )
     assert f"tiny at {server.url}" in capsys.readouterr().out
     for record in read(out / "metrics.jsonl"):
         assert record["reward/half"] == 0.5

@@ -1,4 +1,6 @@
-"""What the calls of a reward pool give, with real processes and misbehaving functions: rewards, failures and their reasons."""
+"""What the calls of a reward pool give, with real processes and misbehaving functions: rewards,
+failures and their reasons.
+"""
 
 import math
 import os
@@ -32,7 +34,9 @@ def test_limits_are_in_force(patient):
 
 def test_a_function_in_a_package(tmp_path):
     """The worker finds the module as the trainer would."""
-    with RewardPool("tests.rewards.functions:echo", workers=1, time_limit=10, memory_limit=GB) as one:
+    with RewardPool(
+        "tests.rewards.functions:echo", workers=1, time_limit=10, memory_limit=GB
+    ) as one:
         assert one.score([{"x": 3}]).rewards == [3.0]
 
 
@@ -93,7 +97,9 @@ def test_memory_is_limited(patient, action):
 
 
 def test_the_memory_limit_excludes_memory_of_imports(tmp_path):
-    (tmp_path / "large.py").write_text("data = bytearray(200_000_000)\ndef f(size): return sum(map(len, [bytearray(size)]))")
+    (tmp_path / "large.py").write_text(
+        "data = bytearray(200_000_000)\ndef f(size): return sum(map(len, [bytearray(size)]))"
+    )
     with pool("f", file=tmp_path / "large.py", memory_limit=100_000_000) as two:
         scores = two.score([{"size": 50_000_000}, {"size": 150_000_000}])
     assert scores.rewards == [50_000_000.0, 0.0]
@@ -117,11 +123,15 @@ def test_a_crash_is_reported_for_its_call(patient, action):
     assert CRASHES[action] in failure.message
 
 
-@pytest.mark.parametrize(("text", "repeat"), [("garbage\n", 1), ("garbage", 1), ("{}\n", 1), ("[" * 100_000 + "\n", 1)])
+@pytest.mark.parametrize(
+    ("text", "repeat"), [("garbage\n", 1), ("garbage", 1), ("{}\n", 1), ("[" * 100_000 + "\n", 1)]
+)
 def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text, repeat):
     failure = fails(hasty, "write_to_all", text=text, repeat=repeat)
     assert failure.kind == "crash"
-    assert failure.message.startswith("the reward code wrote to the connection between worker and trainer: ")
+    assert failure.message.startswith(
+        "the reward code wrote to the connection between worker and trainer: "
+    )
     assert len(failure.message) < 200
     assert capfd.readouterr() == ("", "")
 
@@ -129,7 +139,11 @@ def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text, repeat):
 def test_scoring_stops_when_too_many_calls_fail():
     beats = []
     with pool("act", workers=2, time_limit=0.3) as two:
-        scores = two.score([{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60], 3, lambda: beats.append(1))
+        scores = two.score(
+            [{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60],
+            3,
+            lambda: beats.append(1),
+        )
         assert scores.rewards[0] == 2.0
         assert 4 <= len(scores.failures) <= 5
         assert scores.num_left == 61 - 1 - len(scores.failures)
@@ -156,7 +170,9 @@ def test_prints_of_functions_are_discarded(patient, capfd):
 )
 def test_numbers_are_rewards(patient, action, arguments, reward):
     # `act` takes x itself and cannot pass it to echo, so this calls `act` without an action.
-    result = patient.score([{"action": "", **arguments} if action == "echo" else {"action": action, **arguments}])
+    result = patient.score(
+        [{"action": "", **arguments} if action == "echo" else {"action": action, **arguments}]
+    )
     assert result.failures == []
     assert result.rewards == [reward]
     assert type(result.rewards[0]) is float
@@ -194,7 +210,10 @@ def line_of(text):
 def test_an_exception_names_its_line(patient):
     failure = fails(patient, "raise_error")
     line = line_of('    raise ValueError("no good")')
-    assert (failure.kind, failure.message) == ("exception", f"ValueError: no good (functions.py, line {line})")
+    assert (failure.kind, failure.message) == (
+        "exception",
+        f"ValueError: no good (functions.py, line {line})",
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +244,9 @@ def test_wrong_arguments_are_an_exception(patient):
 
 
 def test_file_sizes_are_limited(patient, tmp_path):
-    assert fails(patient, "write_file", path=str(tmp_path / "file"), size=2 * GB).kind == "exception"
+    assert (
+        fails(patient, "write_file", path=str(tmp_path / "file"), size=2 * GB).kind == "exception"
+    )
     assert succeeds(patient, "write_file", path=str(tmp_path / "file"), size=GB // 2) == 1.0
 
 
@@ -243,7 +264,9 @@ def test_arguments_that_are_not_json_are_refused(patient):
     assert succeeds(patient, "") == 0.0
 
 
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"time_limit": 0.0}, {"time_limit": math.inf}, {"memory_limit": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"workers": 0}, {"time_limit": 0.0}, {"time_limit": math.inf}, {"memory_limit": -1}]
+)
 def test_invalid_limits_are_refused(wrong):
     with pytest.raises(InputError, match="must be positive and finite"):
         pool("echo", **wrong)

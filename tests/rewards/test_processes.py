@@ -1,4 +1,6 @@
-"""The processes of a reward pool: how they start, what outlives a call, and that none outlives the trainer."""
+"""The processes of a reward pool: how they start, what outlives a call, and that none outlives the
+trainer.
+"""
 
 import ast
 import os
@@ -106,11 +108,15 @@ def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
 def stop(pid):
     """Stop the process with SIGSTOP and wait until it has stopped."""
     os.kill(pid, signal.SIGSTOP)
-    assert eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    assert eventually(
+        lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    )
 
 
 def test_a_call_that_was_not_read_is_made_again(tmp_path):
-    """Stopped workers cannot read, so each dies with the call unread in its socket. The function is called exactly once."""
+    """Stopped workers cannot read, so each dies with the call unread in its socket. The function is
+    called exactly once.
+    """
     path = tmp_path / "calls"
     with pool("append_line", workers=2) as two:
         stopped = pids(two)
@@ -215,7 +221,9 @@ def test_workers_that_cannot_restart_are_an_error(tmp_path):
 
 @pytest.fixture
 def interruptible():
-    """Handle SIGINT as Python does by default. A background process may have been started with SIGINT ignored."""
+    """Handle SIGINT as Python does by default. A background process may have been started with
+    SIGINT ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -262,10 +270,19 @@ ENDS = {
         "pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])",
         signal.SIGKILL,
     ),
-    "busy, terminated": ("pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])", signal.SIGTERM),
-    "busy, interrupted": ("pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])", signal.SIGINT),
+    "busy, terminated": (
+        "pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])",
+        signal.SIGTERM,
+    ),
+    "busy, interrupted": (
+        "pool.score([{'action': 'leave_child_and_hang', 'path': sys.argv[2]}])",
+        signal.SIGINT,
+    ),
     "spinning, killed": ("pool.score([{'action': 'spin'}] * 2)", signal.SIGKILL),
-    "killed, and copied before": ("os.fork() or time.sleep(15); pool.score([{'action': 'sleep'}] * 2)", signal.SIGKILL),
+    "killed, and copied before": (
+        "os.fork() or time.sleep(15); pool.score([{'action': 'sleep'}] * 2)",
+        signal.SIGKILL,
+    ),
     "never closed": ("pass", None),
     "failed": ("raise ValueError", None),
 }
@@ -277,7 +294,10 @@ def test_workers_end_with_the_trainer(tmp_path, end):
     last, number = ENDS[end]
     path = tmp_path / "child"
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER + last, FUNCTIONS, path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", TRAINER + last, FUNCTIONS, path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     with trainer:
         workers = ast.literal_eval(trainer.stdout.readline().decode())
@@ -296,14 +316,17 @@ def test_workers_end_with_the_trainer(tmp_path, end):
 
 @pytest.mark.parametrize("text", ["", THREAD])
 def test_workers_end_with_a_supervisor_that_is_killed_and_others_take_over(tmp_path, text):
-    """The kernel kills them, whatever they do; a worker of a function that starts threads is its child too."""
+    """The kernel kills them, whatever they do; a worker of a function that starts threads is its
+    child too.
+    """
     (tmp_path / "functions.py").write_text(text + FUNCTIONS.read_text())
     with pool("act", file=tmp_path / "functions.py", time_limit=4.0) as two:
         before = [two._supervisor.pid, *pids(two)]
         killer = threading.Timer(1.0, two._supervisor.kill)
         killer.start()
         scores = two.score([{"action": "ignore_signals"}, *[{"action": "", "x": 1.0}] * 4])
-        assert [(failure.index, failure.kind) for failure in scores.failures] == [(0, "timeout")]  # of the second supervisor
+        # of the second supervisor
+        assert [(failure.index, failure.kind) for failure in scores.failures] == [(0, "timeout")]
         assert scores.rewards == [0.0, 1.0, 1.0, 1.0, 1.0]
         assert eventually(lambda: not any(map(is_alive, before)))
 
@@ -318,7 +341,9 @@ def test_ten_thousand_calls_leak_nothing():
             calls[i] = {"action": actions[i // 500 % len(actions)]}
 
         def are_clean():
-            """Return whether there are two workers, their supervisor, and no other process or zombie."""
+            """Return whether there are two workers, their supervisor, and no other process or
+            zombie.
+            """
             two.score([{"action": ""}] * 2)
             started = set(descendants(os.getpid())) - before
             return len(started) == 3 and set(pids(two)) < started
@@ -338,5 +363,7 @@ def test_ten_thousand_calls_leak_nothing():
 
 def test_workers_do_not_import_heavy_modules():
     code = "import sys, maxrl_fast.rewards.supervisor; print(*{'torch', 'numpy', 'subprocess', 'asyncio'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout == "\n"

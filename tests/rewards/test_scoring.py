@@ -1,4 +1,6 @@
-"""Reward functions in the trainer. Failed rewards are left out of their group, counted by kind, and can stop a run."""
+"""Reward functions in the trainer. Failed rewards are left out of their group, counted by kind, and
+can stop a run.
+"""
 
 import json
 import re
@@ -58,7 +60,9 @@ def rewards(tmp_path):
 
 
 def pool(path, name, **options):
-    return RewardPool(f"{path}:{name}", workers=2, time_limit=options.get("time_limit", 1.0), memory_limit=10**9)
+    return RewardPool(
+        f"{path}:{name}", workers=2, time_limit=options.get("time_limit", 1.0), memory_limit=10**9
+    )
 
 
 def test_prompts_and_responses_reach_the_function_as_text(rewards):
@@ -91,21 +95,33 @@ def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
 
 
 @pytest.mark.parametrize(("num_ranks", "has_given_up"), [(1, True), (2, False)])
-def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(num_ranks, has_given_up):
+def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(
+    num_ranks, has_given_up
+):
     def score(prompt, response):
         return 1 / response.count("UP")
 
-    task, responses = MazeTask(5), Rollouts.given([[DOWN], [DOWN], *[[UP]] * 4])  # 2 of 6 fail, and 3 of 12 may
-    scorer = Scorer(task, InProcessReward(score, "f", 5.0), max_error_rate=0.25, num_ranks=num_ranks)
+    # 2 of 6 fail, and 3 of 12 may
+    task, responses = MazeTask(5), Rollouts.given([[DOWN], [DOWN], *[[UP]] * 4])
+    scorer = Scorer(
+        task, InProcessReward(score, "f", 5.0), max_error_rate=0.25, num_ranks=num_ranks
+    )
     scored = scorer.score(task.prompts("train", 0, 1), responses)
     assert bool(scored.isnan().all()) == has_given_up
     assert scored.isnan()[:2].all()
 
 
 def test_a_column_that_is_no_json_value_is_named():
-    prompts = Prompts(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.tensor([0]), columns=({"prompt": "p", "answer": {1}},))
+    prompts = Prompts(
+        torch.tensor([1, 2]),
+        torch.tensor([0, 2]),
+        torch.tensor([0]),
+        columns=({"prompt": "p", "answer": {1}},),
+    )
     scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response, answer: 1.0, "f", 5.0))
-    with pytest.raises(InputError, match=r"the column answer of a prompt must be a JSON value, for rewards: .*set"):
+    with pytest.raises(
+        InputError, match=r"the column answer of a prompt must be a JSON value, for rewards: .*set"
+    ):
         scorer.score(prompts, Rollouts.given([[UP]]))
 
 
@@ -122,8 +138,12 @@ FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2"
 
 @pytest.mark.parametrize("objective", ["maxpo --k 2", "maxrl", "grpo", "pacs", "pacs_paper", "opo"])
 @pytest.mark.slow
-def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys, objective):
-    """Rollouts whose reward failed have zero advantage, and the others' advantages are computed without them."""
+def test_failed_rewards_are_left_out_of_their_groups(
+    rewards, tmp_path, monkeypatch, capsys, objective
+):
+    """Rollouts whose reward failed have zero advantage, and the others' advantages are computed
+    without them.
+    """
     task, seen, update = MazeTask(5), [], Learner.update
 
     def spy(self, samples, advantages, sequences, *, when, **options):
@@ -132,10 +152,20 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
 
     monkeypatch.setattr(Learner, "update", spy)
     out = tmp_path / "run"
-    flags = [*FLAGS, "--reward", f"{rewards}:by_length", "--objective", *objective.split(), "--out", str(out)]
+    flags = [
+        *FLAGS,
+        "--reward",
+        f"{rewards}:by_length",
+        "--objective",
+        *objective.split(),
+        "--out",
+        str(out),
+    ]
     assert train.main([*base(), *flags]) == 0
     (_, rollouts, advantages) = next(entry for entry in seen if entry[0] == "step 1")
-    texts = [task.decode(part.tolist()) for part in rollouts.tokens.split(rollouts.lengths.tolist())]
+    texts = [
+        task.decode(part.tolist()) for part in rollouts.tokens.split(rollouts.lengths.tolist())
+    ]
     failed = torch.tensor([text.startswith("RIGHT") for text in texts])
     outcome = torch.tensor([0.0 if text.startswith("RIGHT") else len(text) % 2 for text in texts])
     assert 0 < failed.sum() < 16
@@ -155,13 +185,26 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
     assert record["reward_exception"] == int(failed.sum())
     assert record["reward_timeout"] == 0
     assert record["reward_mean"] == pytest.approx(float(outcome[~failed].mean()))
-    assert f"warning: step 1: {int(failed.sum())} of 16 rewards failed (exception" in capsys.readouterr().err
+    assert (
+        f"warning: step 1: {int(failed.sum())} of 16 rewards failed (exception"
+        in capsys.readouterr().err
+    )
     assert read(out / "eval.jsonl")[0]["reward_errors"] > 0
 
 
 def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
     out = tmp_path / "run"
-    flags = [*FLAGS, "--reward", f"{rewards}:by_length", "--objective", "rloo", "--entropy-coef", "0.1", "--out", str(out)]
+    flags = [
+        *FLAGS,
+        "--reward",
+        f"{rewards}:by_length",
+        "--objective",
+        "rloo",
+        "--entropy-coef",
+        "0.1",
+        "--out",
+        str(out),
+    ]
     assert train.main([*base(), *flags]) == 0
     for record in read(out / "metrics.jsonl"):
         assert record["num_sequences_trained"] == 16 - record["reward_exception"]
@@ -173,7 +216,11 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monke
 
     def without_first_greedy(self, prompts, rollouts):
         rewards = score(self, prompts, rollouts)
-        return torch.cat([torch.tensor([float("nan")]), rewards[1:]]) if len(rewards) == len(prompts) else rewards
+        return (
+            torch.cat([torch.tensor([float("nan")]), rewards[1:]])
+            if len(rewards) == len(prompts)
+            else rewards
+        )
 
     def spy(self, samples, advantages, sequences, *, when, **options):
         seen.append(sequences.clone())
@@ -182,25 +229,49 @@ def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monke
     monkeypatch.setattr(Scorer, "score", without_first_greedy)
     monkeypatch.setattr(Scorer, "failures", lambda *_: ({"timeout": 1}, "one failed"))
     monkeypatch.setattr(Learner, "update", spy)
-    assert train.main([*base(), "--objective", "self", "--steps", "1", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        train.main([*base(), "--objective", "self", "--steps", "1", "--out", str(tmp_path / "run")])
+        == 0
+    )
     assert seen[-1].tolist() == list(range(4, 16))
 
 
 def test_nonfinite_rewards_of_a_task_stop_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(MazeTask, "score", lambda self, prompts, rollouts: torch.full((len(rollouts.lengths),), float("inf")))
+    monkeypatch.setattr(
+        MazeTask,
+        "score",
+        lambda self, prompts, rollouts: torch.full((len(rollouts.lengths),), float("inf")),
+    )
     assert train.main([*base(), "--objective", "rloo", "--out", str(tmp_path / "run")]) == 1
-    assert "step 1: the reward of rollout 0 of prompt 320 is inf; the last good checkpoint" in capsys.readouterr().err
+    assert (
+        "step 1: the reward of rollout 0 of prompt 320 is inf; the last good checkpoint"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path, capsys):
     out = tmp_path / "run"
-    flags = ["--objective", "rloo", "--reward", f"{rewards}:broken", "--reward-workers", "1", "--out", str(out)]
+    flags = [
+        "--objective",
+        "rloo",
+        "--reward",
+        f"{rewards}:broken",
+        "--reward-workers",
+        "1",
+        "--out",
+        str(out),
+    ]
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
     # The run stops after the third failure of 24 calls.
-    assert re.search(r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError", error)
-    assert "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
+    assert re.search(
+        r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError",
+        error,
+    )
+    assert (
+        "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
+    )
     assert error.endswith("or fix the function and continue with --resume --allow-changes.\n")
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
     assert train.main(["--resume", str(out), "--allow-changes"]) == 0
@@ -218,19 +289,35 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
 )
 def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
     out = tmp_path / "run"
-    assert train.main([*base(), "--objective", "rloo", "--reward", reward.format(rewards), "--out", str(out)]) == 2
+    assert (
+        train.main(
+            [*base(), "--objective", "rloo", "--reward", reward.format(rewards), "--out", str(out)]
+        )
+        == 2
+    )
     assert sentence in capsys.readouterr().err
     assert not out.exists()
 
 
 def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
-    """It has a thread, so that it is loaded again and not forked: first to see the thread, then by the worker."""
+    """It has a thread, so that it is loaded again and not forked: first to see the thread, then by
+    the worker.
+    """
     rewards.write_text(
-        REWARDS + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        REWARDS
+        + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
         "open(__file__ + '.started', 'a').write('.')\n"
         "if os.path.getsize(__file__ + '.started') > 2:\n    raise RuntimeError('twice only')\n"
     )
-    flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:crashes", "--out", str(tmp_path / "run")]
+    flags = [
+        *FLAGS,
+        "--objective",
+        "rloo",
+        "--reward",
+        f"{rewards}:crashes",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
@@ -247,7 +334,9 @@ def test_config_json_names_the_function(rewards, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch, capsys):
-    """--reward-env names variables of the trainer, and --reward-isolation gives each call a process."""
+    """--reward-env names variables of the trainer, and --reward-isolation gives each call a
+    process.
+    """
     rewards.write_text(
         "import os\ncalls = []\ndef judge(prompt, response):\n    calls.append(1)\n"
         "    assert len(calls) == 1 and os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in os.environ\n    return 1.0\n"
@@ -256,9 +345,26 @@ def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch
         monkeypatch.setenv(name, "x")
     out = tmp_path / "run"
     flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:judge", "--out", str(out)]
-    assert train.main([*base(), *flags, "--reward-isolation", "call", "--reward-env", "JUDGE_KEY, NO_SUCH_NAME"]) == 2
-    assert "needs the environment variable NO_SUCH_NAME, which is not set" in capsys.readouterr().err
-    assert train.main([*base(), *flags, "--reward-isolation", "call", "--reward-env", "JUDGE_KEY"]) == 0
+    assert (
+        train.main(
+            [
+                *base(),
+                *flags,
+                "--reward-isolation",
+                "call",
+                "--reward-env",
+                "JUDGE_KEY, NO_SUCH_NAME",
+            ]
+        )
+        == 2
+    )
+    assert (
+        "needs the environment variable NO_SUCH_NAME, which is not set" in capsys.readouterr().err
+    )
+    assert (
+        train.main([*base(), *flags, "--reward-isolation", "call", "--reward-env", "JUDGE_KEY"])
+        == 0
+    )
     said = capsys.readouterr()
     assert "reward workers: 1, a fresh process after each call; " in said.out + said.err
     assert [record["reward_mean"] for record in read(out / "metrics.jsonl")] == [1.0, 1.0]

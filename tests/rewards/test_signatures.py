@@ -63,7 +63,9 @@ def file(tmp_path):
 
 
 def pool(file, name, time_limit=10.0, workers=1, **options):
-    return RewardPool(f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=10**9, **options)
+    return RewardPool(
+        f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=10**9, **options
+    )
 
 
 def rows(*responses, prompt="p", **columns):
@@ -77,24 +79,35 @@ def test_a_function_of_trl_gets_each_group_as_lists(file):
         two.check(rows("", answer="b", level=1)[0])
         assert "called with all responses to a prompt at once" in two.lines()[1]
     with pool(file, "chat") as one:  # as in TRL, completions of chat prompts are messages
-        assert one.score(rows("a", "abc", prompt=[{"role": "user", "content": "x"}]), group=2).rewards == [1.0, 3.0]
+        assert one.score(
+            rows("a", "abc", prompt=[{"role": "user", "content": "x"}]), group=2
+        ).rewards == [1.0, 3.0]
     with pool(file, "gathered") as one:
         assert one.score(rows("a", "abc"), group=2).rewards == [1.0, 3.0]
 
 
 def test_a_list_must_have_a_reward_for_each_response(file):
     with pool(file, "texts") as one:
-        scores = one.score([*rows("1", "2", prompt="short"), *rows("3", "4"), *rows("1", "2", prompt="dict")], group=2)
+        scores = one.score(
+            [*rows("1", "2", prompt="short"), *rows("3", "4"), *rows("1", "2", prompt="dict")],
+            group=2,
+        )
         assert scores.rewards == [0.0, 0.0, 3.0, 4.0, 0.0, 0.0]
         assert [failure.kind for failure in scores.failures] == ["invalid"] * 4
         message = "must return a list with a number for each of the 2 completions, got a list of 1"
         assert message in scores.failures[0].message
-        failed = one.score(rows("1", "nan", "3"), group=3)  # one element that is no number fails alone
-        assert (failed.rewards, [failure.index for failure in failed.failures]) == ([1.0, 0.0, 3.0], [1])
+        # one element that is no number fails alone
+        failed = one.score(rows("1", "nan", "3"), group=3)
+        assert (failed.rewards, [failure.index for failure in failed.failures]) == (
+            [1.0, 0.0, 3.0],
+            [1],
+        )
 
 
 def test_async_calls_run_together_up_to_the_limit(file):
-    """Every call waits for eight at the same time, which a limit of eight allows, and never sees more."""
+    """Every call waits for eight at the same time, which a limit of eight allows, and never sees
+    more.
+    """
     with pool(file, "meeting", concurrency=8) as one:
         assert one.score(rows(*["8"] * 32)).rewards == [8.0] * 32
         assert "async, called with each response, at most 8 at a time" in one.lines()[1]
@@ -106,11 +119,16 @@ def test_async_calls_fail_alone(file):
     with pool(file, "single", time_limit=0.5, concurrency=4) as one:
         scores = one.score(rows("1", "late", "bad", "2", "3"))
         assert scores.rewards == [1.0, 0.0, 0.0, 2.0, 3.0]
-        assert [(failure.index, failure.kind) for failure in scores.failures] == [(1, "timeout"), (2, "exception")]
+        assert [(failure.index, failure.kind) for failure in scores.failures] == [
+            (1, "timeout"),
+            (2, "exception"),
+        ]
         assert "ValueError: no good (functions.py, line" in scores.failures[1].message
-        assert scores.components[0]["pid"] != scores.components[4]["pid"]  # a fresh process after a failure
+        # a fresh process after a failure
+        assert scores.components[0]["pid"] != scores.components[4]["pid"]
         crashed = one.score(rows("exit", "1", "2", "3", "4"))
-        assert [failure.kind for failure in crashed.failures] == ["crash"] * 4  # those of the process
+        # those of the process
+        assert [failure.kind for failure in crashed.failures] == ["crash"] * 4
         assert crashed.rewards[4] == 4.0
     with pool(file, "single", isolation="call") as one:
         apart = one.score(rows("1", "2")).components
@@ -128,18 +146,45 @@ def of(parameters):
     [
         ("prompt, response, answer", ""),
         ("response, **columns", ""),
-        ("prompt, completion, **columns", "your function asks for `completion`: rename it to `response`"),
+        (
+            "prompt, completion, **columns",
+            "your function asks for `completion`: rename it to `response`",
+        ),
         ("data_source, solution_str, ground_truth, **c", "your function asks for `data_source`: "),
-        ("solution_str, ground_truth, **c", "your function asks for `solution_str`: rename it to `response`"),
-        ("response, answers, **c", "asks for `answers`: rename it to `answer`, or ask for `completions` and return a list"),
-        ("response, anwser, **c", "asks for `anwser`: did you mean `answer`? the arguments are prompt, response, answer"),
-        ("prompt, response, solution, **c", "asks for `solution`: the arguments are prompt, response, answer; give it"),
-        ("response, answer, answers, **c", "asks for `answers`: the arguments are prompt, response, answer; give it"),
-        ("response, extra_info, **c", "asks for `extra_info`: this trainer does not give it; leave it out"),
-        ("prompt, response", "your function does not take `answer`: add **columns to its parameters"),
+        (
+            "solution_str, ground_truth, **c",
+            "your function asks for `solution_str`: rename it to `response`",
+        ),
+        (
+            "response, answers, **c",
+            "asks for `answers`: rename it to `answer`, or ask for `completions` and return a list",
+        ),
+        (
+            "response, anwser, **c",
+            "asks for `anwser`: did you mean `answer`? the arguments are prompt, response, answer",
+        ),
+        (
+            "prompt, response, solution, **c",
+            "asks for `solution`: the arguments are prompt, response, answer; give it",
+        ),
+        (
+            "response, answer, answers, **c",
+            "asks for `answers`: the arguments are prompt, response, answer; give it",
+        ),
+        (
+            "response, extra_info, **c",
+            "asks for `extra_info`: this trainer does not give it; leave it out",
+        ),
+        (
+            "prompt, response",
+            "your function does not take `answer`: add **columns to its parameters",
+        ),
         ("completions", "your function does not take `answer`: add **columns"),
         ("completions, prompts, answer", ""),
-        ("completions, completion_ids, **c", "asks for `completion_ids`: this trainer does not give it"),
+        (
+            "completions, completion_ids, **c",
+            "asks for `completion_ids`: this trainer does not give it",
+        ),
     ],
 )
 def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, sentence):

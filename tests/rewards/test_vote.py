@@ -1,4 +1,6 @@
-"""Rewards by majority vote: against a count by hand, in groups, and in a run whose evaluation keeps its own rewards."""
+"""Rewards by majority vote: against a count by hand, in groups, and in a run whose evaluation keeps
+its own rewards.
+"""
 
 import json
 
@@ -41,15 +43,30 @@ def test_a_scorer_gives_rollouts_the_votes_of_their_prompt():
 def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, monkeypatch):
     scored = []
     score = MazeTask.score
-    monkeypatch.setattr(MazeTask, "score", lambda self, *given: scored.append(len(given[1])) or score(self, *given))
+    monkeypatch.setattr(
+        MazeTask, "score", lambda self, *given: scored.append(len(given[1])) or score(self, *given)
+    )
     monkeypatch.setattr(MazeTask, "answer", lambda self, text: str(len(text.split()) % 2))
-    flags = ["--labels", "vote", "--objective", "rloo", "--steps", "2", "--eval-prompts", "4", "--keep-rollouts", "16"]
+    flags = [
+        "--labels",
+        "vote",
+        "--objective",
+        "rloo",
+        "--steps",
+        "2",
+        "--eval-prompts",
+        "4",
+        "--keep-rollouts",
+        "16",
+    ]
     assert train.main([*base(), "--out", str(tmp_path / "run"), *flags]) == 0
     assert len(scored) == len(read(tmp_path / "run" / "eval.jsonl"))  # once for each evaluation
     for record in read(tmp_path / "run" / "metrics.jsonl"):
         if "reward_mean" in record:
             assert 0.5 <= record["reward_mean"] <= 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    ]
     for i in range(0, len(lines), 4):
         of_prompt = lines[i : i + 4]
         lengths = torch.tensor([len(line["response"].split()) % 2 for line in of_prompt])
@@ -60,6 +77,8 @@ def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, mon
 
 def test_objectives_with_other_rewards_refuse_votes():
     for name in ("self", "remax"):
-        with pytest.raises(InputError, match=f"labels cannot be vote for {name}, whose other rewards no vote gives"):
+        with pytest.raises(
+            InputError, match=f"labels cannot be vote for {name}, whose other rewards no vote gives"
+        ):
             check(parse(["--objective", name, "--labels", "vote"]))
     check(parse(["--objective", "maxrl", "--labels", "vote"]))

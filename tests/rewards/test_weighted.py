@@ -59,7 +59,10 @@ def scored(functions, names, weights=()):
     task = MazeTask(5)
     rewards = tuple(f"{functions}:{name}" for name in names.split())
     scorer = build_scorer(
-        RewardOptions(reward=rewards, reward_weights=weights, reward_workers=1, max_reward_error_rate=1.0), task
+        RewardOptions(
+            reward=rewards, reward_weights=weights, reward_workers=1, max_reward_error_rate=1.0
+        ),
+        task,
     )
     try:
         values = scorer.score(task.prompts("train", 0, 2), Rollouts.given(RESPONSES)).tolist()
@@ -102,12 +105,14 @@ def test_a_function_that_fails_fails_the_response_and_is_named(functions):
     assert [reward == reward for reward in rewards] == [False, True, True, False]
     assert failures["exception"] == 2
     assert "fails_up: ValueError: up is not allowed (functions.py, line" in complaint
-    assert means == {"reward/length": 2.0, "reward/fails_up": 1.0}  # of the responses that have a reward
+    # of the responses that have a reward
+    assert means == {"reward/length": 2.0, "reward/fails_up": 1.0}
 
 
 def test_without_another_reward_none_is_a_failure_and_names_must_be_text(functions):
     with pytest.raises(
-        RuntimeError, match=r"invalid 4\), for example: the function must return a number, got None of type None"
+        RuntimeError,
+        match=r"invalid 4\), for example: the function must return a number, got None of type None",
     ):
         scored(functions, "never")
     with pytest.raises(RuntimeError, match="components must have at most 32 names"):
@@ -118,7 +123,9 @@ def test_names_are_short_and_tell_rewards_apart():
     assert short_names(["a.py:f", "pkg.mod:g"]) == ["f", "g"]
     assert short_names(["x/a.py:f", "b.py:f"]) == ["a.f", "b.f"]
     assert short_names(["x/a.py:f", "y/a.py:f"]) == ["a.f_1", "a.f_2"]
-    with pytest.raises(InputError, match=r"--reward must name each function once, got a\.py:f twice"):
+    with pytest.raises(
+        InputError, match=r"--reward must name each function once, got a\.py:f twice"
+    ):
         short_names(["a.py:f", "a.py:f"])
 
 
@@ -139,13 +146,18 @@ class Timed:
 def test_the_cure_for_slow_rewards_is_that_of_the_slowest(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("maxrl_fast.rewards.scoring.time.perf_counter", lambda: clock[0])
-    rewards = WeightedRewards([Timed("a:f", 1, clock), Timed("a:g", 5, clock), Timed("a:h", 2, clock)], [1, 1, 1])
+    rewards = WeightedRewards(
+        [Timed("a:f", 1, clock), Timed("a:g", 5, clock), Timed("a:h", 2, clock)], [1, 1, 1]
+    )
     assert rewards.score([{}]).rewards == [3.0]
     assert rewards.faster(4) == "a:g 4"
 
 
 def test_a_checkpoint_behind_the_rewards_of_an_evaluation_is_not_one_of_them(tmp_path):
-    for flags in (["--reward", "a.py:f", "b.py:g", str(tmp_path)], ["--reward", "a.py:f", str(tmp_path), "--samples", "2"]):
+    for flags in (
+        ["--reward", "a.py:f", "b.py:g", str(tmp_path)],
+        ["--reward", "a.py:f", str(tmp_path), "--samples", "2"],
+    ):
         with pytest.raises(InputError, match=f"CHECKPOINT must be .*, got {tmp_path}"):
             evaluation.parse(flags)
 
@@ -155,21 +167,38 @@ def test_rewards_and_weights_as_flags_and_in_files(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('reward = ["a.py:f", "b.py:g"]\nreward_weights = [1, -0.2]\nseed = 3\n')
     for config in (parse(flags), parse(["--config", str(file)])):
-        assert (config.reward.reward, config.reward.reward_weights, config.run.seed) == (("a.py:f", "b.py:g"), (1.0, -0.2), 3)
+        assert (config.reward.reward, config.reward.reward_weights, config.run.seed) == (
+            ("a.py:f", "b.py:g"),
+            (1.0, -0.2),
+            3,
+        )
         check(config)
     file.write_text('reward = "a.py:f"\n')
-    assert parse(["--config", str(file)]).flat()["reward"] == "a.py:f"  # as it was when there was one
+    # as it was when there was one
+    assert parse(["--config", str(file)]).flat()["reward"] == "a.py:f"
     for wrong in (["--reward-weights", "1", "2", "3"], ["--reward-weights", "1", "nan"]):
-        with pytest.raises(InputError, match=r"reward_weights must be (a number for each of the 2|finite)"):
+        with pytest.raises(
+            InputError, match=r"reward_weights must be (a number for each of the 2|finite)"
+        ):
             check(parse([*flags, *wrong]))
     with pytest.raises(InputError, match="--reward-weights needs --reward"):
         parse(["--reward-weights", "1"])
 
 
 @pytest.mark.slow
-def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(functions, tmp_path, capsys):
+def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(
+    functions, tmp_path, capsys
+):
     out = tmp_path / "run"
-    flags = ["--objective", "rloo", "--steps", "2", "--reward", f"{functions}:length", f"{functions}:summed"]
+    flags = [
+        "--objective",
+        "rloo",
+        "--steps",
+        "2",
+        "--reward",
+        f"{functions}:length",
+        f"{functions}:summed",
+    ]
     assert train.main([*base(), *flags, "--reward-weights", "1", "0.1", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "reward: 1 length + 0.1 summed" in said
@@ -178,13 +207,23 @@ def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(functio
         total = record["reward/length"] + 0.1 * record["reward/summed"]
         assert record.get("reward_mean", total) == pytest.approx(total, rel=1e-5)
     board = EventAccumulator(str(out / "tensorboard")).Reload()
-    assert {"metrics/reward/length", "metrics/reward/summed.b", "eval/reward/length"} <= {*board.Tags()["scalars"]}
+    assert {"metrics/reward/length", "metrics/reward/summed.b", "eval/reward/length"} <= {
+        *board.Tags()["scalars"]
+    }
     assert "reward/summed.b" in read_folder(out, "run").metrics
     assert json.loads((out / "config.json").read_text())["reward_weights"] == [1.0, 0.1]
-    for other in (["--reward-weights", "1", "0.2"], ["--reward", f"{functions}:length", f"{functions}:parts"]):
+    for other in (
+        ["--reward-weights", "1", "0.2"],
+        ["--reward", f"{functions}:length", f"{functions}:parts"],
+    ):
         assert train.main(["--resume", str(out), *other]) == 2
         assert f"{other[0][2:].replace('-', '_')}: [" in capsys.readouterr().err
-    assert evaluate.main([str(out), "--prompts", "2", "--samples", "2", "--out", str(tmp_path / "evaluation")]) == 0
+    assert (
+        evaluate.main(
+            [str(out), "--prompts", "2", "--samples", "2", "--out", str(tmp_path / "evaluation")]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "evaluation" / "eval.json").read_text())["reward/summed.a"] == 1.0
     capsys.readouterr()
     functions.write_text(FUNCTIONS + "\n")

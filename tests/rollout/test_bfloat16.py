@@ -1,4 +1,6 @@
-"""The C++ decoder in bfloat16 on every path of this machine: products, log-probs, and independence of the batch."""
+"""The C++ decoder in bfloat16 on every path of this machine: products, log-probs, and independence
+of the batch.
+"""
 
 import math
 
@@ -17,10 +19,19 @@ from tests.models import response_logits, tiny_decoder
 
 PLAIN = "bfloat16, plain C++"
 PATHS = _C.bfloat16_arithmetics()  # plain C++ always, and the instructions that this machine has
-PROMPTS = make_prompts([[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31), *range(1, 20)], [9, 9], [30, 2, 4]])
+PROMPTS = make_prompts(
+    [[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31), *range(1, 20)], [9, 9], [30, 2, 4]]
+)
 STOPS = (3, 17)
-LARGE_GROUP = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}  # 8 query heads share keys, of whole steps
-ODD = {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 6}
+# 8 query heads share keys, of whole steps
+LARGE_GROUP = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
+ODD = {
+    "hidden_size": 42,
+    "intermediate_size": 21,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+}
 
 
 def product(arithmetic, a, b):
@@ -34,7 +45,9 @@ def product(arithmetic, a, b):
 def shapes():
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(1, 71, (60, 3), generator=generator).tolist()
-    edges = [(m, n, k) for m in (1, 16, 17, 33) for n in (1, 16, 17, 33) for k in (1, 2, 31, 32, 33, 64)]
+    edges = [
+        (m, n, k) for m in (1, 16, 17, 33) for n in (1, 16, 17, 33) for k in (1, 2, 31, 32, 33, 64)
+    ]
     return [*some, *edges, (96, 515, 1030)]
 
 
@@ -45,7 +58,8 @@ def test_products_are_those_of_the_rounded_operands(arithmetic):
         a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
         got = product(arithmetic, a, b)
         x, y = ((z if arithmetic == "float32" else z.bfloat16()).double() for z in (a, b))
-        # A sum of k products in float32: each of at most k + 1 operations has a relative error of 2^-24.
+        # A sum of k products in float32: each of at most k + 1 operations has a relative error of
+        # 2^-24.
         allowed = (k + 1) * 2**-24 * (x.abs() @ y.abs().T)
         assert ((got.double() - x @ y.T).abs() <= allowed).all(), (m, n, k)
 
@@ -63,7 +77,8 @@ def test_a_row_of_a_product_is_bitwise_independent_of_the_others(arithmetic):
 def test_nonfinite_numbers_stay_nonfinite(arithmetic):
     a, b = torch.ones(3, 5), torch.ones(2, 5)
     a[0, 0], a[1, 4] = math.nan, math.inf
-    b[1, 2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # rounding up would make it -0
+    # rounding up would make it -0
+    b[1, 2] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     got = product(arithmetic, a, b)
     assert got[0].isnan().all()
     assert got[1, 0] == math.inf
@@ -78,9 +93,13 @@ def engine_of(model, arithmetic, **options):
     return engine
 
 
-def generate(model, arithmetic, num_samples=6, temperature=1.3, limit=40, prompts=PROMPTS, **options):
+def generate(
+    model, arithmetic, num_samples=6, temperature=1.3, limit=40, prompts=PROMPTS, **options
+):
     sampling = Sampling(temperature, limit, STOPS)
-    return engine_of(model, arithmetic, **options).generate(prompts, num_samples, sampling, seed=4, step=2)
+    return engine_of(model, arithmetic, **options).generate(
+        prompts, num_samples, sampling, seed=4, step=2
+    )
 
 
 @pytest.mark.parametrize("arithmetic", PATHS)
@@ -91,17 +110,22 @@ def generate(model, arithmetic, num_samples=6, temperature=1.3, limit=40, prompt
 )
 @pytest.mark.usefixtures("instructions")
 def test_logprobs_are_those_of_the_model_to_bfloat16(arithmetic, changes):
-    """Logits are below 16, where numbers in bfloat16 are 2^-4 apart; the decoder rounds several times in each layer."""
+    """Logits are below 16, where numbers in bfloat16 are 2^-4 apart; the decoder rounds several
+    times in each layer.
+    """
     model = tiny_decoder(**changes)
     rollouts = generate(model, arithmetic)
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
     expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
     difference = (rollouts.logprobs - expected).abs()
     in_training, _ = token_logprobs(
-        response_logits(model, one_batch(PROMPTS, rollouts), torch.bfloat16), rollouts.tokens, temperature=1.3
+        response_logits(model, one_batch(PROMPTS, rollouts), torch.bfloat16),
+        rollouts.tokens,
+        temperature=1.3,
     )
     assert difference.max() < 0.15
-    assert difference.mean() < (in_training - expected).abs().mean()  # training rounds the residual stream too
+    # training rounds the residual stream too
+    assert difference.mean() < (in_training - expected).abs().mean()
     assert rollouts.lengths.unique().numel() > 3  # responses finished at different times
 
 
@@ -144,12 +168,17 @@ def test_samples_are_bitwise_independent_of_the_batch(arithmetic, changes):
 
 @pytest.mark.parametrize("arithmetic", PATHS)
 def test_a_slot_keeps_nothing_of_the_response_before(arithmetic):
-    """Where one slot serves a response that is not finite, and then others, its padding must not reach them."""
+    """Where one slot serves a response that is not finite, and then others, its padding must not
+    reach them.
+    """
     model = tiny_decoder(**ODD, tie_word_embeddings=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[9] = math.inf
     prompts = make_prompts([[9], [5, 6, 7, 8]])
-    both, alone = (generate(model, arithmetic, max_batch=1, prompts=x, limit=5) for x in (prompts, prompts.take(1, 1)))
+    both, alone = (
+        generate(model, arithmetic, max_batch=1, prompts=x, limit=5)
+        for x in (prompts, prompts.take(1, 1))
+    )
     start = both.cu_seqlens[6]
     assert both.logprobs[:start].isnan().all()
     assert alone.logprobs[: alone.cu_seqlens[1]].isfinite().all()
@@ -173,17 +202,23 @@ def test_nonfinite_weights_are_reported(arithmetic):
     model = tiny_decoder()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] = math.nan
-    with pytest.raises(NonFiniteError, match="step 7: the log-probs sampled for prompt 0 are not finite"):
+    with pytest.raises(
+        NonFiniteError, match="step 7: the log-probs sampled for prompt 0 are not finite"
+    ):
         check_finite(generate(model, arithmetic), PROMPTS, 7)
 
 
 def test_the_cache_is_half_as_large_where_nothing_is_padded():
     config = tiny_decoder(**LARGE_GROUP).config  # 64 numbers in a head
-    in_float32, in_bfloat16 = (CpuDecoder(config, name).cache_bytes(64) for name in ("float32", PLAIN))
+    in_float32, in_bfloat16 = (
+        CpuDecoder(config, name).cache_bytes(64) for name in ("float32", PLAIN)
+    )
     assert in_float32 == 4 * 2 * config.num_hidden_layers * 64 * 64
     assert in_bfloat16 == in_float32 // 2
     # 6 numbers in a head: keys are padded to 32, values to 16, tokens to 32.
-    assert CpuDecoder(tiny_decoder(**ODD).config, PLAIN).cache_bytes(33) == 2 * config.num_hidden_layers * 64 * (32 + 16)
+    assert CpuDecoder(tiny_decoder(**ODD).config, PLAIN).cache_bytes(
+        33
+    ) == 2 * config.num_hidden_layers * 64 * (32 + 16)
 
 
 def test_a_run_in_bfloat16_decodes_by_the_fastest_instructions(monkeypatch):
@@ -194,8 +229,16 @@ def test_a_run_in_bfloat16_decodes_by_the_fastest_instructions(monkeypatch):
         if chosen in ("float32", *PATHS):
             engine = NativeEngine(tiny_decoder(), torch.bfloat16)
             assert engine.describe().startswith(f"native (C++, {chosen}, key/value cache")
-            assert engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0).logprobs.isfinite().all()
-        assert NativeEngine(tiny_decoder(), torch.float32).describe().startswith("native (C++, float32, key/value cache")
+            assert (
+                engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0)
+                .logprobs.isfinite()
+                .all()
+            )
+        assert (
+            NativeEngine(tiny_decoder(), torch.float32)
+            .describe()
+            .startswith("native (C++, float32, key/value cache")
+        )
 
 
 def test_instructions_that_are_missing_are_refused():

@@ -1,4 +1,6 @@
-"""The packed copy of the policy that decodes on a device: its hidden states, and the weights under every name."""
+"""The packed copy of the policy that decodes on a device: its hidden states, and the weights under
+every name.
+"""
 
 import contextlib
 
@@ -26,7 +28,9 @@ def causal(layer, q, k, v):
 
 
 def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext):
-    """Compare hidden states and logits of the copy with the decoder's, for all rows and for some."""
+    """Compare hidden states and logits of the copy with the decoder's, for all rows and for
+    some.
+    """
     for rows in (torch.arange(6), torch.tensor([5, 2])):
         with torch.no_grad():
             expected = model(TOKENS, POSITIONS, causal, rows)
@@ -37,7 +41,10 @@ def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext
         assert expected.std() > 0.3
         torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(
-            decoder.model.logits(hidden).float(), model.logits(expected), rtol=tolerance, atol=10 * tolerance
+            decoder.model.logits(hidden).float(),
+            model.logits(expected),
+            rtol=tolerance,
+            atol=10 * tolerance,
         )
 
 
@@ -49,7 +56,10 @@ def test_hidden_states_equal_the_decoders(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_every_weight_is_loaded_in_place_under_its_name(family, has_adapters):
-    model, old = adapted(ALL, **family) if has_adapters else tiny_decoder(**family), tiny_decoder(seed=1, **family)
+    model, old = (
+        adapted(ALL, **family) if has_adapters else tiny_decoder(**family),
+        tiny_decoder(seed=1, **family),
+    )
     decoder = DeviceDecoder(model, torch.bfloat16)
     decoder.load_weights(old)
     addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights()}

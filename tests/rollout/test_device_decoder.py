@@ -1,4 +1,6 @@
-"""The PyTorch decoder's batch: numbers of rows, graphs and memory. Samples are compared with those of the C++ decoder."""
+"""The PyTorch decoder's batch: numbers of rows, graphs and memory. Samples are compared with those
+of the C++ decoder.
+"""
 
 import contextlib
 import weakref
@@ -19,7 +21,12 @@ LIMIT = 40
 SAMPLING = Sampling(1.3, LIMIT, (3, 17, 9, 12))
 
 
-def sample(engine: NativeEngine, num_samples: int = 20, sampling: Sampling = SAMPLING, prompts: Prompts = PROMPTS):
+def sample(
+    engine: NativeEngine,
+    num_samples: int = 20,
+    sampling: Sampling = SAMPLING,
+    prompts: Prompts = PROMPTS,
+):
     return engine.generate(prompts, num_samples, sampling, seed=4, step=2)
 
 
@@ -35,7 +42,9 @@ def engine(model):
 
 @pytest.fixture
 def fake_graphs(monkeypatch):
-    """Graphs that run their step again when they are replayed. The fixture is the list of what happened, in order."""
+    """Graphs that run their step again when they are replayed. The fixture is the list of what
+    happened, in order.
+    """
     events = []
 
     class FakeGraph:
@@ -69,11 +78,16 @@ def fake_graphs(monkeypatch):
     return events
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, Sampling(1.0, LIMIT, (3, 17, 9, 12), top_k=12, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [SAMPLING, Sampling(1.0, LIMIT, (3, 17, 9, 12), top_k=12, top_p=0.9)]
+)
 @pytest.mark.parametrize("max_batch", [1024, 65])
-def test_at_most_six_graphs_are_captured_and_before_the_first_prompt_is_admitted(model, fake_graphs, sampling, max_batch):
+def test_at_most_six_graphs_are_captured_and_before_the_first_prompt_is_admitted(
+    model, fake_graphs, sampling, max_batch
+):
     engine = NativeEngine(model, torch.float32, in_cpp=False, max_batch=max_batch)
-    for call, captures in ((sampling, 6), (sampling, 0), (sampling.greedy, 6)):  # the second call has all graphs
+    # the second call has all graphs
+    for call, captures in ((sampling, 6), (sampling, 0), (sampling.greedy, 6)):
         expected = sample(NativeEngine(model, torch.float32), sampling=call)
         assert torch.equal(sample(engine, sampling=call).tokens, expected.tokens)
         kinds = [kind for kind, _ in fake_graphs]
@@ -87,7 +101,9 @@ def test_at_most_six_graphs_are_captured_and_before_the_first_prompt_is_admitted
 
 
 def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
-    """In PyTorch's default mode, such a call fails in the other thread and invalidates the capture."""
+    """In PyTorch's default mode, such a call fails in the other thread and invalidates the
+    capture.
+    """
     modes = []
 
     def graph(graph, pool, stream, capture_error_mode="global"):
@@ -121,7 +137,9 @@ def test_no_step_computes_more_than_twice_the_active_rows(engine, monkeypatch):
 
 
 def test_compaction_moves_active_rows_and_only_their_tokens(engine):
-    batch = DecodeSlots(engine.decoder.model, Shape(3, 12, 4, 8, 24), torch.float32, in_kernel=False)
+    batch = DecodeSlots(
+        engine.decoder.model, Shape(3, 12, 4, 8, 24), torch.float32, in_kernel=False
+    )
     batch.begin(3, 4, SAMPLING)
     for i, caches in enumerate(batch.own):
         for cache in caches:
@@ -150,13 +168,16 @@ def test_calls_share_one_cache_that_grows(model, engine):
     first = engine.decoder.batch
     for num_samples, prompts in ((6, PROMPTS.take(1, 3)), (3, PROMPTS), (1, PROMPTS)):
         assert torch.equal(
-            sample(engine, num_samples, prompts=prompts).tokens, sample(expected, num_samples, prompts=prompts).tokens
+            sample(engine, num_samples, prompts=prompts).tokens,
+            sample(expected, num_samples, prompts=prompts).tokens,
         )
         assert engine.decoder.batch is first
     longer = make_prompts([list(range(20))])
     freed = weakref.ref(first)
     del first
-    assert torch.equal(sample(engine, 9, prompts=longer).tokens, sample(expected, 9, prompts=longer).tokens)
+    assert torch.equal(
+        sample(engine, 9, prompts=longer).tokens, sample(expected, 9, prompts=longer).tokens
+    )
     assert freed() is None
     assert engine.decoder.batch.shape == Shape(5, 30, 9, 24, LIMIT)
     grown = engine.decoder.batch
@@ -169,7 +190,9 @@ def test_the_whole_budget_serves_and_is_not_exceeded(model):
     short = Sampling(1.0, 4, ())
 
     def engine_of(slots, rows):
-        needed = NativeEngine(model, torch.float32, in_cpp=False).decoder.bytes_of(slots, rows, 8, 4)
+        needed = NativeEngine(model, torch.float32, in_cpp=False).decoder.bytes_of(
+            slots, rows, 8, 4
+        )
         return NativeEngine(model, torch.float32, in_cpp=False, cache_bytes=needed)
 
     for slots, rows in ((5, 30), (3, 18), (1, 6), (1, 4)):
@@ -188,15 +211,21 @@ def test_the_whole_budget_serves_and_is_not_exceeded(model):
 def test_the_budget_counts_the_caches_and_the_logits(engine):
     sample(engine)
     batch = engine.decoder.batch
-    caches = sum(x.numel() * x.element_size() for pair in (*batch.prompts, *batch.own) for x in pair)
+    caches = sum(
+        x.numel() * x.element_size() for pair in (*batch.prompts, *batch.own) for x in pair
+    )
     assert batch.bytes >= caches + 4 * 32 * batch.shape.rows
     assert batch.bytes < 1.5 * caches
 
 
 @pytest.mark.parametrize(("memory", "kept"), [(9, False), (11, True)])
-def test_a_cache_above_a_tenth_of_the_memory_is_freed_while_the_engine_sleeps(engine, fake_graphs, monkeypatch, memory, kept):
+def test_a_cache_above_a_tenth_of_the_memory_is_freed_while_the_engine_sleeps(
+    engine, fake_graphs, monkeypatch, memory, kept
+):
     expected = sample(engine)
-    monkeypatch.setattr(device_decoder, "memory_bytes", lambda device: memory * engine.decoder.batch.bytes)
+    monkeypatch.setattr(
+        device_decoder, "memory_bytes", lambda device: memory * engine.decoder.batch.bytes
+    )
     engine.sleep()
     assert (engine.decoder.batch is not None) == kept
     fake_graphs.clear()

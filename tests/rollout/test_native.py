@@ -1,4 +1,6 @@
-"""The native engine: log-probs against the full forward pass, the sampling distribution, and independence of the batch."""
+"""The native engine: log-probs against the full forward pass, the sampling distribution, and
+independence of the batch.
+"""
 
 import math
 
@@ -28,16 +30,34 @@ def make_engine(model, dtype=torch.float32, in_cpp=True, **options):
     return NativeEngine(model, dtype, in_cpp=in_cpp and dtype == torch.float32, **options)
 
 
-def generate(model, num_samples=6, temperature=1.3, limit=24, seed=4, step=2, prompts=PROMPTS, stops=STOPS, **options):
+def generate(
+    model,
+    num_samples=6,
+    temperature=1.3,
+    limit=24,
+    seed=4,
+    step=2,
+    prompts=PROMPTS,
+    stops=STOPS,
+    **options,
+):
     limits = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
     sampling = Sampling(temperature, limit, stops, **limits)
-    return make_engine(model, **options).generate(prompts, num_samples, sampling, seed=seed, step=step)
+    return make_engine(model, **options).generate(
+        prompts, num_samples, sampling, seed=seed, step=step
+    )
 
 
-# The logits reach 5.7, where bfloat16 numbers are .03 apart. Each side can be off by one or two of these steps.
+# The logits reach 5.7, where bfloat16 numbers are .03 apart. Each side can be off by one or two of
+# these steps.
 @pytest.mark.parametrize(
     ("in_cpp", "dtype", "tolerance"),
-    [(True, torch.float32, 2e-5), (False, torch.float32, 1e-4), (False, torch.float64, 1e-6), (False, torch.bfloat16, 0.1)],
+    [
+        (True, torch.float32, 2e-5),
+        (False, torch.float32, 1e-4),
+        (False, torch.float64, 1e-6),
+        (False, torch.bfloat16, 0.1),
+    ],
 )
 def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
     model = tiny_decoder()
@@ -56,13 +76,23 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().removeprefix("aten::")
-        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2"):
+        if name in (
+            "_local_scalar_dense",
+            "nonzero",
+            "is_nonzero",
+            "equal",
+            "masked_select",
+            "unique_dim",
+            "_unique2",
+        ):
             raise AssertionError(f"{name} within a burst")
         return function(*args, **(kwargs or {}))
 
 
 def test_the_samples_of_a_prompt_share_its_distribution():
-    """At a large vocabulary a copy of the logits for each sample would take more memory than the cache."""
+    """At a large vocabulary a copy of the logits for each sample would take more memory than the
+    cache.
+    """
     rows = []  # of matrices with a column for each token of the vocabulary
 
     class Rows(TorchDispatchMode):
@@ -78,7 +108,9 @@ def test_the_samples_of_a_prompt_share_its_distribution():
     assert 7 * len(PROMPTS) not in rows
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}]
+)
 def test_decoding_steps_never_wait_for_the_device(sampling, monkeypatch):
     steps, bursts = DecodeSlots.steps, []
 
@@ -107,9 +139,20 @@ def test_compiled_layers_draw_the_same_tokens():
     "changes",
     [
         {"model_type": "qwen3"},
-        {"model_type": "llama", "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64), "tie_word_embeddings": False},
-        # No size is a multiple of a SIMD vector. One key/value head serves more query heads than a tile has rows.
-        {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 6},
+        {
+            "model_type": "llama",
+            "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64),
+            "tie_word_embeddings": False,
+        },
+        # No size is a multiple of a SIMD vector. One key/value head serves more query heads than a
+        # tile has rows.
+        {
+            "hidden_size": 42,
+            "intermediate_size": 21,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+        },
         {"vocab_size": 37, "num_hidden_layers": 1, "num_key_value_heads": 4, "head_dim": 20},
     ],
     ids=["qwen3", "llama3", "odd", "wide-heads"],
@@ -117,7 +160,8 @@ def test_compiled_layers_draw_the_same_tokens():
 @pytest.mark.usefixtures("instructions")
 def test_every_family_and_odd_sizes(changes, in_cpp):
     model = tiny_decoder(**changes)
-    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])  # 210 tokens: several calls of forward
+    # 210 tokens: several calls of forward
+    prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])
     rollouts = generate(model, 9, prompts=prompts, in_cpp=in_cpp)
     logits = response_logits(model, one_batch(prompts, rollouts), torch.float32)
     expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
@@ -127,7 +171,13 @@ def test_every_family_and_odd_sizes(changes, in_cpp):
 @pytest.mark.usefixtures("instructions")
 def test_both_decoders_draw_the_same_samples():
     model = tiny_decoder()
-    for options in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.05}):
+    for options in (
+        {},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 12, "top_p": 0.9, "min_p": 0.05},
+    ):
         first, second = (generate(model, in_cpp=in_cpp, **options) for in_cpp in (True, False))
         assert torch.equal(first.tokens, second.tokens)
         assert torch.equal(first.truncated, second.truncated)
@@ -137,7 +187,9 @@ def test_both_decoders_draw_the_same_samples():
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 def test_responses_end_with_the_first_stop_token_or_at_the_limit(in_cpp):
     rollouts = generate(tiny_decoder(), num_samples=20, in_cpp=in_cpp)
-    for s, (start, end) in enumerate(zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)):
+    for s, (start, end) in enumerate(
+        zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)
+    ):
         tokens = rollouts.tokens[start:end].tolist()
         stops = [t in STOPS for t in tokens]
         assert not any(stops[:-1])
@@ -162,10 +214,19 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
 def test_samples_are_bitwise_independent_of_the_batch():
     model = tiny_decoder()
     whole = generate(model)
-    one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(model).decoder.cache_bytes(24)
+    one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(
+        model
+    ).decoder.cache_bytes(24)
     threads = torch.get_num_threads()
     try:
-        for options in ({}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}, {"threads": 1}, {"threads": 5}):
+        for options in (
+            {},
+            {"max_batch": 7},
+            {"max_batch": 1},
+            {"cache_bytes": one_sequence},
+            {"threads": 1},
+            {"threads": 5},
+        ):
             torch.set_num_threads(options.pop("threads", threads))
             other = generate(model, **options)
             assert torch.equal(other.tokens, whole.tokens)
@@ -192,7 +253,9 @@ def test_in_pytorch_the_batch_changes_only_rounding():
         assert torch.equal(other.truncated, whole.truncated)
         torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
     alone = generate(model, prompts=PROMPTS.take(2, 1), in_cpp=False)
-    assert alone.tokens.tolist() == whole.tokens[whole.cu_seqlens[12] : whole.cu_seqlens[18]].tolist()
+    assert (
+        alone.tokens.tolist() == whole.tokens[whole.cu_seqlens[12] : whole.cu_seqlens[18]].tolist()
+    )
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
@@ -208,8 +271,12 @@ def test_memory_stays_within_the_budget(in_cpp):
     assert bounded.statistics.decode_steps > free.statistics.decode_steps
     assert bounded.statistics.prompt_tokens >= len(PROMPTS.tokens)
     assert bounded.statistics.response_tokens == len(rollouts.tokens)
-    with pytest.raises(InputError, match=r"kv_cache_gb must hold the longest prompt and a response, .* got 1e-06"):
-        make_engine(model, in_cpp=in_cpp, cache_bytes=1000).generate(PROMPTS, 6, sampling, seed=0, step=0)
+    with pytest.raises(
+        InputError, match=r"kv_cache_gb must hold the longest prompt and a response, .* got 1e-06"
+    ):
+        make_engine(model, in_cpp=in_cpp, cache_bytes=1000).generate(
+            PROMPTS, 6, sampling, seed=0, step=0
+        )
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
@@ -219,7 +286,11 @@ def test_memory_stays_within_the_budget(in_cpp):
         ([[5, 6], []], {}, r"at least one token, got prompt 1 with none"),
         ([[5, 32]], {}, r"vocabulary, 0 to 31, got 32"),
         ([[5, -1]], {}, r"vocabulary, 0 to 31, got -1"),
-        ([[1], [5] * 500], {}, r"context of 512 tokens, got prompt 1 of 500 tokens and max_new_tokens 24"),
+        (
+            [[1], [5] * 500],
+            {},
+            r"context of 512 tokens, got prompt 1 of 500 tokens and max_new_tokens 24",
+        ),
         ([[5]], {"stop_ids": (3, 32)}, r"stop ids must be in the vocabulary, 0 to 31, got 32"),
         ([[5]], {"top_p": 0.0}, r"0 < top_p <= 1"),
         ([[5]], {"temperature": math.nan}, r"finite temperature >= 0"),
@@ -239,7 +310,9 @@ def test_nonfinite_weights_are_reported(in_cpp):
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] = math.nan
     rollouts = generate(model, in_cpp=in_cpp)
-    with pytest.raises(NonFiniteError, match="step 7: the log-probs sampled for prompt 0 are not finite"):
+    with pytest.raises(
+        NonFiniteError, match="step 7: the log-probs sampled for prompt 0 are not finite"
+    ):
         check_finite(rollouts, PROMPTS, 7)
 
 
@@ -283,49 +356,71 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
-@pytest.mark.parametrize("options", SAMPLINGS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()))
+@pytest.mark.parametrize(
+    "options", SAMPLINGS, ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items())
+)
 def test_tokens_follow_the_exact_distribution(options, in_cpp):
-    """Chi-square test of the first tokens of 20,000 samples, and of the second tokens after the most frequent first one."""
+    """Chi-square test of the first tokens of 20,000 samples, and of the second tokens after the
+    most frequent first one.
+    """
     model, n = tiny_decoder(seed=1), 20_000
     sampling = Sampling(max_new_tokens=2, stop_ids=(), **options)
     prompts = PROMPTS.take(0, 1)
-    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=n).generate(prompts, n, sampling, seed=4, step=2)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=n).generate(
+        prompts, n, sampling, seed=4, step=2
+    )
     tokens, logprobs = rollouts.tokens.view(n, 2), rollouts.logprobs.view(n, 2)
     common = int(tokens[:, 0].mode().values)
     longer = Prompts(
-        torch.cat([prompts.tokens, torch.tensor([common])]), prompts.cu_seqlens + torch.tensor([0, 1]), prompts.ids
+        torch.cat([prompts.tokens, torch.tensor([common])]),
+        prompts.cu_seqlens + torch.tensor([0, 1]),
+        prompts.ids,
     )
-    for prompt, column, rows in ((prompts, 0, tokens[:, 0] >= 0), (longer, 1, tokens[:, 0] == common)):
+    for prompt, column, rows in (
+        (prompts, 0, tokens[:, 0] >= 0),
+        (longer, 1, tokens[:, 0] == common),
+    ):
         one = generate(model, 1, limit=1, prompts=prompt)  # one_batch needs a rollout
         logits = response_logits(model, one_batch(prompt, one), torch.float32)[0]
-        expected = torch.tensor(reference_distribution(logits.double().tolist(), sampling), dtype=torch.float64)
+        expected = torch.tensor(
+            reference_distribution(logits.double().tolist(), sampling), dtype=torch.float64
+        )
         observed = tokens[rows, column]
-        whole = (logits.double() / sampling.temperature).log_softmax(-1)[observed]  # before the filters
+        # before the filters
+        whole = (logits.double() / sampling.temperature).log_softmax(-1)[observed]
         torch.testing.assert_close(logprobs[rows, column].double(), whole, rtol=0, atol=1e-4)
         assert chi_square(observed, expected) < 1
 
 
 def chi_square(observed, expected):
-    """Return the chi-square statistic divided by its 1 - 1e-4 quantile. Tokens expected less than 5 times are one class."""
+    """Return the chi-square statistic divided by its 1 - 1e-4 quantile. Tokens expected less than 5
+    times are one class.
+    """
     counts = torch.bincount(observed, minlength=len(expected)).double()
     expected = expected * len(observed)
     common = expected > 5
     statistic = ((counts - expected) ** 2 / expected)[common].sum()
-    statistic += (counts[~common].sum() - expected[~common].sum()) ** 2 / expected[~common].sum().clamp_min(1)
+    statistic += (counts[~common].sum() - expected[~common].sum()) ** 2 / expected[
+        ~common
+    ].sum().clamp_min(1)
     freedom = int(common.sum())
     assert freedom > 2
     # Wilson and Hilferty's approximation of the quantile of the chi-square distribution.
-    return float(statistic / (freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3))
+    return float(
+        statistic / (freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3)
+    )
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
 def test_tokens_are_independent_across_samples_and_positions(in_cpp):
     """Chi-square tests of pairs of tokens against the product of their frequencies.
 
-    The pairs are of adjacent samples, of two prompts, and of two positions where the first token does not affect the second.
+    The pairs are of adjacent samples, of two prompts, and of two positions where the first token
+    does not affect the second.
     """
     model, n = tiny_decoder(seed=1), 10_000
-    with torch.no_grad():  # layers add nothing and embeddings are equal: all positions have the same distribution
+    # layers add nothing and embeddings are equal: all positions have the same distribution
+    with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -336,7 +431,9 @@ def test_tokens_are_independent_across_samples_and_positions(in_cpp):
     model.config = type(model.config)(**vars(model.config) | {"tie_word_embeddings": False})
     prompts = PROMPTS.take(0, 2)
     sampling = Sampling(1.0, 2, (), top_k=6)
-    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=2 * n).generate(prompts, n, sampling, seed=8, step=1)
+    rollouts = make_engine(model, in_cpp=in_cpp, max_batch=2 * n).generate(
+        prompts, n, sampling, seed=8, step=1
+    )
     tokens = rollouts.tokens.view(2, n, 2)
     for first, second in (
         (tokens[0, :-1, 0], tokens[0, 1:, 0]),
@@ -358,8 +455,11 @@ def test_random_numbers_are_uniform_and_independent_across_coordinates():
     assert u.max() < 1
     counts = torch.histc(u, 64, 0, 1)
     assert ((counts - 1024) ** 2 / 1024).sum() < 120  # 63 degrees of freedom, one in 100,000
-    assert (torch.corrcoef(u) - torch.eye(16)).abs().max() < 0.08  # five standard deviations of 1/64
-    shifted = torch.corrcoef(torch.stack([u[0].view(64, 64)[:-1].flatten(), u[0].view(64, 64)[1:].flatten()]))
+    # five standard deviations of 1/64
+    assert (torch.corrcoef(u) - torch.eye(16)).abs().max() < 0.08
+    shifted = torch.corrcoef(
+        torch.stack([u[0].view(64, 64)[:-1].flatten(), u[0].view(64, 64)[1:].flatten()])
+    )
     assert shifted[0, 1].abs() < 0.08
 
 

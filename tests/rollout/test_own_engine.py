@@ -1,4 +1,6 @@
-"""The engine of docs/adding_an_engine.md: against the native engine, and what the trainer compares at the start of a run."""
+"""The engine of docs/adding_an_engine.md: against the native engine, and what the trainer compares
+at the start of a run.
+"""
 
 import re
 from pathlib import Path
@@ -22,11 +24,19 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14]])
 
 def test_the_guide_shows_the_example():
     guide = (ROOT / "docs" / "adding_an_engine.md").read_text()
-    assert EXAMPLE.read_text() in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert EXAMPLE.read_text() in re.findall(
+        r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.3, 12, (3, 17)), Sampling(0.0, 5, (3,)), Sampling(1.0, 1, ()), Sampling(0.8, 9, (3,), top_p=0.9)]
+    "sampling",
+    [
+        Sampling(1.3, 12, (3, 17)),
+        Sampling(0.0, 5, (3,)),
+        Sampling(1.0, 1, ()),
+        Sampling(0.8, 9, (3,), top_p=0.9),
+    ],
 )
 def test_it_draws_the_tokens_of_the_native_engine(sampling):
     model = tiny_decoder()
@@ -34,7 +44,10 @@ def test_it_draws_the_tokens_of_the_native_engine(sampling):
     for name, parameter in model.named_parameters():
         if "lora" in name or parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
-    native, naive = NativeEngine(model, torch.float32), NaiveEngine(tiny_decoder(seed=1), torch.float32)
+    native, naive = (
+        NativeEngine(model, torch.float32),
+        NaiveEngine(tiny_decoder(seed=1), torch.float32),
+    )
     naive.load_weights(model)
     expected, actual = (x.generate(PROMPTS, 5, sampling, seed=4, step=2) for x in (native, naive))
     assert torch.equal(actual.tokens, expected.tokens)
@@ -52,6 +65,7 @@ def test_an_engine_of_other_weights_is_refused_at_the_start_of_a_run():
     other.load_weights(tiny_decoder(seed=1))
     other.load_weights = lambda model: None
     with pytest.raises(
-        InputError, match=r"--rollout naive\.py:NaiveEngine samples from another model than this .*log-probs differ"
+        InputError,
+        match=r"--rollout naive\.py:NaiveEngine samples from another model than this .*log-probs differ",
     ):
         compare_engine(model, other, "naive.py:NaiveEngine")

@@ -1,4 +1,6 @@
-"""Matrix multiplication with packed panels (csrc/cpu/panels.h), on every instruction set of this machine."""
+"""Matrix multiplication with packed panels (csrc/cpu/panels.h), on every instruction set of this
+machine.
+"""
 
 import os
 import subprocess
@@ -9,7 +11,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_products_of_every_shape_equal_float64_on_every_instruction_set(tmp_path):
     program = tmp_path / "panels"
-    options = ["-std=c++17", "-O2", "-fopenmp", "-Wno-psabi", "-ffp-contract=fast", f"-I{ROOT / 'csrc'}"]
+    options = [
+        "-std=c++17",
+        "-O2",
+        "-fopenmp",
+        "-Wno-psabi",
+        "-ffp-contract=fast",
+        f"-I{ROOT / 'csrc'}",
+    ]
     source = ROOT / "tests" / "rollout" / "panels.cpp"
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *options, str(source), "-o", str(program)], check=True, timeout=120)

@@ -1,4 +1,6 @@
-"""The engine for policies of transformers: against the packed forward pass, and against the native engine."""
+"""The engine for policies of transformers: against the packed forward pass, and against the native
+engine.
+"""
 
 import pytest
 import torch
@@ -21,19 +23,25 @@ SAMPLING = Sampling(1.3, 20, (3, 17))
 
 
 def generate(policy, num_samples=6, sampling=SAMPLING, dtype=torch.float32, **options):
-    return TransformersEngine(policy, dtype, **options).generate(PROMPTS, num_samples, sampling, seed=4, step=2)
+    return TransformersEngine(policy, dtype, **options).generate(
+        PROMPTS, num_samples, sampling, seed=4, step=2
+    )
 
 
 def logprobs(policy, rollouts, dtype=torch.float32, temperature=1.3):
     batch = one_batch(PROMPTS, rollouts)
     with torch.no_grad():
         hidden = run_batch(policy, batch, dtype)
-        return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling(temperature))[0]
+        return linear_token_logprobs(
+            hidden, policy.output_matrix, batch.targets, **policy.scaling(temperature)
+        )[0]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "gpt2", "mistral", "phi"])
 def test_logprobs_equal_the_packed_forward_pass(family):
-    """With windows, soft caps, sinks, scaled logits, learned positions and an output layer with a bias."""
+    """With windows, soft caps, sinks, scaled logits, learned positions and an output layer with a
+    bias.
+    """
     policy = tiny_policy(family)
     rollouts = generate(policy)
     assert rollouts.lengths.unique().numel() > 3
@@ -48,10 +56,14 @@ def last_is_stop(rollouts):
 def test_bfloat16():
     policy = tiny_policy("gemma2")
     rollouts = generate(policy, dtype=torch.bfloat16)
-    assert float((rollouts.logprobs - logprobs(policy, rollouts, torch.bfloat16)).abs().mean()) < 0.05
+    assert (
+        float((rollouts.logprobs - logprobs(policy, rollouts, torch.bfloat16)).abs().mean()) < 0.05
+    )
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, Sampling(0.0, 9, (3,)), Sampling(0.8, 9, (3,), top_k=5, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling", [SAMPLING, Sampling(0.0, 9, (3,)), Sampling(0.8, 9, (3,), top_k=5, top_p=0.9)]
+)
 def test_the_native_engine_draws_the_same_tokens(sampling, tmp_path):
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
     native = NativeEngine(load_checkpoint(tmp_path), torch.float32, in_cpp=False)

@@ -1,4 +1,6 @@
-"""The vLLM engine. Tests marked vllm need the real one, which has its own environment (`make test-vllm`)."""
+"""The vLLM engine. Tests marked vllm need the real one, which has its own environment (`make
+test-vllm`).
+"""
 
 import importlib.machinery
 import importlib.metadata
@@ -45,25 +47,38 @@ def installed(monkeypatch):
     def pretend(version):
         spec = None if version is None else importlib.machinery.ModuleSpec("vllm", None)
         find, own = importlib.util.find_spec, importlib.metadata.version
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else find(name))
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else own(name))
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: spec if name == "vllm" else find(name)
+        )
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: version if name == "vllm" else own(name)
+        )
 
     return pretend
 
 
 def test_a_missing_vllm_is_reported_with_the_install_command(installed, tmp_path, capsys):
     installed(None)
-    with pytest.raises(InputError, match=r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
+    with pytest.raises(
+        InputError, match=r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"
+    ):
         check_installed()
-    assert train.main(["--rollout", "vllm", "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
+    assert (
+        train.main(["--rollout", "vllm", "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
+    )
     assert not (tmp_path / "run").exists()
-    assert "error: --rollout vllm needs vLLM, which is not installed: pip install 'vllm" in capsys.readouterr().err
+    assert (
+        "error: --rollout vllm needs vLLM, which is not installed: pip install 'vllm"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_refused(installed, version):
     installed(version)
-    with pytest.raises(InputError, match=f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
+    with pytest.raises(
+        InputError, match=f"needs a version of vLLM from 0.32 to below 0.34, got {version}"
+    ):
         check_installed()
 
 
@@ -75,11 +90,16 @@ def test_supported_versions_are_accepted(installed, version):
 
 def test_the_package_asks_for_the_supported_versions():
     first, end = (".".join(map(str, version)) for version in NEEDS)
-    assert f'vllm = ["vllm>={first},<{end}"]' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert (
+        f'vllm = ["vllm>={first},<{end}"]'
+        in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    )
 
 
 class FakeLLM:
-    """Stands for vLLM's LLM: records what it is told, and takes weights one at a time as vLLM does."""
+    """Stands for vLLM's LLM: records what it is told, and takes weights one at a time as vLLM
+    does.
+    """
 
     def __init__(self, **options):
         self.options, self.calls, self.loaded, self.most_alive = options, [], {}, 0
@@ -97,7 +117,10 @@ class FakeLLM:
         self.calls.append(method)
         alive = []
         for name, weight in kwargs["weights_iterator"]:
-            alive = [*(reference for reference in alive if reference() is not None), weakref.ref(weight)]
+            alive = [
+                *(reference for reference in alive if reference() is not None),
+                weakref.ref(weight),
+            ]
             self.most_alive = max(self.most_alive, len(alive))
             self.loaded[name] = weight.clone()
             del weight
@@ -114,22 +137,35 @@ def make_fake_engine(installed, monkeypatch):
 
 
 def test_weights_are_cast_and_given_one_at_a_time(make_fake_engine):
-    """Beside the tensor in vLLM's hands only the embedding is kept, which is the output matrix too."""
+    """Beside the tensor in vLLM's hands only the embedding is kept, which is the output matrix
+    too.
+    """
     model = tiny_decoder()
     assert model.config.tie_word_embeddings
     llm = make_fake_engine(model)._llm
     expected = dict(model.weights())
     assert llm.loaded.keys() == {*expected, "lm_head.weight"}
     for name, weight in llm.loaded.items():
-        assert torch.equal(weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()), name
+        assert torch.equal(
+            weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()
+        ), name
     assert llm.most_alive <= 3  # the embedding, the tensor in vLLM's hands and the one before it
 
 
 @pytest.mark.parametrize(
-    ("family", "embedding"), [("gpt2", "transformer.wte.weight"), ("cohere2", "model.embed_tokens.weight"), ("gemma2", None)]
+    ("family", "embedding"),
+    [
+        ("gpt2", "transformer.wte.weight"),
+        ("cohere2", "model.embed_tokens.weight"),
+        ("gemma2", None),
+    ],
 )
-def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm_has_one(family, embedding):
-    """Otherwise vLLM keeps another output matrix, or refuses the weight. Its Gemma 2 reads logits from the embedding."""
+def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm_has_one(
+    family, embedding
+):
+    """Otherwise vLLM keeps another output matrix, or refuses the weight. Its Gemma 2 reads logits
+    from the embedding.
+    """
     policy = tiny_policy(family)
     assert policy.config.tie_word_embeddings
     weights = dict(named_weights(policy, torch.bfloat16))
@@ -143,14 +179,26 @@ def test_an_engine_that_samples_from_another_model_is_refused():
     policy = tiny_policy("gemma2")
     told = check_engine(policy, TransformersEngine(policy, torch.float32))
     assert float(told.partition(" by ")[2].partition(" nats")[0]) < 1e-4
-    with pytest.raises(InputError, match="samples from another model than this gemma2: log-probs differ by"):
-        check_engine(policy, TransformersEngine(policy_of(tiny_model(policy.hf.config, seed=1), policy.config), torch.float32))
+    with pytest.raises(
+        InputError, match="samples from another model than this gemma2: log-probs differ by"
+    ):
+        check_engine(
+            policy,
+            TransformersEngine(
+                policy_of(tiny_model(policy.hf.config, seed=1), policy.config), torch.float32
+            ),
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_mixtures_of_experts_are_refused_on_a_cpu(make_fake_engine, family):
-    """vLLM 0.32's `reload_weights` leaves them wrong there: with its own checkpoint, log-probs differ by 0.6 nats."""
-    with pytest.raises(InputError, match=f"samples with wrong experts once weights are loaded again, and {family} has experts"):
+    """vLLM 0.32's `reload_weights` leaves them wrong there: with its own checkpoint, log-probs
+    differ by 0.6 nats.
+    """
+    with pytest.raises(
+        InputError,
+        match=f"samples with wrong experts once weights are loaded again, and {family} has experts",
+    ):
         make_fake_engine(tiny_policy(family))
 
 
@@ -159,7 +207,9 @@ def test_weights_that_vllm_refuses_are_a_sentence(make_fake_engine, monkeypatch)
         raise ValueError("There is no module\nor parameter named 'lm_head'")
 
     monkeypatch.setattr(FakeLLM, "collective_rpc", refuse)
-    with pytest.raises(InputError, match="vLLM cannot load this policy's weights: There is no module or parameter"):
+    with pytest.raises(
+        InputError, match="vLLM cannot load this policy's weights: There is no module or parameter"
+    ):
         make_fake_engine(tiny_decoder())
 
 
@@ -182,14 +232,28 @@ def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_f
     def refused(message, cache_bytes=2**20, tensor_parallel=2, **changes):
         with pytest.raises(InputError, match=message):
             make_fake_engine(
-                tiny_decoder(**changes), cache_bytes=cache_bytes, ranks=Ranks(0, 4), tensor_parallel=tensor_parallel
+                tiny_decoder(**changes),
+                cache_bytes=cache_bytes,
+                ranks=Ranks(0, 4),
+                tensor_parallel=tensor_parallel,
             )
 
-    refused("vllm_tensor_parallel must divide num_attention_heads, 4 in this model, got 3", tensor_parallel=3)
-    refused("vllm_tensor_parallel must divide intermediate_size, 49 in this model, got 2", intermediate_size=49)
+    refused(
+        "vllm_tensor_parallel must divide num_attention_heads, 4 in this model, got 3",
+        tensor_parallel=3,
+    )
+    refused(
+        "vllm_tensor_parallel must divide intermediate_size, 49 in this model, got 2",
+        intermediate_size=49,
+    )
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    refused("must divide num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads)
-    refused(r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got", cache_bytes=10**15)
+    refused(
+        "must divide num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads
+    )
+    refused(
+        r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got",
+        cache_bytes=10**15,
+    )
 
 
 def test_ranks_of_one_machine_share_its_memory(make_fake_engine, monkeypatch):
@@ -213,7 +277,9 @@ def test_vllm_asks_for_no_more_memory_than_its_weights_and_cache_take(make_fake_
 
 
 def test_only_the_trainer_is_heard_while_vllm_starts(capfd):
-    """A thread of the trainer says there why the run ends, for example that another rank was killed."""
+    """A thread of the trainer says there why the run ends, for example that another rank was
+    killed.
+    """
     with rollout_vllm._process_restored():
         os.write(2, b"from a library\n")
         warnings.warn("from vLLM", stacklevel=1)
@@ -236,7 +302,9 @@ def engine():
 
 
 def own_logprobs(model, rollouts, sampling):
-    """Return log-probs at the temperature, before the filters, from the forward pass of the training model."""
+    """Return log-probs at the temperature, before the filters, from the forward pass of the
+    training model.
+    """
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
     return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
@@ -260,7 +328,9 @@ def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling)
     assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
     native = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=0, step=1)
     assert (native.logprobs - own_logprobs(model, native, sampling)).abs().max() < 1e-4
-    for s, (start, end) in enumerate(zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)):
+    for s, (start, end) in enumerate(
+        zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)
+    ):
         tokens = rollouts.tokens[start:end].tolist()
         stops = [t in sampling.stop_ids for t in tokens]
         assert not any(stops[:-1])
@@ -270,7 +340,9 @@ def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling)
 
 @pytest.mark.vllm
 def test_logprobs_under_top_p_are_those_before_it():
-    """In a process of its own, because a process can have only one engine, and this one gives vLLM's raw log-probs."""
+    """In a process of its own, because a process can have only one engine, and this one gives
+    vLLM's raw log-probs.
+    """
     code = """
 import torch
 from maxrl_fast.rollout import Sampling
@@ -333,11 +405,15 @@ def test_load_weights_replaces_the_weights(engine):
 
 @pytest.mark.vllm
 def test_tokens_follow_the_distribution(engine):
-    """The frequencies of 4,000 first tokens are within five standard deviations of the policy's probabilities."""
+    """The frequencies of 4,000 first tokens are within five standard deviations of the policy's
+    probabilities.
+    """
     model = tiny_decoder(1)
     engine.load_weights(model)
     tokens = engine.generate(PROMPTS.take(0, 1), 4_000, Sampling(1.5, 1, ()), seed=3, step=1).tokens
-    one = NativeEngine(model, torch.float32).generate(PROMPTS.take(0, 1), 1, Sampling(1.5, 1, ()), seed=0, step=0)
+    one = NativeEngine(model, torch.float32).generate(
+        PROMPTS.take(0, 1), 1, Sampling(1.5, 1, ()), seed=0, step=0
+    )
     logits = response_logits(model, one_batch(PROMPTS.take(0, 1), one), torch.float32)[0].detach()
     p = torch.softmax(logits / 1.5, -1)
     observed = torch.bincount(tokens, minlength=32) / len(tokens)
@@ -386,16 +462,40 @@ def test_a_cache_that_is_too_small_is_refused(tmp_path):
 
 @pytest.mark.vllm
 def test_the_default_job_trains(tmp_path):
-    """A small run from the command line earns rewards and changes weights, and only the trainer prints."""
-    flags = ["--rollout", "vllm", "--steps", "3", "--sft-steps", "40", "--eval-prompts", "16", "--eval-samples", "4"]
-    flags += ["--prompts", "8", "--maze-size", "5", "--kv-cache-gb", "0.2", "--out", str(tmp_path / "run")]
+    """A small run from the command line earns rewards and changes weights, and only the trainer
+    prints.
+    """
+    flags = [
+        "--rollout",
+        "vllm",
+        "--steps",
+        "3",
+        "--sft-steps",
+        "40",
+        "--eval-prompts",
+        "16",
+        "--eval-samples",
+        "4",
+    ]
+    flags += [
+        "--prompts",
+        "8",
+        "--maze-size",
+        "5",
+        "--kv-cache-gb",
+        "0.2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     flags += ["--dtype", "float32"]  # the tolerances below are for float32
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "rollout engine: vllm (0.3" in done.stdout
     assert done.stderr == ""
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert max(record["reward_mean"] for record in records) > 0
     for record in records:

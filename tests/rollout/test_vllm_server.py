@@ -31,7 +31,9 @@ SAMPLING = Sampling(1.0, 8, (3,))
 
 
 class FakeServer:
-    """Answers as vLLM does; a test replaces answers by path. An answer is (status, text), or a function of the request."""
+    """Answers as vLLM does; a test replaces answers by path. An answer is (status, text), or a
+    function of the request.
+    """
 
     def __init__(self):
         self.requests, self.loaded = [], []
@@ -53,10 +55,17 @@ class FakeServer:
         """Return samples i that repeat the prompt's first token i + 1 times, in the wrong order."""
         token, choices = request["token_ids"][0], []
         for i in reversed(range(request["sampling_params"]["n"])):
-            content = [{"token_id": token, "logprob": -0.5 - j, "top_logprobs": []} for j in range(i + 1)]
+            content = [
+                {"token_id": token, "logprob": -0.5 - j, "top_logprobs": []} for j in range(i + 1)
+            ]
             reason = "stop" if i else "length"
             choices.append(
-                {"index": i, "finish_reason": reason, "token_ids": [token] * (i + 1), "logprobs": {"content": content}}
+                {
+                    "index": i,
+                    "finish_reason": reason,
+                    "token_ids": [token] * (i + 1),
+                    "logprobs": {"content": content},
+                }
             )
         return 200, json.dumps({"choices": choices})
 
@@ -103,7 +112,9 @@ def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):
     seeds = {}
     for path, request in server.requests:
         if path == "/inference/v1/generate" and request["sampling_params"]["temperature"]:
-            seeds.setdefault(tuple(request["token_ids"]), set()).add(request["sampling_params"]["seed"])
+            seeds.setdefault(tuple(request["token_ids"]), set()).add(
+                request["sampling_params"]["seed"]
+            )
     assert len(seeds) == len(set.union(*seeds.values())) == 3
 
 
@@ -115,7 +126,9 @@ def test_weights_are_written_in_the_compute_dtype_and_removed_at_the_end(server)
     loaded = {name: weight for file in server.loaded[1] for name, weight in file.items()}
     assert loaded.keys() == {*expected, "lm_head.weight"}  # tied
     for name, weight in loaded.items():
-        assert torch.equal(weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16())
+        assert torch.equal(
+            weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()
+        )
     assert all(len(file) == 1 for file in server.loaded[1])
     folder = engine._folder
     assert folder.exists()
@@ -129,11 +142,16 @@ ANSWER = "the vLLM server at http://127.0.0.1:\\d+ answered"
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/version", (200, '{"version": "0.34.1"}'), "needs a version of vLLM from 0.32 to below 0.34, got 0.34.1"),
+        (
+            "/version",
+            (200, '{"version": "0.34.1"}'),
+            "needs a version of vLLM from 0.32 to below 0.34, got 0.34.1",
+        ),
         (
             "/version",
             (200, "<html>"),
-            ANSWER + " /version with something else than expected: b'<html>'; start it as VLLM_SERVER",
+            ANSWER
+            + " /version with something else than expected: b'<html>'; start it as VLLM_SERVER",
         ),
         (
             "/server_info?config_format=json",
@@ -155,14 +173,18 @@ def test_a_server_that_is_started_otherwise_is_refused(server, path, answer, mes
 
 def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
     with pytest.raises(
-        InputError, match="--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got processed"
+        InputError,
+        match="--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got processed",
     ):
         VllmServerEngine(tiny_decoder(), torch.float32, server.url, filters_tokens=True)
     of_all = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
     options = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
     server.answers["/server_info?config_format=json"] = (200, json.dumps(options))
     of_filters = VllmServerEngine(tiny_decoder(), torch.float32, server.url, filters_tokens=True)
-    top_p, cold = (dataclasses.replace(SAMPLING, **options) for options in ({"top_p": 0.9}, {"temperature": 0.7}))
+    top_p, cold = (
+        dataclasses.replace(SAMPLING, **options)
+        for options in ({"top_p": 0.9}, {"temperature": 0.7})
+    )
     for engine, sampling, is_known in (
         (of_all, SAMPLING, True),
         (of_all, cold, True),
@@ -177,9 +199,27 @@ def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:1"])
 def test_a_missing_server_is_reported_before_any_work(tmp_path, capsys, url):
-    assert train.main(["--rollout", "vllm", "--vllm-url", url, "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
+    assert (
+        train.main(
+            [
+                "--rollout",
+                "vllm",
+                "--vllm-url",
+                url,
+                "--sft-steps",
+                "0",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
     assert not (tmp_path / "run").exists()
-    wanted = "must begin with http" if ":8000" in url else "cannot be reached, or closed the connection: "
+    wanted = (
+        "must begin with http"
+        if ":8000" in url
+        else "cannot be reached, or closed the connection: "
+    )
     assert wanted in capsys.readouterr().err
 
 
@@ -191,11 +231,23 @@ def test_failures_while_sampling_are_sentences(server, monkeypatch):
         with pytest.raises(ServerError, match=message):
             engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
 
-    fails((500, '{"error": "engine dead"}'), ANSWER + " /inference/v1/generate with status 500: .*engine dead")
-    fails((200, '{"choices": []}'), ANSWER + " /inference/v1/generate with something else than expected")
-    fails(lambda request: (200, server.generate(request)[1].replace('"stop"', '"abort"')), "with something else than expected")
+    fails(
+        (500, '{"error": "engine dead"}'),
+        ANSWER + " /inference/v1/generate with status 500: .*engine dead",
+    )
+    fails(
+        (200, '{"choices": []}'),
+        ANSWER + " /inference/v1/generate with something else than expected",
+    )
+    fails(
+        lambda request: (200, server.generate(request)[1].replace('"stop"', '"abort"')),
+        "with something else than expected",
+    )
     monkeypatch.setattr(module, "WORK_LIMIT", 0.2)
-    fails(lambda request: time.sleep(0.5) or (200, ""), "has not answered /inference/v1/generate for 0.2 s")
+    fails(
+        lambda request: time.sleep(0.5) or (200, ""),
+        "has not answered /inference/v1/generate for 0.2 s",
+    )
     server.answers["/reset_prefix_cache"] = (200, '{"success": false}')
     with pytest.raises(ServerError, match="could not clear its prefix cache"):
         engine.load_weights(tiny_decoder())
@@ -210,11 +262,36 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
         return (503, "shutting down") if len(steps) == 3 else generate(request)
 
     server.answers["/inference/v1/generate"] = failing
-    flags = ["--rollout", "vllm", "--vllm-url", server.url, "--task", "chain", "--objective", "grpo", "--out", str(tmp_path)]
-    flags += ["--prompts", "2", "--rollouts", "4", "--steps", "2", "--eval-prompts", "2", "--eval-samples", "1"]
+    flags = [
+        "--rollout",
+        "vllm",
+        "--vllm-url",
+        server.url,
+        "--task",
+        "chain",
+        "--objective",
+        "grpo",
+        "--out",
+        str(tmp_path),
+    ]
+    flags += [
+        "--prompts",
+        "2",
+        "--rollouts",
+        "4",
+        "--steps",
+        "2",
+        "--eval-prompts",
+        "2",
+        "--eval-samples",
+        "1",
+    ]
     assert train.main([*flags, "--save-every", "1", "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
-    assert "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint is" in error
+    assert (
+        "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint is"
+        in error
+    )
     assert "Start the server again, then continue with --resume." in error
     server.answers["/inference/v1/generate"] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
@@ -230,8 +307,32 @@ def test_the_servers_own_options_are_refused():
         train.parse(flags[2:])
 
 
-JOB = ["--rollout", "vllm", "--task", "chain", "--chain-length", "3", "--objective", "grpo", "--lr", "2e-2", "--steps", "8"]
-JOB += ["--prompts", "4", "--rollouts", "32", "--eval-prompts", "8", "--eval-samples", "2", "--threads", "1"]
+JOB = [
+    "--rollout",
+    "vllm",
+    "--task",
+    "chain",
+    "--chain-length",
+    "3",
+    "--objective",
+    "grpo",
+    "--lr",
+    "2e-2",
+    "--steps",
+    "8",
+]
+JOB += [
+    "--prompts",
+    "4",
+    "--rollouts",
+    "32",
+    "--eval-prompts",
+    "8",
+    "--eval-samples",
+    "2",
+    "--threads",
+    "1",
+]
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 
 
@@ -246,28 +347,80 @@ def answers(url):
 
 @pytest.mark.vllm
 def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path, unused_port):  # noqa: F811
-    """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command does not start."""
+    """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command
+    does not start.
+    """
     policy = tmp_path / "policy"
     policy.mkdir()
-    sizes = {"vocab_size": 8, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 64,
+        "head_dim": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     model = tiny_decoder(**sizes)
     model.initialise(0)
     write_policy(policy, "float32", model.weights(), new_files(model.config, (2,)))
-    options = ["--model", str(policy), "--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager", "--dtype", "float32"]
-    options += ["--logprobs-mode", "processed_logprobs", "--kv-cache-memory-bytes", "30000000", "--port", str(unused_port)]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
-    environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", *options]
+    options = [
+        "--model",
+        str(policy),
+        "--skip-tokenizer-init",
+        "--enable-scale-out",
+        "--enforce-eager",
+        "--dtype",
+        "float32",
+    ]
+    options += [
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--kv-cache-memory-bytes",
+        "30000000",
+        "--port",
+        str(unused_port),
+    ]
+    environment = os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+    }
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+        *options,
+    ]
     log = (tmp_path / "log").open("w")
-    serving = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    serving = subprocess.Popen(
+        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
     url, start = f"http://127.0.0.1:{unused_port}", time.monotonic()
     try:
         while not answers(url):
             assert serving.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() - start < 150
             time.sleep(1)
-        flags = [*JOB, "--vllm-url", url, "--model", str(policy), "--sharding", "full", "--out", str(tmp_path / "run")]
-        process = torchrun(2, "-m", "maxrl_fast.train", *flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        flags = [
+            *JOB,
+            "--vllm-url",
+            url,
+            "--model",
+            str(policy),
+            "--sharding",
+            "full",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+        process = torchrun(
+            2, "-m", "maxrl_fast.train", *flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         output = finished(process, 200)
     finally:
         os.killpg(serving.pid, signal.SIGKILL)
@@ -280,7 +433,16 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path, unus
     assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), rewards
     assert all(0 < record["logprob_diff"] < 1e-4 for record in records)
     done = subprocess.run(
-        [sys.executable, "-m", "maxrl_fast.train", "--resume", str(tmp_path / "run"), "--steps", "9", "--allow-changes"],
+        [
+            sys.executable,
+            "-m",
+            "maxrl_fast.train",
+            "--resume",
+            str(tmp_path / "run"),
+            "--steps",
+            "9",
+            "--allow-changes",
+        ],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

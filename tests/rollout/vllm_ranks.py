@@ -1,4 +1,6 @@
-"""One of the processes that test_vllm_ranks.py starts with torchrun: `python -m tests.rollout.vllm_ranks TENSOR_PARALLEL`."""
+"""One of the processes that test_vllm_ranks.py starts with torchrun: `python -m
+tests.rollout.vllm_ranks TENSOR_PARALLEL`.
+"""
 
 import sys
 
@@ -13,7 +15,8 @@ from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 
-# The first and the last prompt have the same tokens: their samples differ, whichever ranks sample them.
+# The first and the last prompt have the same tokens: their samples differ, whichever ranks sample
+# them.
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9], [5, 6, 7, 8]])
 SAMPLING = Sampling(1.0, 24, (3, 17))
 CPU, NUM_SAMPLES = torch.device("cpu"), 6
@@ -26,22 +29,37 @@ def policy(seed, with_adapters=True):
         add_adapters(model, 3, 8.0, "q_proj,down_proj", seed=0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
-                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(seed))
+                torch.nn.init.normal_(
+                    parameter, std=0.3, generator=torch.Generator().manual_seed(seed)
+                )
     return model
 
 
 def own_logprobs(seed, with_adapters, prompts, rollouts):
     """Return the rollouts' log-probs under `policy(seed)`, computed in one process."""
-    logits = response_logits(policy(seed, with_adapters), one_batch(prompts, rollouts), torch.float32).detach()
+    logits = response_logits(
+        policy(seed, with_adapters), one_batch(prompts, rollouts), torch.float32
+    ).detach()
     return torch.log_softmax(logits, -1).gather(-1, rollouts.tokens[:, None])[:, 0]
 
 
 def main(tensor_parallel):
     ranks = Ranks.of_environment()
     with ranks.connected(CPU):
-        engine = VllmEngine(policy(9), torch.float32, cache_bytes=2**25, ranks=ranks, tensor_parallel=tensor_parallel)
+        engine = VllmEngine(
+            policy(9),
+            torch.float32,
+            cache_bytes=2**25,
+            ranks=ranks,
+            tensor_parallel=tensor_parallel,
+        )
         own = PROMPTS.take(*ranks.part(len(PROMPTS)))
-        for seed, with_adapters, is_sharded in ((1, False, False), (2, True, False), (3, False, True), (4, True, True)):
+        for seed, with_adapters, is_sharded in (
+            (1, False, False),
+            (2, True, False),
+            (3, False, True),
+            (4, True, True),
+        ):
             model = policy(seed, with_adapters)
             if is_sharded:
                 shard(model, torch.float32)
@@ -51,21 +69,30 @@ def main(tensor_parallel):
             rollouts = engine.generate(own, NUM_SAMPLES, SAMPLING, seed=0, step=seed)
             assert len(rollouts) == NUM_SAMPLES * len(own)
             assert engine.statistics.response_tokens == len(rollouts.tokens)
-            difference = (rollouts.logprobs - own_logprobs(seed, with_adapters, own, rollouts)).abs().max()
+            difference = (
+                (rollouts.logprobs - own_logprobs(seed, with_adapters, own, rollouts)).abs().max()
+            )
             assert difference < 1e-4, (seed, difference)
             assert (rollouts.logprobs - own_logprobs(seed + 1, True, own, rollouts)).abs().max() > 1
             everything = ranks.concatenate_rollouts(rollouts)
             assert len(everything) == NUM_SAMPLES * len(PROMPTS)
-            first, last = (everything.select(torch.arange(s, s + NUM_SAMPLES)) for s in (0, 4 * NUM_SAMPLES))
+            first, last = (
+                everything.select(torch.arange(s, s + NUM_SAMPLES)) for s in (0, 4 * NUM_SAMPLES)
+            )
             assert first.tokens.tolist() != last.tokens.tolist()
             again = engine.generate(own, NUM_SAMPLES, SAMPLING, seed=0, step=seed)
             assert again.tokens.tolist() == rollouts.tokens.tolist()
-        for prompts, count in ((PROMPTS.take(0, 1), 1), (Prompts.none(CPU), 0)):  # as in the last chunk of an evaluation
+        # as in the last chunk of an evaluation
+        for prompts, count in ((PROMPTS.take(0, 1), 1), (Prompts.none(CPU), 0)):
             prompts = (
-                prompts if (ranks.rank == 0) == (count == 1) else (PROMPTS.take(1, 1) if count == 0 else Prompts.none(CPU))
+                prompts
+                if (ranks.rank == 0) == (count == 1)
+                else (PROMPTS.take(1, 1) if count == 0 else Prompts.none(CPU))
             )
             if tensor_parallel > 1 or len(prompts):
-                assert len(engine.generate(prompts, 2, SAMPLING.greedy, seed=0, step=0)) == 2 * len(prompts)
+                assert len(engine.generate(prompts, 2, SAMPLING.greedy, seed=0, step=0)) == 2 * len(
+                    prompts
+                )
         print(f"rank {ranks.rank}: done", flush=True)
 
 

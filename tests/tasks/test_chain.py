@@ -28,10 +28,14 @@ def test_rewards_equal_a_simulation():
     responses = [task.actions[:n].tolist() for n in (12, 11, 1)]
     for _ in range(400):
         right = task.actions[: rng.randint(0, 12)].tolist()
-        responses.append((right + rng.choices([LEFT, RIGHT, EOS, PAD, BOS, 7], k=rng.randint(1, 12)))[:12])
+        responses.append(
+            (right + rng.choices([LEFT, RIGHT, EOS, PAD, BOS, 7], k=rng.randint(1, 12)))[:12]
+        )
     prompts = task.prompts("train", 5, 1)
     rewards = task.score(prompts, Rollouts.given(responses))
-    assert torch.equal(rewards, torch.tensor([simulated_steps(task, response) / 12 for response in responses]))
+    assert torch.equal(
+        rewards, torch.tensor([simulated_steps(task, response) / 12 for response in responses])
+    )
     assert rewards[0] == 1
     assert rewards.unique().numel() > 8
 
@@ -47,7 +51,11 @@ def test_always_right_earns_a_small_reward():
 
 def test_every_prompt_is_one_bos_token():
     prompts = ChainTask(8).prompts("test", 4, 3)
-    assert (prompts.tokens.tolist(), prompts.cu_seqlens.tolist(), prompts.ids.tolist()) == ([BOS] * 3, [0, 1, 2, 3], [4, 5, 6])
+    assert (prompts.tokens.tolist(), prompts.cu_seqlens.tolist(), prompts.ids.tolist()) == (
+        [BOS] * 3,
+        [0, 1, 2, 3],
+        [4, 5, 6],
+    )
     with pytest.raises(InputError, match="chain_length must be at least 2, got 1"):
         ChainTask(1)
 
@@ -56,7 +64,12 @@ def test_every_prompt_is_one_bos_token():
 def test_it_is_learned(tmp_path):
     flags = "--task chain --chain-length 8 --objective maxpo --k 4 --steps 40 --prompts 8 --rollouts 16 --hidden-size 32"
     sizes = "--intermediate-size 64 --layers 2 --heads 4 --kv-heads 4 --lr 3e-3 --warmup-steps 5 --eval-prompts 4 --threads 1"
-    assert train.main([*flags.split(), *sizes.split(), "--eval-samples", "4", "--out", str(tmp_path / "run")]) == 0
+    assert (
+        train.main(
+            [*flags.split(), *sizes.split(), "--eval-samples", "4", "--out", str(tmp_path / "run")]
+        )
+        == 0
+    )
     rewards = [record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")]
     assert sum(rewards[-5:]) / 5 > 3 * rewards[0]
 

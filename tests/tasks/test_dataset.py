@@ -1,4 +1,6 @@
-"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines, which must be refused."""
+"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines, which
+must be refused.
+"""
 
 import json
 import os
@@ -30,10 +32,16 @@ CHAT = (
 )
 
 
-CHAT_TOKENS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>"]}
+CHAT_TOKENS = {
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "additional_special_tokens": ["<|im_start|>"],
+}
 
 
-def save_byte_level_policy(directory, positions=256, special=CHAT_TOKENS, marked=(), added=(), chat=CHAT, normalizer=None):
+def save_byte_level_policy(
+    directory, positions=256, special=CHAT_TOKENS, marked=(), added=(), chat=CHAT, normalizer=None
+):
     """Save a tiny policy with a token for every byte and Qwen's chat tokens; return its directory.
 
     Args:
@@ -46,13 +54,21 @@ def save_byte_level_policy(directory, positions=256, special=CHAT_TOKENS, marked
     if normalizer:
         tokenizer.normalizer = normalizer
     tokenizer.add_special_tokens([*marked])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=normalizer is not None) for text in added])
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=normalizer is not None) for text in added]
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, chat_template=chat)
     fast.save_pretrained(directory / "tokenizer")
     files = {path.name: path.read_bytes() for path in (directory / "tokenizer").iterdir()}
     # transformers loads the tokenizer of a qwen2 checkpoint without the file's own normalizer.
-    model = tiny_decoder(vocab_size=272, max_position_embeddings=positions, model_type="llama" if normalizer else "qwen2")
-    save_checkpoint(directory / "policy", model.config, model.weights(), files, (fast.eos_token_id,))
+    model = tiny_decoder(
+        vocab_size=272,
+        max_position_embeddings=positions,
+        model_type="llama" if normalizer else "qwen2",
+    )
+    save_checkpoint(
+        directory / "policy", model.config, model.weights(), files, (fast.eos_token_id,)
+    )
     return directory / "policy"
 
 
@@ -84,7 +100,11 @@ def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
     size = 60 - len(held_out)
     assert 0 < len(held_out) < 20
     first, second = texts(task, "train", 0, size), texts(task, "train", size, size)
-    assert sorted(first + held_out) == sorted(second + held_out) == sorted(sum["prompt"] for sum in SUMS)
+    assert (
+        sorted(first + held_out)
+        == sorted(second + held_out)
+        == sorted(sum["prompt"] for sum in SUMS)
+    )
     assert first != second
     assert texts(task, "train", size - 3, 6) == first[-3:] + second[:3]
     again = task_of(tmp_path / "sums.jsonl", policy)
@@ -96,9 +116,13 @@ def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
 
 def test_equal_prompts_are_in_the_same_split(tmp_path, policy):
     task = task_of(written(tmp_path / "twice.jsonl", SUMS * 3), policy)
-    train_texts, test_texts = (set(texts(task, split, 0, len(task._lines[split]))) for split in ("train", "test"))
+    train_texts, test_texts = (
+        set(texts(task, split, 0, len(task._lines[split]))) for split in ("train", "test")
+    )
     assert not train_texts & test_texts
-    given = task_of(tmp_path / "twice.jsonl", policy, test_data=written(tmp_path / "test.jsonl", SUMS[:2]))
+    given = task_of(
+        tmp_path / "twice.jsonl", policy, test_data=written(tmp_path / "test.jsonl", SUMS[:2])
+    )
     assert (given.num_test_prompts, len(given._lines["train"])) == (2, 180)
 
 
@@ -107,7 +131,10 @@ def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     path = written(tmp_path / "chat.jsonl", [{"question": messages, "answer": "2"}])
     task = task_of(path, policy, prompt_key="question", test_data=path)
     prompts = task.prompts("train", 0, 1)
-    assert task._text.tokenizer.decode(prompts.tokens) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        task._text.tokenizer.decode(prompts.tokens)
+        == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert prompts.columns == ({"question": messages, "prompt": messages, "answer": "2"},)
     assert prompts.take(0, 1).to(torch.device("cpu")).columns == prompts.columns
     assert task.stop_ids == (task._text.tokenizer.eos_token_id,)
@@ -119,9 +146,12 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
     assert task.prompt_length == 30
     assert task.name.endswith(", 10 longer than 30 tokens left out")
     with pytest.raises(
-        InputError, match="must have prompts of at most 3 tokens for the train split, got none in 1 training lines and 0 "
+        InputError,
+        match="must have prompts of at most 3 tokens for the train split, got none in 1 training lines and 0 ",
     ):
-        task_of(written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3)
+        task_of(
+            written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3
+        )
 
 
 DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
@@ -136,16 +166,34 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "\\ud800"}', "line 2: it must be a JSON object in UTF-8"),
         (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key appears twice"),
         (b'{"prompt": "1", "answer": NaN}', "line 2: .* NaN is not valid JSON"),
-        (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object in UTF-8"),
+        (
+            b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}",
+            "line 2: it must be a JSON object in UTF-8",
+        ),
         (DEEP.encode(), "line 2: it is nested too deeply"),
-        (b'{"prompt": "' + b"x" * jsonl.LINE_BYTES + b'"}', "line 2: it must have at most 1,048,576 bytes"),
-        (b'{"question": "1"}', r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys 'quest"),
+        (
+            b'{"prompt": "' + b"x" * jsonl.LINE_BYTES + b'"}',
+            "line 2: it must have at most 1,048,576 bytes",
+        ),
+        (
+            b'{"question": "1"}',
+            r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys 'quest",
+        ),
         (b'{"prompt": null}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),
         (b'{"prompt": 7}', "line 2: prompt must be text"),
-        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages with a role and a content"),
-        (b'{"prompt": [{"role": "root", "content": "1"}]}', "line 2: prompt must have a role in system, user"),
-        (b'{"prompt": [{"role": "user", "content": ["1"]}]}', "line 2: prompt must have a role .* and text as content"),
+        (
+            b'{"prompt": [{"role": "user"}]}',
+            "line 2: prompt must have messages with a role and a content",
+        ),
+        (
+            b'{"prompt": [{"role": "root", "content": "1"}]}',
+            "line 2: prompt must have a role in system, user",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": ["1"]}]}',
+            "line 2: prompt must have a role .* and text as content",
+        ),
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
 )
@@ -159,7 +207,12 @@ def test_malicious_lines_are_refused_with_their_number(tmp_path, line, message):
 def test_other_kinds_of_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").write_text("\n\n")
-    for path, message in (("pipe", "a pipe"), ("", "a folder"), ("nowhere", "readable JSON Lines"), ("empty", "got none")):
+    for path, message in (
+        ("pipe", "a pipe"),
+        ("", "a folder"),
+        ("nowhere", "readable JSON Lines"),
+        ("empty", "got none"),
+    ):
         with pytest.raises(InputError, match=message):
             read_lines(tmp_path / path, "prompt")
     with pytest.raises(InputError, match="a device"):
@@ -173,8 +226,14 @@ LLAMA = {
     "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
 }
 UNMARKED = {"special": {"eos_token": "<|endoftext|>"}, "added": ("<|im_start|>", "<|im_end|>")}
-INSTRUCT = {"added": ("[INST]", "[/INST]"), "chat": "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"}
-FOLDED = {"added": ("<|tool|>",), "normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])}
+INSTRUCT = {
+    "added": ("[INST]", "[/INST]"),
+    "chat": "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}",
+}
+FOLDED = {
+    "added": ("<|tool|>",),
+    "normalizer": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
+}
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
@@ -192,7 +251,9 @@ FOLDED = {"added": ("<|tool|>",), "normalizer": normalizers.Sequence([normalizer
 def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text, token, is_chat):
     """Whether they are marked special or not; --allow-special-tokens encodes them."""
     policy = save_byte_level_policy(tmp_path, **layout)
-    prompts = [[{"role": "user", "content": words}] if is_chat else words for words in ("hello", text)]
+    prompts = [
+        [{"role": "user", "content": words}] if is_chat else words for words in ("hello", text)
+    ]
     path = written(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts])
     message = f"data.jsonl, line 2: a prompt must not have the special token {token!r} of the tokenizer in its text"
     with pytest.raises(InputError, match=re.escape(message)):
@@ -205,26 +266,47 @@ def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text
 
 def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(tmp_path):
     added = ("user", "    ", "<think>", "</think>", "==", "<td>")
-    policy = save_byte_level_policy(tmp_path, added=added, chat=CHAT + "{# user <think> </think> == #}")
+    policy = save_byte_level_policy(
+        tmp_path, added=added, chat=CHAT + "{# user <think> </think> == #}"
+    )
     prompt = "    Ask the user == <think>why</think> <td>"
-    path = written(tmp_path / "data.jsonl", [{"prompt": prompt}, {"prompt": [{"role": "user", "content": prompt}]}])
+    path = written(
+        tmp_path / "data.jsonl",
+        [{"prompt": prompt}, {"prompt": [{"role": "user", "content": prompt}]}],
+    )
     task = task_of(path, policy, test_data=path)
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    assert [task._text.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [prompt, text]
+    assert [task._text.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [
+        prompt,
+        text,
+    ]
 
 
 def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     path = written(tmp_path / "data.jsonl", [{"prompt": [{"role": "user", "content": "1+1="}]}])
     task = task_of(path, policy, test_data=path)
-    stop, start = (task._text.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>"))
+    stop, start = (
+        task._text.tokenizer.convert_tokens_to_ids(token)
+        for token in ("<|im_end|>", "<|im_start|>")
+    )
     two = task._text.tokenizer("2")["input_ids"]
-    samples = Samples(task.prompts("test", 0, 1), Rollouts.given([[*two, stop], [*two, start, *two], two, [*two, *two, stop]]))
+    samples = Samples(
+        task.prompts("test", 0, 1),
+        Rollouts.given([[*two, stop], [*two, start, *two], two, [*two, *two, stop]]),
+    )
     lines = []
     tally = SampleTally(task, NGramDiversity(), lines.append)
     tally(samples, torch.ones(4), [{}] * 4)
     records = [json.loads(line) for line in lines]
-    assert [record["response"] for record in records] == ["2<|im_end|>", "2<|im_start|>2", "2", "22<|im_end|>"]
-    assert {record["prompt"] for record in records} == {"<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"}
+    assert [record["response"] for record in records] == [
+        "2<|im_end|>",
+        "2<|im_start|>2",
+        "2",
+        "22<|im_end|>",
+    ]
+    assert {record["prompt"] for record in records} == {
+        "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    }
     assert tally.answers.tolist() == [[0, 1, 0, 1]]
 
 
@@ -242,9 +324,29 @@ def job(tmp_path, policy):
     reward.write_text(REWARD)
     data = written(tmp_path / "sums.jsonl", [line | {"kind": "sum"} for line in SUMS])
     return [
-        *("--task", "dataset", "--data", os.path.relpath(data), "--reward", f"{os.path.relpath(reward)}:right"),
+        *(
+            "--task",
+            "dataset",
+            "--data",
+            os.path.relpath(data),
+            "--reward",
+            f"{os.path.relpath(reward)}:right",
+        ),
         *("--model", os.path.relpath(policy)),
-        *("--prompts", "8", "--rollouts", "4", "--k", "2", "--steps", "9", "--max-new-tokens", "6", "--eval-samples", "2"),
+        *(
+            "--prompts",
+            "8",
+            "--rollouts",
+            "4",
+            "--k",
+            "2",
+            "--steps",
+            "9",
+            "--max-new-tokens",
+            "6",
+            "--eval-samples",
+            "2",
+        ),
         *("--threads", "1", "--dtype", "float32", "--reward-workers", "1"),
     ]
 
@@ -260,7 +362,12 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     for record in (*rollouts, *read(tmp_path / "whole" / "samples.jsonl")):
         assert record["answer"] == answers[record["prompt"]]
         assert record["columns"] == {"kind": "sum"}
-        text = record["response"].replace("<|im_end|>", "").replace("<|im_start|>", "").replace("<|endoftext|>", "")
+        text = (
+            record["response"]
+            .replace("<|im_end|>", "")
+            .replace("<|im_start|>", "")
+            .replace("<|endoftext|>", "")
+        )
         assert record["components"] == {"letters": len(text), **({} if text else {"empty": 1})}
     stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
@@ -273,23 +380,58 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     assert "trained with other options or files (the prompts: changed)" in capsys.readouterr().err
 
 
-VERIFIER = "def score(prompt, response, answer):\n    return float(response.strip()[:1] == answer)\n"
+VERIFIER = (
+    "def score(prompt, response, answer):\n    return float(response.strip()[:1] == answer)\n"
+)
 OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
 
 
 @pytest.mark.slow
 def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, capsys):
     """Code, chat template and stop tokens decide the result, and options name them only by path."""
-    out, model, package = tmp_path / "run", save_byte_level_policy(tmp_path), tmp_path / "own_rewards"
+    out, model, package = (
+        tmp_path / "run",
+        save_byte_level_policy(tmp_path),
+        tmp_path / "own_rewards",
+    )
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "verifier.py").write_text(VERIFIER)
     (tmp_path / "objective.py").write_text(OBJECTIVE)
     written(tmp_path / "sums.jsonl", SUMS)
     monkeypatch.syspath_prepend(tmp_path)
-    flags = ["--task", "dataset", "--data", tmp_path / "sums.jsonl", "--model", model, "--reward", "own_rewards.verifier:score"]
-    flags += ["--objective", f"{tmp_path / 'objective.py'}:advantage", "--steps", "1", "--prompts", "2", "--rollouts", "2"]
-    flags += ["--max-new-tokens", "3", "--eval-prompts", "2", "--threads", "1", "--dtype", "float32", "--reward-workers", "1"]
+    flags = [
+        "--task",
+        "dataset",
+        "--data",
+        tmp_path / "sums.jsonl",
+        "--model",
+        model,
+        "--reward",
+        "own_rewards.verifier:score",
+    ]
+    flags += [
+        "--objective",
+        f"{tmp_path / 'objective.py'}:advantage",
+        "--steps",
+        "1",
+        "--prompts",
+        "2",
+        "--rollouts",
+        "2",
+    ]
+    flags += [
+        "--max-new-tokens",
+        "3",
+        "--eval-prompts",
+        "2",
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--reward-workers",
+        "1",
+    ]
     assert train.main([*map(str, flags), "--out", str(out)]) == 0
     assert "own_rewards" not in sys.modules  # its code runs in the workers alone
     changes = {
@@ -302,11 +444,17 @@ def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, caps
         before = file.read_bytes()
         file.write_bytes(b'{"eos_token_id": 5}' if file.suffix == ".json" else before + b"\n")
         assert train.main(["--resume", str(out)]) == 2
-        assert f"trained with other options or files ({words}); --allow-changes resumes" in capsys.readouterr().err
+        assert (
+            f"trained with other options or files ({words}); --allow-changes resumes"
+            in capsys.readouterr().err
+        )
         file.write_bytes(before)
     (model / "chat_template.jinja").unlink()
     assert train.main(["--resume", str(out), "--allow-changes"]) == 0
-    assert "resumes with other options or files (chat_template.jinja of the tokenizer: missing)" in capsys.readouterr().err
+    assert (
+        "resumes with other options or files (chat_template.jinja of the tokenizer: missing)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,7 +462,10 @@ def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, caps
     [
         ("--sft-steps 3", "sft_steps must be 0 without --sft-data, as sums.jsonl: "),
         ("--eval-prompts 100", "eval_prompts must be at most the"),
-        ("--data nowhere.jsonl", "--data must be a readable JSON Lines or Parquet file, got nowhere.jsonl"),
+        (
+            "--data nowhere.jsonl",
+            "--data must be a readable JSON Lines or Parquet file, got nowhere.jsonl",
+        ),
         ("--max-new-tokens 4000", "--max-new-tokens must be at most 252, got 4000"),
         ("--max-prompt-tokens 3", "sums.jsonl must have prompts of at most 3 tokens"),
     ],
@@ -328,13 +479,23 @@ def test_a_directory_without_a_tokenizer_is_named_and_not_the_data(job, tmp_path
     """transformers makes an empty tokenizer of it, which encodes every prompt as no tokens."""
     bare = tmp_path / "bare"
     bare.mkdir()
-    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    ):
         (bare / name).write_bytes((policy / name).read_bytes())
     assert train.main([*job, "--model", str(bare), "--out", str(tmp_path / "run")]) == 2
-    assert f"{bare} has no tokenizer: it must have one of tokenizer.json, " in " ".join(capsys.readouterr().err.split())
+    assert f"{bare} has no tokenizer: it must have one of tokenizer.json, " in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_missing_options_are_named(tmp_path, capsys):
-    for flags, message in (([], "needs --data FILE"), (["--data", "x.jsonl"], "needs --reward FILE:FUNCTION")):
+    for flags, message in (
+        ([], "needs --data FILE"),
+        (["--data", "x.jsonl"], "needs --reward FILE:FUNCTION"),
+    ):
         assert train.main(["--task", "dataset", *flags, "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err

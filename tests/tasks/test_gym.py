@@ -1,4 +1,6 @@
-"""reasoning-gym: questions by index, a split by content, and scores by each data set's own verifier."""
+"""reasoning-gym: questions by index, a split by content, and scores by each data set's own
+verifier.
+"""
 
 import os
 import subprocess
@@ -39,13 +41,18 @@ def without_hash_seed(monkeypatch):
 
 
 def task_of(name, policy, seed=0, **options):
-    return build_task(TaskOptions(task=f"gym:{name}", **{"max_prompt_tokens": 10**6, **options}), seed, policy)
+    return build_task(
+        TaskOptions(task=f"gym:{name}", **{"max_prompt_tokens": 10**6, **options}), seed, policy
+    )
 
 
 def scored(task, prompts, responses):
     scorer = build_scorer(RewardOptions(reward_seconds=60.0, reward_workers=1), task)
     try:
-        rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(response) for response in responses]))
+        rewards = scorer.score(
+            prompts,
+            Rollouts.given([task._text.encode_response(response) for response in responses]),
+        )
         return rewards, scorer.failures(Ranks(), "now")[1]
     finally:
         scorer.close()
@@ -54,9 +61,14 @@ def scored(task, prompts, responses):
 @pytest.mark.usefixtures("without_hash_seed")
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy, monkeypatch):
-    """Every data set has a question at an index. If it gives the answer as text, that answer gets reward 1."""
+    """Every data set has a question at an index. If it gives the answer as text, that answer gets
+    reward 1.
+    """
     if name in HASHED:
-        with pytest.raises(InputError, match=f"reasoning-gym's {name} generates other questions in every .*PYTHONHASHSEED=0"):
+        with pytest.raises(
+            InputError,
+            match=f"reasoning-gym's {name} generates other questions in every .*PYTHONHASHSEED=0",
+        ):
             task_of(name, policy)
         monkeypatch.setenv("PYTHONHASHSEED", "0")  # as if this process had been started with it
     task = task_of(name, policy, gym_config=NEEDS.get(name, ""))
@@ -68,7 +80,9 @@ def test_every_data_set(name, policy, monkeypatch):
     if task.has_demonstrations:
         answer = f"<answer>{made['answer']}</answer>"
         assert (
-            verifiers.gym_dataset(line["name"], line["config"], line["seed"]).score_answer(verifiers.gym_answer(answer), made)
+            verifiers.gym_dataset(line["name"], line["config"], line["seed"]).score_answer(
+                verifiers.gym_answer(answer), made
+            )
             == 1.0
         )
 
@@ -84,10 +98,18 @@ for name in sorted(set(DATASETS) - {"composite"}):
 
 @pytest.mark.slow
 def test_questions_do_not_depend_on_pythons_hash_seed():
-    """Ranks, the trainer and its reward workers see the same questions, except for the data sets in HASHED."""
+    """Ranks, the trainer and its reward workers see the same questions, except for the data sets in
+    HASHED.
+    """
     command = [sys.executable, "-c", QUESTIONS]
     printed = [
-        subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            command,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("1", "2", "3")
     ]
     lines = zip(*(text.splitlines() for text in printed), strict=True)
@@ -98,15 +120,27 @@ def test_questions_do_not_depend_on_pythons_hash_seed():
 def test_rewards_come_from_the_verifier(policy):
     task = task_of("chain_sum", policy)
     prompts, solutions = task.demonstrations(0, 3)
-    answers = [task.decode(part.tolist()) for part in solutions.tokens.split(solutions.lengths.tolist())]
+    answers = [
+        task.decode(part.tolist()) for part in solutions.tokens.split(solutions.lengths.tolist())
+    ]
     rewards, complaint = scored(task, prompts, answers)
     assert (rewards.tolist(), complaint) == ([1, 1, 1], "")
     first, second, third = answers
-    responses = [f"I add: <answer>{first}</answer>", f"\\boxed{{{second}}}", f"<answer>1</answer><answer>{third}</answer>"]
+    responses = [
+        f"I add: <answer>{first}</answer>",
+        f"\\boxed{{{second}}}",
+        f"<answer>1</answer><answer>{third}</answer>",
+    ]
     assert scored(task, prompts, responses)[0].tolist() == [1, 1, 1]
     responses = ["<answer>x</answer>", f"{second}, I think, or else {third}", "\\boxed{}"]
-    assert scored(task, prompts, responses)[0].max() < 0.5  # the verifier gives a small reward for an answer of the right form
-    assert task.answer("so <answer> 12 </answer>.") == task.answer("\\boxed{12}") == task.answer(" 12\n") == "12"
+    # the verifier gives a small reward for an answer of the right form
+    assert scored(task, prompts, responses)[0].max() < 0.5
+    assert (
+        task.answer("so <answer> 12 </answer>.")
+        == task.answer("\\boxed{12}")
+        == task.answer(" 12\n")
+        == "12"
+    )
 
 
 def test_questions_depend_only_on_seed_split_and_index(policy):
@@ -121,7 +155,9 @@ def test_questions_depend_only_on_seed_split_and_index(policy):
 
 
 def test_questions_are_generated_one_at_a_time(policy, monkeypatch):
-    """Training prompts are made in a thread, and some generators seed NumPy's global random numbers."""
+    """Training prompts are made in a thread, and some generators seed NumPy's global random
+    numbers.
+    """
     task, own, busy, overlaps = task_of("lcm", policy), verifiers.gym_entry, threading.Lock(), []
 
     def entry(*arguments):
@@ -142,9 +178,11 @@ def test_questions_are_generated_one_at_a_time(policy, monkeypatch):
 
 
 def test_no_question_is_in_both_splits(policy):
-    task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')  # so few that questions repeat
+    # so few that questions repeat
+    task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')
     train_questions, test_questions = (
-        {line["question"] for line in task.prompts(split, 0, 150).columns} for split in ("train", "test")
+        {line["question"] for line in task.prompts(split, 0, 150).columns}
+        for split in ("train", "test")
     )
     assert len(train_questions) > 40
     assert len(test_questions) > 8
@@ -154,14 +192,21 @@ def test_no_question_is_in_both_splits(policy):
 def test_data_sets_that_cannot_be_created_are_refused(policy):
     for name, options, message in (
         ("sums", {}, r"reasoning-gym cannot create 'sums' with --gym-config '\{\}': ValueError"),
-        ("gcd", {"gym_config": '{"min_value": -1}'}, r"cannot create 'gcd' with --gym-config '.*': AssertionError"),
+        (
+            "gcd",
+            {"gym_config": '{"min_value": -1}'},
+            r"cannot create 'gcd' with --gym-config '.*': AssertionError",
+        ),
         ("gcd", {"gym_config": '{"colour": 1}'}, "cannot create 'gcd' with .*: TypeError"),
         ("composite", {}, "cannot create 'composite' with .*: AssertionError: Must specify"),
     ):
         with pytest.raises(InputError, match=message):
             task_of(name, policy, **options)
     short = task_of("lcm", policy, max_prompt_tokens=3)
-    with pytest.raises(InputError, match="must have questions of at most 3 tokens for the train split, got none in 200 draws"):
+    with pytest.raises(
+        InputError,
+        match="must have questions of at most 3 tokens for the train split, got none in 200 draws",
+    ):
         short.prompts("train", 0, 1)
 
 
@@ -170,7 +215,9 @@ def test_a_changed_question_is_a_failure(policy):
     prompts = task.prompts("train", 0, 2)
     columns = ({**prompts.columns[0], "question": "What?"}, prompts.columns[1])
     other = type(prompts)(prompts.tokens, prompts.cu_seqlens, prompts.ids, columns)
-    with pytest.raises(RewardError, match="ValueError: reasoning-gym's lcm must repeat its question for seed"):
+    with pytest.raises(
+        RewardError, match="ValueError: reasoning-gym's lcm must repeat its question for seed"
+    ):
         scored(task, other, ["1", "1"])
 
 
@@ -194,5 +241,7 @@ def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     assert torch.tensor([sample["tokens"] for sample in samples]).max() <= 4
     for record in (*samples, *read(tmp_path / "whole" / "rollouts.jsonl")):
         columns = record["columns"]
-        made = verifiers.gym_entry(columns["name"], columns["config"], columns["seed"], columns["index"])
+        made = verifiers.gym_entry(
+            columns["name"], columns["config"], columns["seed"], columns["index"]
+        )
         assert (record["answer"], columns["question"]) == (made["answer"], made["question"])

@@ -1,4 +1,6 @@
-"""GSM8K and MATH: the papers' prompts, correct answers, boxed answers, and rewards by math-verify in the pool."""
+"""GSM8K and MATH: the papers' prompts, correct answers, boxed answers, and rewards by math-verify
+in the pool.
+"""
 
 import json
 
@@ -23,7 +25,10 @@ from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.hub import use_hub
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
-GSM8K = [{"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"} for n in range(40)]
+GSM8K = [
+    {"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"}
+    for n in range(40)
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +87,9 @@ def test_the_correct_answer_is_found_in_each_line():
     for line in ({}, {"answer": ""}, {"answer": True}, {"answer": [1]}):
         with pytest.raises(InputError, match="each line must have an answer in 'answer'"):
             math_answer(line, None)
-    with pytest.raises(InputError, match=r"\(--answer-key\); it has the keys 'question', 'solution'"):
+    with pytest.raises(
+        InputError, match=r"\(--answer-key\); it has the keys 'question', 'solution'"
+    ):
         math_answer({"question": "1?", "solution": "1"}, "answer")
     with pytest.raises(InputError, match=r"each line must have an answer in 'a\.b', got None"):
         math_answer({"a": {}}, "a.b")
@@ -105,25 +112,38 @@ def test_prompts_equal_the_papers(tmp_path, policy):
     suffix = " Let's think step by step and output the final answer within \\boxed{}."
     assert text.endswith(f" and buys 1,000.{suffix}<|im_end|>\n<|im_start|>assistant\n")
     assert prompt_of(task_of("gsm8k", path, policy, plain_prompts=True)).endswith(f"1,000.{suffix}")
-    task = task_of("math", path, policy, prompt_key="question", prompt_suffix=" Answer:", plain_prompts=True)
+    task = task_of(
+        "math", path, policy, prompt_key="question", prompt_suffix=" Answer:", plain_prompts=True
+    )
     assert prompt_of(task).endswith("1,000. Answer:")
-    math = written(tmp_path / "math.jsonl", [{"problem": f"{n}?", "answer": f"{n}"} for n in range(40)])
+    math = written(
+        tmp_path / "math.jsonl", [{"problem": f"{n}?", "answer": f"{n}"} for n in range(40)]
+    )
     suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-    assert prompt_of(task_of("math", math, policy)).endswith(f"?{suffix}<|im_end|>\n<|im_start|>assistant\n")
-    answers = {line["answer"] for line in task_of("gsm8k", path, policy).prompts("train", 0, 30).columns}
+    assert prompt_of(task_of("math", math, policy)).endswith(
+        f"?{suffix}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answers = {
+        line["answer"] for line in task_of("gsm8k", path, policy).prompts("train", 0, 30).columns
+    }
     assert answers <= {str(1000 + n) for n in range(40)}
 
 
 def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     """The rows have verl's format: chat messages, and the answer in a struct."""
     rows = [
-        {"prompt": [{"role": "user", "content": f"{n}?"}], "reward_model": {"ground_truth": f"{n}", "style": "rule"}}
+        {
+            "prompt": [{"role": "user", "content": f"{n}?"}],
+            "reward_model": {"ground_truth": f"{n}", "style": "rule"},
+        }
         for n in range(40)
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
     path = written(tmp_path / "verl.jsonl", rows)
     options = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth"}
-    one, other = (task_of("math", file, policy, **options) for file in (tmp_path / "verl.parquet", path))
+    one, other = (
+        task_of("math", file, policy, **options) for file in (tmp_path / "verl.parquet", path)
+    )
     assert one.fingerprint == other.fingerprint
     assert one.prompts("train", 0, 5).columns == other.prompts("train", 0, 5).columns
     assert prompt_of(one) == prompt_of(other)
@@ -133,10 +153,22 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "1"}, {"prompt": None}], "bad.parquet, row 2: prompt must be text or a list of messages, got None"),
-        ([{"prompt": "1", "picture": b"\x00"}], "bad.parquet, row 1: it must be a JSON object in UTF-8"),
-        ([{"prompt": "1", "x": float("nan")}], "bad.parquet, row 1: it must be a JSON object in UTF-8"),
-        ([{"prompt": "x" * (jsonl.LINE_BYTES + 1)}], "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,"),
+        (
+            [{"prompt": "1"}, {"prompt": None}],
+            "bad.parquet, row 2: prompt must be text or a list of messages, got None",
+        ),
+        (
+            [{"prompt": "1", "picture": b"\x00"}],
+            "bad.parquet, row 1: it must be a JSON object in UTF-8",
+        ),
+        (
+            [{"prompt": "1", "x": float("nan")}],
+            "bad.parquet, row 1: it must be a JSON object in UTF-8",
+        ),
+        (
+            [{"prompt": "x" * (jsonl.LINE_BYTES + 1)}],
+            "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,",
+        ),
     ],
 )
 def test_malicious_rows_are_refused_with_their_number(tmp_path, rows, message):
@@ -162,12 +194,17 @@ def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
     texts += [f"\\boxed{{{answers[1]}.0}}", f"\\boxed{{{'9' * 300}}}", "\\boxed{7"]
     scorer = build_scorer(RewardOptions(), task)
     try:
-        rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
+        rewards = scorer.score(
+            prompts, Rollouts.given([task._text.encode_response(text) for text in texts])
+        )
         assert rewards.tolist() == [1, 0, 0, 1, 0, 0]
         assert scorer.failures(Ranks(), "now")[1] == ""
         counts = scorer.take_answers()
         assert counts == {"all": 6, "missing": 2, "too_long": 1}
-        assert scorer.answer_rates(counts, Ranks()) == {"answers_missing": 2 / 6, "answers_too_long": 1 / 6}
+        assert scorer.answer_rates(counts, Ranks()) == {
+            "answers_missing": 2 / 6,
+            "answers_too_long": 1 / 6,
+        }
         assert not scorer.take_answers()
     finally:
         scorer.close()
@@ -179,7 +216,9 @@ def test_responses_without_a_box_count_as_scored(tmp_path, policy):
     scorer = build_scorer(RewardOptions(reward_seconds=1.0), task)
     try:  # 9^9^9^9 cannot be evaluated within a second
         texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
-        rewards = scorer.score(prompts, Rollouts.given([task._text.encode_response(text) for text in texts]))
+        rewards = scorer.score(
+            prompts, Rollouts.given([task._text.encode_response(text) for text in texts])
+        )
         assert rewards.nan_to_num(0).sum() == 0
         assert scorer.failures(Ranks(), "now")[0]["timeout"] <= 1
     finally:
@@ -187,14 +226,19 @@ def test_responses_without_a_box_count_as_scored(tmp_path, policy):
 
 
 def test_a_users_own_function_sees_every_response(tmp_path, policy):
-    (tmp_path / "own.py").write_text("def length(prompt, response, **line):\n    return float(len(response))\n")
+    (tmp_path / "own.py").write_text(
+        "def length(prompt, response, **line):\n    return float(len(response))\n"
+    )
     reward = f"{tmp_path}/own.py:length"
     options = TaskOptions(task="gsm8k", data=written(tmp_path / "gsm8k.jsonl", GSM8K))
     task = build_task(options, 0, policy, (reward,))
     scorer = build_scorer(RewardOptions(reward=(reward,)), task)
     try:
         texts = ["no box", "\\boxed{1}", "x" * 300]
-        rewards = scorer.score(task.prompts("train", 0, 1), Rollouts.given([task._text.encode_response(t) for t in texts]))
+        rewards = scorer.score(
+            task.prompts("train", 0, 1),
+            Rollouts.given([task._text.encode_response(t) for t in texts]),
+        )
         assert rewards.tolist() == [6, 9, 300]
         assert scorer.answer_rates(scorer.take_answers(), Ranks()) == {}
     finally:
@@ -202,10 +246,22 @@ def test_a_users_own_function_sees_every_response(tmp_path, policy):
 
 
 def test_each_step_counts_only_its_own_answers(tmp_path, policy):
-    """A step does not count the answers of the evaluation before it, nor greedy responses. An evaluation counts its own."""
+    """A step does not count the answers of the evaluation before it, nor greedy responses. An
+    evaluation counts its own.
+    """
     data = written(tmp_path / "gsm8k.jsonl", GSM8K)
     sizes = "--prompts 2 --rollouts 4 --steps 2 --eval-every 1 --max-new-tokens 4 --eval-samples 8 --threads 1 --objective self"
-    flags = [*sizes.split(), "--task", "gsm8k", "--data", str(data), "--model", str(policy), "--dtype", "float32"]
+    flags = [
+        *sizes.split(),
+        "--task",
+        "gsm8k",
+        "--data",
+        str(data),
+        "--model",
+        str(policy),
+        "--dtype",
+        "float32",
+    ]
     scored = []
     rates = Scorer.answer_rates
 
@@ -219,35 +275,58 @@ def test_each_step_counts_only_its_own_answers(tmp_path, policy):
     held_out = task_of("gsm8k", data, policy).num_test_prompts
     assert scored == [8 * held_out, 8, 8 * held_out, 8, 8 * held_out]
     for log in ("metrics", "eval"):
-        records = [json.loads(line) for line in (tmp_path / "run" / f"{log}.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (tmp_path / "run" / f"{log}.jsonl").read_text().splitlines()
+        ]
         assert all(record["answers_missing"] == 1 for record in records)  # the policy is untrained
 
 
 def test_decompression_bombs_are_refused(tmp_path):
-    table = pyarrow.table({"prompt": pyarrow.array(["x" * 900_000]).dictionary_encode().take(pyarrow.array([0] * 500))})
+    table = pyarrow.table(
+        {
+            "prompt": pyarrow.array(["x" * 900_000])
+            .dictionary_encode()
+            .take(pyarrow.array([0] * 500))
+        }
+    )
     pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
-    with pytest.raises(InputError, match=r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"):
+    with pytest.raises(
+        InputError, match=r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"
+    ):
         jsonl.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 
 def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
-    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return float(len(response)) + 0.25\n")
+    (tmp_path / "reward.py").write_text(
+        "def score(prompt, response, answer):\n    return float(len(response)) + 0.25\n"
+    )
     written(tmp_path / "data.jsonl", [{"prompt": f"{n}", "answer": "1"} for n in range(40)])
     monkeypatch.chdir(tmp_path)
     sizes = "--prompts 4 --rollouts 4 --k 2 --steps 1 --max-new-tokens 4 --eval-samples 2 --threads 1 --reward-workers 1"
-    flags = [*f"--task reward.py:score --data data.jsonl --reward-threshold 2 {sizes}".split(), "--model", str(policy)]
+    flags = [
+        *f"--task reward.py:score --data data.jsonl --reward-threshold 2 {sizes}".split(),
+        "--model",
+        str(policy),
+    ]
     assert train.main([*flags, "--out", "run"]) == 0
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert (record["reward_mean"] * 16) % 1 == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["task"] == f"{tmp_path}/reward.py:score"
+    assert (
+        json.loads((tmp_path / "run" / "config.json").read_text())["task"]
+        == f"{tmp_path}/reward.py:score"
+    )
     assert train.main(["--task", "reward.py:score", "--model", str(policy), "--out", "other"]) == 2
     assert "--task reward.py:score needs --data FILE or --hub NAME" in capsys.readouterr().err
 
 
 def test_invalid_task_options_are_refused(tmp_path, capsys):
     for flags, message in (
-        ("--task gsm8", "FILE.py:FUNCTION or the name of an installed task, got 'gsm8'; did you mean 'gsm8k'?"),
+        (
+            "--task gsm8",
+            "FILE.py:FUNCTION or the name of an installed task, got 'gsm8'; did you mean 'gsm8k'?",
+        ),
         ("--task gsm8k", "--task gsm8k needs --model DIR, whose tokenizer reads text"),
         ("--task math --data x --hub y", "--task math takes --data or --hub, got both"),
         ("--task gym:gcd", "--task gym:gcd needs --model DIR"),
@@ -264,7 +343,9 @@ def test_invalid_task_options_are_refused(tmp_path, capsys):
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
-    """Make a hub of this process's own that does not answer, and an empty cache of data sets, which is returned."""
+    """Make a hub of this process's own that does not answer, and an empty cache of data sets, which
+    is returned.
+    """
     use_hub("http://127.0.0.1:9", tmp_path / "models", monkeypatch)  # nobody listens at this port
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
@@ -273,7 +354,9 @@ def offline(tmp_path, monkeypatch):
 
 
 def test_an_unreachable_hub_is_reported_without_retries(policy, offline, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: pytest.fail("it retries"))
+    monkeypatch.setattr(
+        huggingface_hub.utils._http.time, "sleep", lambda seconds: pytest.fail("it retries")
+    )
     with pytest.raises(
         InputError,
         match=r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
@@ -288,19 +371,32 @@ def cached(folder, split, records):
     folder.mkdir(parents=True)
     name = folder.parents[2].name.partition("___")[2]
     features = datasets.Dataset.from_list(records).features
-    writer = datasets.arrow_writer.ArrowWriter(path=str(folder / f"{name}-{split}.arrow"), features=features)
+    writer = datasets.arrow_writer.ArrowWriter(
+        path=str(folder / f"{name}-{split}.arrow"), features=features
+    )
     for record in records:
         writer.write(record)
     count, size = writer.finalize()
-    splits = {split: {"name": split, "num_bytes": size, "num_examples": count, "dataset_name": name}}
-    info = {"builder_name": name, "dataset_name": name, "config_name": "main", "version": "0.0.0", "splits": splits}
+    splits = {
+        split: {"name": split, "num_bytes": size, "num_examples": count, "dataset_name": name}
+    }
+    info = {
+        "builder_name": name,
+        "dataset_name": name,
+        "config_name": "main",
+        "version": "0.0.0",
+        "splits": splits,
+    }
     datasets.DatasetInfo(features=features, **info).write_to_directory(str(folder))
 
 
 def test_data_sets_in_the_cache_need_no_hub(policy, offline):
     cached(offline / "openai___gsm8k", "train", GSM8K[:30])
     cached(offline / "madrylab___gsm8k-platinum", "test", GSM8K[30:])
-    assert build_task(TaskOptions(task="gsm8k"), 0, policy).name == "openai/gsm8k:main: 30 prompts and 10 held out"
+    assert (
+        build_task(TaskOptions(task="gsm8k"), 0, policy).name
+        == "openai/gsm8k:main: 30 prompts and 10 held out"
+    )
 
 
 def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):

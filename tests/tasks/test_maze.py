@@ -1,4 +1,6 @@
-"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, simple scorer."""
+"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, simple
+scorer.
+"""
 
 import random
 from collections import deque
@@ -22,7 +24,8 @@ PAPER_PROMPT = [
     for word in line.split()
 ]
 PAPER_ANSWER = ["DOWN", "DOWN", "RIGHT", "RIGHT", "RIGHT", "RIGHT", "DOWN", "DOWN", "DONE", "<eos>"]
-GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]  # rows of maze 7 of seed 5 as bits; the generator must not change
+# rows of maze 7 of seed 5 as bits; the generator must not change
+GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]
 ID = {word: i for i, word in enumerate(maze.WORDS)}
 
 
@@ -39,7 +42,9 @@ def test_the_papers_example():
 
 
 def walk_length(is_open):
-    """Return the number of reachable cells and the length of the shortest path to the goal, by breadth-first search."""
+    """Return the number of reachable cells and the length of the shortest path to the goal, by
+    breadth-first search.
+    """
     goal = (len(is_open) - 2,) * 2
     distance, queue = {(1, 1): 0}, deque([(1, 1)])
     while queue:
@@ -59,7 +64,8 @@ def test_mazes_are_spanning_trees_with_the_shortest_path(size):
         for i in range(3):
             is_open = task.maze(split, i)
             reached, length = walk_length(is_open)
-            assert reached == sum(map(sum, is_open)) == 2 * rooms - 1  # connected, with the number of openings of a tree
+            # connected, with the number of openings of a tree
+            assert reached == sum(map(sum, is_open)) == 2 * rooms - 1
             assert all(is_open[r][c] for r in range(1, size, 2) for c in range(1, size, 2))
             path = shortest_path(is_open)
             assert len(path) == length <= task.max_new_tokens - 1
@@ -74,7 +80,10 @@ def test_mazes_are_the_same_on_every_machine_and_in_any_order():
     for place, i in enumerate(range(3, 7)):
         assert prompts.take(place, 1).tokens.tolist() == task.prompts("train", i, 1).tokens.tolist()
     assert prompts.ids.tolist() == [3, 4, 5, 6]
-    assert task.prompts("train", 0, 20).tokens.tolist() != MazeTask(9, seed=6).prompts("train", 0, 20).tokens.tolist()
+    assert (
+        task.prompts("train", 0, 20).tokens.tolist()
+        != MazeTask(9, seed=6).prompts("train", 0, 20).tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("size", [5, 7, 9])
@@ -118,12 +127,16 @@ def slow_score(is_open, tokens, strict):
 
 
 def mutations(path, rng):
-    """Yield variants of a solution: correct, wrong in some moves, truncated, extended, with no or two DONE."""
+    """Yield variants of a solution: correct, wrong in some moves, truncated, extended, with no or
+    two DONE.
+    """
     yield [*path, maze.DONE]
     yield path
     yield [*path, maze.DONE, maze.EOS]
     yield [*path, maze.RIGHT, maze.DONE]  # into a wall after the goal
-    back = {maze.UP: maze.DOWN, maze.DOWN: maze.UP, maze.LEFT: maze.RIGHT, maze.RIGHT: maze.LEFT}[path[-1]]
+    back = {maze.UP: maze.DOWN, maze.DOWN: maze.UP, maze.LEFT: maze.RIGHT, maze.RIGHT: maze.LEFT}[
+        path[-1]
+    ]
     yield [*path, back, maze.DONE]  # away from the goal
     yield [*path, back, path[-1], maze.DONE]  # away and back
     yield [*path[:-1], maze.DONE, path[-1]]
@@ -134,7 +147,9 @@ def mutations(path, rng):
     for _ in range(20):
         wrong = list(path)
         for _ in range(rng.randint(1, 3)):
-            wrong[rng.randrange(len(wrong))] = rng.choice([*maze.MOVES, *maze.MOVES, maze.DONE, maze.PATH, maze.PAD])
+            wrong[rng.randrange(len(wrong))] = rng.choice(
+                [*maze.MOVES, *maze.MOVES, maze.DONE, maze.PATH, maze.PAD]
+            )
         yield [*wrong, maze.DONE]
     for _ in range(20):
         yield [rng.choice([*maze.MOVES, maze.DONE]) for _ in range(rng.randint(1, 3 * len(path)))]
@@ -161,6 +176,7 @@ def test_demonstrations_earn_the_reward():
     task = MazeTask(9)
     prompts, solutions = task.demonstrations(0, 16)
     assert task.score(prompts, solutions).tolist() == [1.0] * 16
-    assert solutions.lengths.max() <= task.max_new_tokens + 1  # with an <eos> after DONE, which is never sampled
+    # with an <eos> after DONE, which is never sampled
+    assert solutions.lengths.max() <= task.max_new_tokens + 1
     shifted, _ = task.demonstrations(1, 16)
     assert task.score(shifted, solutions).mean() < 0.5

@@ -1,4 +1,6 @@
-"""Tests of the task of sorting digits: prompts by index, the split, and the score against a plain definition."""
+"""Tests of the task of sorting digits: prompts by index, the split, and the score against a plain
+definition.
+"""
 
 import random
 import re
@@ -20,7 +22,11 @@ GOLDEN = "<bos> 9 6 6 0 1 2 SORT"  # prompt 7 of seed 5, as first generated
 
 
 def test_the_guide_shows_the_example():
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "adding_a_task.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$",
+        (ROOT / "docs" / "adding_a_task.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     assert EXAMPLE.read_text() in blocks
 
 
@@ -39,7 +45,11 @@ def test_prompts_depend_on_seed_split_and_index_alone():
 @pytest.mark.parametrize("length", [2, 3, 6])
 def test_no_test_digits_are_ever_trained_on(length):
     train_digits, test_digits = (
-        {tuple(sorted(SortTask(length, seed).digits(split, i))) for seed in (0, 1) for i in range(300)}
+        {
+            tuple(sorted(SortTask(length, seed).digits(split, i)))
+            for seed in (0, 1)
+            for i in range(300)
+        }
         for split in ("train", "test")
     )
     assert len(train_digits) > 30
@@ -53,7 +63,15 @@ def test_rewards_are_those_of_a_sorted_list():
     for tokens in prompts.tokens.view(8, -1).tolist():
         right = [*sorted(tokens[1:-1]), EOS]
         swapped = [right[1], right[0], *right[2:]]
-        tried = [right, swapped, right[:-1], right[:2], [EOS], [*right[:-1], PAD], [*right[:-1], SORT, EOS]]
+        tried = [
+            right,
+            swapped,
+            right[:-1],
+            right[:2],
+            [EOS],
+            [*right[:-1], PAD],
+            [*right[:-1], SORT, EOS],
+        ]
         tried += [[*rng.choices(range(16), k=rng.randint(1, 4)), EOS] for _ in range(20)]
         responses += tried
         expected += [float(response == right) for response in tried]

@@ -1,4 +1,6 @@
-"""Reference answers in text: where reasoning ends, and the answer's tokens behind it, with tokenizers that merge across it."""
+"""Reference answers in text: where reasoning ends, and the answer's tokens behind it, with
+tokenizers that merge across it.
+"""
 
 import json
 import signal
@@ -22,12 +24,21 @@ from tests.test_train import read
 
 
 class Merging:
-    """The part of a TextCodec that is used, with a token for every byte and for each of these merges."""
+    """The part of a TextCodec that is used, with a token for every byte and for each of these
+    merges.
+    """
 
     def __init__(self, *merges):
-        vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
-        self.tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(vocabulary)}, [*merges]))
-        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        vocabulary = [
+            *sorted(pre_tokenizers.ByteLevel.alphabet()),
+            *("".join(merge) for merge in merges),
+        ]
+        self.tokenizer = Tokenizer(
+            models.BPE({word: i for i, word in enumerate(vocabulary)}, [*merges])
+        )
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
         self.tokenizer.decoder = decoders.ByteLevel()
 
     def ids(self, *pieces):
@@ -57,7 +68,11 @@ def test_the_reasoning_ends_with_the_first_marker_and_the_answer_is_as_the_token
         codec.ids("é\\boxed{\\pi}"),
     )
     assert len(codec.ids("{\\")) == 1
-    assert (first.length, first.lead, first.answer) == (9, codec.ids("\\boxed"), codec.ids("{\\frac12}"))
+    assert (first.length, first.lead, first.answer) == (
+        9,
+        codec.ids("\\boxed"),
+        codec.ids("{\\frac12}"),
+    )
     assert (second.length, second.answer) == (6, first.answer)
     assert (third.length, third.lead, third.answer) == (None, first.lead, first.answer)
     assert (fourth.length, fourth.answer) == (8, first.answer)  # é is two tokens
@@ -70,17 +85,25 @@ def test_a_token_across_the_marker_begins_the_answer_or_gives_another_one():
     codec = Merging(("d", "{"), ("d{", "\\"))
     box, wrong = codec.ids("so \\boxed{"), codec.ids("\\boxed{\\pi}")
     assert len(box) == 9
-    begun, other, spelled, none = references(codec, "42", [*box, *codec.ids("7}")], wrong, codec.ids("\\boxed", "{42}"), [])
+    begun, other, spelled, none = references(
+        codec, "42", [*box, *codec.ids("7}")], wrong, codec.ids("\\boxed", "{42}"), []
+    )
     assert (begun.length, begun.lead, begun.answer) == (9, codec.ids("\\boxed{"), codec.ids("42}"))
-    for reference in (other, spelled, none):  # another answer; tokens that the tokenizer does not write; no response
+    # another answer; tokens that the tokenizer does not write; no response
+    for reference in (other, spelled, none):
         assert (reference.length, reference.lead) == (None, codec.ids("\\boxe"))
         assert reference.answer == codec.ids("d{42}")
     [other_answer] = references(codec, "\\pi", wrong)
-    assert (other_answer.length, other_answer.answer) == (len(codec.ids("\\boxed{\\")), codec.ids("pi}"))
+    assert (other_answer.length, other_answer.answer) == (
+        len(codec.ids("\\boxed{\\")),
+        codec.ids("pi}"),
+    )
 
 
 def test_a_prompt_without_an_answer_is_refused():
-    with pytest.raises(InputError, match="every prompt must have a reference answer as text, got none for prompt 4"):
+    with pytest.raises(
+        InputError, match="every prompt must have a reference answer as text, got none for prompt 4"
+    ):
         references(Merging(), None, [1])
 
 
@@ -97,31 +120,80 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     task = build_task(TaskOptions("math", data=data), 0, policy)
     prompts = task.prompts("train", 0, 2)
     right = [f"{line['answer']}" for line in prompts.columns]
-    encoded = [task._text.encode_response(text) for text in ("it is \\boxed{1}.", "none", "\\boxed{", "\\boxed{2}")]
+    encoded = [
+        task._text.encode_response(text)
+        for text in ("it is \\boxed{1}.", "none", "\\boxed{", "\\boxed{2}")
+    ]
     found = task.reference_answers(prompts, Rollouts.given(encoded))
     assert [reference.length for reference in found] == [12, None, 6, 6]
-    assert [task.decode(reference.answer) for reference in found] == [f"{{{text}}}" for text in right for _ in range(2)]
+    assert [task.decode(reference.answer) for reference in found] == [
+        f"{{{text}}}" for text in right for _ in range(2)
+    ]
     gym = build_task(TaskOptions("gym:chain_sum"), 0, policy)
     prompts = gym.prompts("train", 0, 1)
-    [reference] = gym.reference_answers(prompts, Rollouts.given([gym._text.encode_response("so <answer>3</answer>")]))
-    assert (reference.length, gym.decode(reference.answer)) == (10, f">{prompts.columns[0]['answer']}</answer>")
+    [reference] = gym.reference_answers(
+        prompts, Rollouts.given([gym._text.encode_response("so <answer>3</answer>")])
+    )
+    assert (reference.length, gym.decode(reference.answer)) == (
+        10,
+        f">{prompts.columns[0]['answer']}</answer>",
+    )
 
 
-def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_are_refused(policy, tmp_path):
+def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_are_refused(
+    policy, tmp_path
+):
     data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
     task = build_task(TaskOptions("dataset", data=data), 0, policy, ("rewards.py:f",))
-    with pytest.raises(InputError, match="--labels rlpr: the reference answer must be known, but only the reward function"):
+    with pytest.raises(
+        InputError,
+        match="--labels rlpr: the reference answer must be known, but only the reward function",
+    ):
         check_answers(task, "--labels rlpr")
-    data = written(tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS])
+    data = written(
+        tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS]
+    )
     with pytest.raises(InputError, match="the reference answer to prompt 0: "):
         check_answers(build_task(TaskOptions("math", data=data), 0, policy), "--labels rlpr")
 
 
 def flags_of(policy, tmp_path, *more):
     data = written(tmp_path / "sums.jsonl", PROBLEMS)
-    flags = ["--task", "math", "--data", str(data), "--model", str(policy), "--prompt-suffix", "", "--plain-prompts"]
-    flags += ["--prompts", "4", "--rollouts", "4", "--steps", "4", "--max-new-tokens", "24", "--eval-prompts", "2"]
-    flags += ["--eval-samples", "2", "--keep-rollouts", "16", "--lr", "1e-3", "--warmup-steps", "1", "--save-every", "1"]
+    flags = [
+        "--task",
+        "math",
+        "--data",
+        str(data),
+        "--model",
+        str(policy),
+        "--prompt-suffix",
+        "",
+        "--plain-prompts",
+    ]
+    flags += [
+        "--prompts",
+        "4",
+        "--rollouts",
+        "4",
+        "--steps",
+        "4",
+        "--max-new-tokens",
+        "24",
+        "--eval-prompts",
+        "2",
+    ]
+    flags += [
+        "--eval-samples",
+        "2",
+        "--keep-rollouts",
+        "16",
+        "--lr",
+        "1e-3",
+        "--warmup-steps",
+        "1",
+        "--save-every",
+        "1",
+    ]
     return [*flags, "--threads", "1", "--dtype", "float32", "--keep-checkpoints", "0", *more]
 
 
@@ -143,18 +215,27 @@ def test_a_run_logs_its_rewards_and_resumes_bitwise(policy, tmp_path, monkeypatc
     monkeypatch.undo()
     assert train.main(["--resume", str(tmp_path / "run")]) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
-    metrics, kept = read(tmp_path / "whole" / "metrics.jsonl"), read(tmp_path / "whole" / "rollouts.jsonl")
+    metrics, kept = (
+        read(tmp_path / "whole" / "metrics.jsonl"),
+        read(tmp_path / "whole" / "rollouts.jsonl"),
+    )
     for record in metrics:
         assert 0 <= record["reward/answer_leads"] <= 1
         assert record["grad_norm"] > 0 or "verifree" in chosen
         own = [line for line in kept if line["step"] == record["step"]]
         rewards = torch.tensor([line["reward"] for line in own], dtype=torch.float64)
-        leads = torch.tensor([line["components"]["answer_leads"] for line in own], dtype=torch.float64)
+        leads = torch.tensor(
+            [line["components"]["answer_leads"] for line in own], dtype=torch.float64
+        )
         if "dynamic" not in chosen:
             assert record["reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-5)
             assert record["reward/answer_leads"] == pytest.approx(float(leads.mean()))
         if "labels logprob" in chosen:
-            assert [line["components"]["answer_logprob"] for line in own] == pytest.approx(rewards.tolist())
+            assert [line["components"]["answer_logprob"] for line in own] == pytest.approx(
+                rewards.tolist()
+            )
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert config["labels"] == ("given" if "verifree" in chosen else chosen.split("--labels ")[1].split()[0])
+    assert config["labels"] == (
+        "given" if "verifree" in chosen else chosen.split("--labels ")[1].split()[0]
+    )
     assert "answers_missing" in read(tmp_path / "whole" / "eval.jsonl")[-1]  # by math-verify

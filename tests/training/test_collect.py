@@ -1,4 +1,6 @@
-"""Dynamic sampling: groups whose rewards are all equal are replaced by others, and a resumed run is bitwise identical."""
+"""Dynamic sampling: groups whose rewards are all equal are replaced by others, and a resumed run is
+bitwise identical.
+"""
 
 import pytest
 import torch
@@ -17,18 +19,35 @@ NAN = float("nan")
 
 
 def test_a_group_is_mixed_if_its_known_rewards_differ():
-    rewards = torch.tensor([[0, 1, 0], [1, 1, 1], [0, 0, 0], [NAN, 1, 1], [NAN, 1, 0], [NAN, NAN, 1], [NAN] * 3, [-2, -2, -1]])
+    rewards = torch.tensor(
+        [
+            [0, 1, 0],
+            [1, 1, 1],
+            [0, 0, 0],
+            [NAN, 1, 1],
+            [NAN, 1, 0],
+            [NAN, NAN, 1],
+            [NAN] * 3,
+            [-2, -2, -1],
+        ]
+    )
     assert is_mixed(rewards).tolist() == [True, False, False, False, True, False, False, True]
 
 
 class NumberedTask(MazeTask):
-    """The reward of sample n of prompt i is `table[i][n]`; a greedy response to prompt i gets `table[i][0]`."""
+    """The reward of sample n of prompt i is `table[i][n]`; a greedy response to prompt i gets
+    `table[i][0]`.
+    """
 
     table: list[list[float]]
 
     def score(self, prompts, rollouts):
         rewards = torch.tensor([self.table[i] for i in prompts.ids.tolist()]).flatten()
-        return rewards[: len(rollouts.lengths)] if len(rollouts.lengths) == rewards.numel() else rewards[:: len(self.table[0])]
+        return (
+            rewards[: len(rollouts.lengths)]
+            if len(rollouts.lengths) == rewards.numel()
+            else rewards[:: len(self.table[0])]
+        )
 
 
 class NumberedEngine:
@@ -37,7 +56,11 @@ class NumberedEngine:
     def generate(self, prompts, num_samples, sampling, *, seed, step):
         responses = [[UP] * i + [DONE] for i in prompts.ids.tolist() for _ in range(num_samples)]
         tokens, cu_seqlens = pack(responses)
-        logprobs = -torch.arange(1.0, num_samples + 1).repeat(len(prompts)).repeat_interleave(cu_seqlens.diff())
+        logprobs = (
+            -torch.arange(1.0, num_samples + 1)
+            .repeat(len(prompts))
+            .repeat_interleave(cu_seqlens.diff())
+        )
         return Rollouts(tokens, cu_seqlens, logprobs, torch.zeros(len(responses), dtype=torch.bool))
 
 
@@ -68,7 +91,8 @@ ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
         ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 5, [1, 3], 4),
         ([MIXED, MIXED, ALL_RIGHT, MIXED], 5, [0, 1], 2),
         ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED, MIXED, MIXED], 5, [3, 4], 6),
-        ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED, MIXED, MIXED], 2, [0, 3], 4),  # at the limit, a zero-variance group fills up
+        # at the limit, a zero-variance group fills up
+        ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, MIXED, MIXED, MIXED], 2, [0, 3], 4),
         ([ALL_WRONG, ALL_WRONG, ALL_RIGHT, ALL_WRONG], 2, [0, 1], 4),
     ],
 )
@@ -79,7 +103,9 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
     assert step.rewards.tolist() == [table[i] for i in ids]
     assert step.sampled_rewards.tolist() == table[:num_sampled]
     assert step.rollouts.lengths.tolist() == [i + 1 for i in ids for _ in range(2)]
-    assert step.rollouts.tokens.tolist() == [token for i in ids for _ in range(2) for token in [UP] * i + [DONE]]
+    assert step.rollouts.tokens.tolist() == [
+        token for i in ids for _ in range(2) for token in [UP] * i + [DONE]
+    ]
     expected = [-float(n + 1) for i in ids for n in range(2) for _ in range(i + 1)]
     assert step.rollouts.logprobs.tolist() == expected
     whole = MazeTask(5).prompts("train", 0, 6)
@@ -88,19 +114,24 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
     assert step.num_tokens == sum(2 * (i + 1) for i in range(num_sampled))
     if num_batches > 1:
         num_mixed = sum(row == MIXED for row in table[:num_sampled])
-        assert step.metrics == {"num_prompts_sampled": num_sampled, "frac_prompts_alive": num_mixed / num_sampled}
+        assert step.metrics == {
+            "num_prompts_sampled": num_sampled,
+            "frac_prompts_alive": num_mixed / num_sampled,
+        }
     else:
         assert step.metrics == {}
 
 
 @pytest.mark.parametrize("group", [[0.0, 0.95], [1.0, 0.0], [0.35, 0.4]])
 def test_the_filter_keeps_a_group_whole_where_one_rollout_differs(group):
-    """A filter by the spread of the other rollouts would drop the one that differs and keep its equal peers: their spread is
-    0, or rounding error (NeMo-RL, pull requests 3469 and 4158). Here the whole group is kept, by exact equality."""
+    """A filter by the spread of the other rollouts would drop the one that differs and keep its
+    equal peers: their spread is 0, or rounding error (NeMo-RL, pull requests 3469 and 4158). Here
+    the whole group is kept, by exact equality."""
     for lone, peer in (group, group[::-1]):
         rewards = torch.tensor([[lone] + [peer] * 7, [peer] * 8])
         assert is_mixed(rewards).tolist() == [True, False]
-        assert is_mixed(rewards.masked_fill(rewards == lone, NAN)).tolist() == [False, False]  # its reward is not known
+        # its reward is not known
+        assert is_mixed(rewards.masked_fill(rewards == lone, NAN)).tolist() == [False, False]
         for name in ("rloo", "grpo", "lite_ppo"):
             advantages = ops.group_advantage(rewards, name)
             assert (advantages[0] != 0).all()
@@ -115,7 +146,9 @@ def test_greedy_rewards_are_selected_with_their_groups():
 
 
 class CountingSource(RewardSource):
-    """Gives each prompt's rewards of the table, with the prompt's index and the sample's as components."""
+    """Gives each prompt's rewards of the table, with the prompt's index and the sample's as
+    components.
+    """
 
     def __init__(self, table):
         self.table = table
@@ -123,7 +156,9 @@ class CountingSource(RewardSource):
     def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
         cells = [(len(row["response"].split()) - 1, i % group) for i, row in enumerate(rows)]
         rewards = [self.table[prompt][n] for prompt, n in cells]
-        return Scores(rewards, [], 0, [{"prompt": float(prompt), "sample": float(n)} for prompt, n in cells])
+        return Scores(
+            rewards, [], 0, [{"prompt": float(prompt), "sample": float(n)} for prompt, n in cells]
+        )
 
 
 def test_components_stay_with_their_rollouts_when_groups_are_replaced():
@@ -140,28 +175,43 @@ def test_components_stay_with_their_rollouts_when_groups_are_replaced():
         needs_greedy=True,  # whose components are not those of the rollouts
     ).collect(3, 0)
     assert step.prompts.ids.tolist() == [1, 3]
-    assert step.components == tuple({"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0))
+    assert step.components == tuple(
+        {"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0)
+    )
 
 
 def test_prompts_and_rollouts_are_selected_and_joined():
     tokens, cu_seqlens = pack([[1], [2, 3], [4, 5, 6]])
     prompts = Prompts(tokens, cu_seqlens, torch.tensor([7, 8, 9]), ({"a": 1}, {"a": 2}, {"a": 3}))
     chosen = prompts.select(torch.tensor([2, 0]))
-    assert (chosen.tokens.tolist(), chosen.cu_seqlens.tolist(), chosen.ids.tolist()) == ([4, 5, 6, 1], [0, 3, 4], [9, 7])
+    assert (chosen.tokens.tolist(), chosen.cu_seqlens.tolist(), chosen.ids.tolist()) == (
+        [4, 5, 6, 1],
+        [0, 3, 4],
+        [9, 7],
+    )
     assert chosen.columns == ({"a": 3}, {"a": 1})
-    joined = Prompts.concatenate([prompts.select(torch.tensor([0])), prompts.select(torch.tensor([1, 2]))])
+    joined = Prompts.concatenate(
+        [prompts.select(torch.tensor([0])), prompts.select(torch.tensor([1, 2]))]
+    )
     for name in ("tokens", "cu_seqlens", "ids"):
         assert torch.equal(getattr(joined, name), getattr(prompts, name))
     assert joined.columns == prompts.columns
 
 
-@pytest.mark.parametrize("name", ["nsr", "psr", "reinforce_raw", "unlikeliness", "maxrl_conditional"])
+@pytest.mark.parametrize(
+    "name", ["nsr", "psr", "reinforce_raw", "unlikeliness", "maxrl_conditional"]
+)
 def test_objectives_that_learn_from_equal_rewards_refuse_dynamic_sampling(name, capsys):
     assert train.main(["--objective", name, "--dynamic-sampling", "2"]) == 2
-    assert f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns" in capsys.readouterr().err
+    assert (
+        f"dynamic_sampling leaves out groups whose rewards are equal, from which {name} learns"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("name", ["maxpo", "maxrl", "grpo", "pkpo", "qae", "opo", "self", "passk_training", "pacs"])
+@pytest.mark.parametrize(
+    "name", ["maxpo", "maxrl", "grpo", "pkpo", "qae", "opo", "self", "passk_training", "pacs"]
+)
 def test_other_objectives_accept_dynamic_sampling(name, tmp_path):
     assert train.main(["--objective", name, "--dynamic-sampling", "2", "--dry-run"]) == 0
 
@@ -185,7 +235,10 @@ def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
     records = read(tmp_path / "whole" / "metrics.jsonl")
     assert len({record["num_prompts_sampled"] for record in records}) > 1, records
-    assert all(record["frac_groups_zero_variance"] <= 1 - record["frac_prompts_alive"] for record in records)
+    assert all(
+        record["frac_groups_zero_variance"] <= 1 - record["frac_prompts_alive"]
+        for record in records
+    )
     start, kept = 0, read(tmp_path / "whole" / "rollouts.jsonl")
     for record in records:  # each step draws new prompts
         ids = {rollout["id"] for rollout in kept if rollout["step"] == record["step"]}

@@ -1,5 +1,5 @@
-"""Corrections for a rollout engine that is not the policy: weights and masks by their definitions, and what the trainer does
-with an engine whose log-probs are disturbed on purpose."""
+"""Corrections for a rollout engine that is not the policy: weights and masks by their definitions,
+and what the trainer does with an engine whose log-probs are disturbed on purpose."""
 
 import copy
 import dataclasses
@@ -15,7 +15,12 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights, correction_numbers, make_correction
+from maxrl_fast.training.correction import (
+    CORRECTIONS,
+    ImportanceWeights,
+    correction_numbers,
+    make_correction,
+)
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
@@ -25,7 +30,12 @@ from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner
 
 REWARDS = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
-BOUNDS = {"tis": {}, "tis_sequence": {}, "icepop": {"low": 0.6, "high": 2.5}, "mis": {"low": 0.2, "high": 3.0}}
+BOUNDS = {
+    "tis": {},
+    "tis_sequence": {},
+    "icepop": {"low": 0.6, "high": 2.5},
+    "mis": {"low": 0.2, "high": 3.0},
+}
 CAP = 1.7
 
 
@@ -38,9 +48,13 @@ def sampled(model, top_p=1.0):
 
 
 def disturbed(model, spread=1.5):
-    """Return rollouts whose engine gave other log-probs, and policy's minus engine's log-prob of each token, in float64."""
+    """Return rollouts whose engine gave other log-probs, and policy's minus engine's log-prob of
+    each token, in float64.
+    """
     rollouts = sampled(model)
-    off = spread * torch.randn(len(rollouts.tokens), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    off = spread * torch.randn(
+        len(rollouts.tokens), generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     return dataclasses.replace(rollouts, logprobs=(rollouts.logprobs.double() - off).float()), off
 
 
@@ -68,7 +82,9 @@ def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
-    weighted = made(name, None if given else CAP, given).apply(collected(Samples(PROMPTS, rollouts), REWARDS), learner(model))
+    weighted = made(name, None if given else CAP, given).apply(
+        collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)
+    )
     metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, **given)
     weights = weighted.rollouts.importance_weights
@@ -76,7 +92,10 @@ def test_weights_follow_their_definitions(name):
     bounded = expected == (0.0 if given else CAP)
     assert 0.05 < bounded.double().mean() < 0.95  # both kinds are there
     assert expected[~bounded].std() > 0.05
-    torch.testing.assert_close(weighted.rollouts.logprobs, sampled(model).logprobs, rtol=0, atol=2e-5)  # the policy's own
+    # the policy's own
+    torch.testing.assert_close(
+        weighted.rollouts.logprobs, sampled(model).logprobs, rtol=0, atol=2e-5
+    )
     assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-3)
     assert metrics["importance_weight"] == pytest.approx(float(expected.mean()), rel=1e-3)
     assert metrics["importance_bounded"] == pytest.approx(float(bounded.double().mean()), abs=1e-6)
@@ -89,19 +108,33 @@ def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
     model = tiny_decoder()
     samples, learning = Samples(PROMPTS, sampled(model)), learner(model)
     if name == "sequence_mask":
-        learning.settings = LossSettings("ppo", "token_mean", sequence_mask=correction_numbers(name, None, {})["delta"])
-        plan = learning.plan(learning.passes.packer(samples, -torch.ones(12)), samples, samples.sequences)
+        learning.settings = LossSettings(
+            "ppo", "token_mean", sequence_mask=correction_numbers(name, None, {})["delta"]
+        )
+        plan = learning.plan(
+            learning.passes.packer(samples, -torch.ones(12)), samples, samples.sequences
+        )
         assert plan.sequences.tolist() == list(range(12))
     else:
-        weights = made(name, 2.0, {}).apply(collected(samples, REWARDS), learning).rollouts.importance_weights
+        weights = (
+            made(name, 2.0, {})
+            .apply(collected(samples, REWARDS), learning)
+            .rollouts.importance_weights
+        )
         torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-4)
 
 
 def test_weights_that_are_all_0_have_no_sample_size():
     rollouts, _ = disturbed(model := tiny_decoder())
     correction = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True)
-    metrics = correction.apply(collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)).metrics
-    assert (metrics["importance_weight"], metrics["importance_bounded"], metrics["importance_sample_size"]) == (0.0, 1.0, 0.0)
+    metrics = correction.apply(
+        collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)
+    ).metrics
+    assert (
+        metrics["importance_weight"],
+        metrics["importance_bounded"],
+        metrics["importance_sample_size"],
+    ) == (0.0, 1.0, 0.0)
 
 
 class Collector:
@@ -121,7 +154,9 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     engine = NativeEngine(model, torch.float32)
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
     rate = LearningRate(lr, 10, 0)
-    trainer = Trainer(Collector(batch), GroupObjective("grpo", {}), learning, engine, rate, updates, correction)
+    trainer = Trainer(
+        Collector(batch), GroupObjective("grpo", {}), learning, engine, rate, updates, correction
+    )
     return trainer.step(1, 0).metrics
 
 
@@ -133,18 +168,24 @@ def logprobs_of(model, rollouts):
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_gradient_of_a_step_has_the_weights(name):
-    """At the first update the ratio to the old log-probs is 1, and the gradient is that of -mean(w A log pi)."""
+    """At the first update the ratio to the old log-probs is 1, and the gradient is that of -mean(w
+    A log pi).
+    """
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
     weights = by_definition(name, off, rollouts.lengths, **given).float()
     advantages = ops.grpo_advantage(REWARDS).flatten().repeat_interleave(rollouts.lengths)
-    expected = torch.autograd.grad(-(weights * advantages * logprobs_of(model, rollouts)).mean(), [*model.parameters()])
+    expected = torch.autograd.grad(
+        -(weights * advantages * logprobs_of(model, rollouts)).mean(), [*model.parameters()]
+    )
     metrics = step(model, rollouts, made(name, None if given else CAP, given))
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     assert metrics["importance_weight"] == pytest.approx(float(weights.mean()), rel=1e-3)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=2e-3, atol=2e-4 * float(gradient.abs().max()) + 1e-7)
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=2e-3, atol=2e-4 * float(gradient.abs().max()) + 1e-7
+        )
 
 
 def test_without_a_correction_the_ratio_is_to_the_engine():
@@ -159,12 +200,21 @@ def distances_of(model, rollouts):
     """Return mean_t(log pi_old - log pi) of each response, in float64."""
     with torch.no_grad():
         own = logprobs_of(model, rollouts).double()
-    return torch.stack([x.mean() for x in (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())])
+    return torch.stack(
+        [x.mean() for x in (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())]
+    )
 
 
 def masked_by_definition(model, rollouts, advantages, delta):
-    """Return whether DeepSeek-V3.2's M of each response is 0: A < 0 and mean_t(log pi_old - log pi) > delta."""
-    return torch.tensor([a < 0 and d > delta for a, d in zip(advantages, distances_of(model, rollouts), strict=True)])
+    """Return whether DeepSeek-V3.2's M of each response is 0: A < 0 and mean_t(log pi_old - log pi)
+    > delta.
+    """
+    return torch.tensor(
+        [
+            a < 0 and d > delta
+            for a, d in zip(advantages, distances_of(model, rollouts), strict=True)
+        ]
+    )
 
 
 def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
@@ -180,20 +230,27 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
         plan = learning.plan(learning.passes.packer(samples, advantages), samples, chosen)
-        assert plan.sequences.tolist() == [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
-        assert float(plan.own["frac_sequences_masked"]) == int(is_masked[chosen].sum()) / len(chosen)
+        assert plan.sequences.tolist() == [
+            s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]
+        ]
+        assert float(plan.own["frac_sequences_masked"]) == int(is_masked[chosen].sum()) / len(
+            chosen
+        )
         assert plan.denominator == float(rollouts.lengths[chosen].sum())  # of all responses
 
 
 def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch):
-    """The engine gives the policy's log-probs, so the first update masks nothing; then the policy has moved."""
+    """The engine gives the policy's log-probs, so the first update masks nothing; then the policy
+    has moved.
+    """
     model, delta = tiny_decoder(), 0.05
     rollouts = sampled(model)
     advantages, taken = ops.grpo_advantage(REWARDS).flatten(), []
     update = type(learner(model)).update
 
     def spied(self, samples, advantages, sequences, **options):
-        assert options["draw"] == (1, len(taken))  # the step and the update, for losses that draw tokens
+        # the step and the update, for losses that draw tokens
+        assert options["draw"] == (1, len(taken))
         plan = self.plan(self.passes.packer(samples, advantages), samples, sequences)
         taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
         return update(self, samples, advantages, sequences, **options)
@@ -205,13 +262,20 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
         is_masked = masked_by_definition(policy, rollouts, advantages, delta)
         assert kept == [s for s in sequences.tolist() if advantages[s] != 0 and not is_masked[s]]
         masked.append(int(is_masked[sequences].sum()))
-    assert masked[0] == 0 < sum(masked) < sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
+    assert (
+        masked[0]
+        == 0
+        < sum(masked)
+        < sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
+    )
     assert metrics["frac_sequences_masked"] == pytest.approx(sum(masked) / 12)
 
 
 @pytest.mark.parametrize("correction", [None, made("tis", 2.0, {}), made("icepop", None, {})])
 def test_under_top_p_every_ratio_is_1(correction):
-    """With log-probs of the renormalised distribution they would be the kept mass, which top-p 0.6 makes much less than 1."""
+    """With log-probs of the renormalised distribution they would be the kept mass, which top-p 0.6
+    makes much less than 1.
+    """
     model = tiny_decoder()
     metrics = step(model, sampled(model, top_p=0.6), correction)
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
@@ -223,17 +287,47 @@ def test_under_top_p_every_ratio_is_1(correction):
     ("flags", "message"),
     [
         ("--objective pacs --correction tis", "pacs does not support --correction: .*, got tis"),
-        ("--objective maxpo_off_policy --correction sequence_mask", "maxpo_off_policy does not support --correction"),
-        ("--objective rl_zvp --correction sequence_mask", "rl_zvp weights single tokens by either sign"),
-        ("--correction tis --importance-cap 0", "importance_cap of tis must be finite and above 0, got 0"),
-        ("--correction icepop --importance-cap 2", "--importance-cap is not used by correction icepop"),
-        ("--correction tis --correction-options low=1", "--correction-options needs --correction icepop"),
+        (
+            "--objective maxpo_off_policy --correction sequence_mask",
+            "maxpo_off_policy does not support --correction",
+        ),
+        (
+            "--objective rl_zvp --correction sequence_mask",
+            "rl_zvp weights single tokens by either sign",
+        ),
+        (
+            "--correction tis --importance-cap 0",
+            "importance_cap of tis must be finite and above 0, got 0",
+        ),
+        (
+            "--correction icepop --importance-cap 2",
+            "--importance-cap is not used by correction icepop",
+        ),
+        (
+            "--correction tis --correction-options low=1",
+            "--correction-options needs --correction icepop",
+        ),
         ("--correction-options low=1", "--correction-options needs --correction"),
-        ("--correction icepop --correction-options lo=1", "correction_options of icepop must be among low, high, got 'lo'"),
-        ("--correction icepop --correction-options low=6", "low of icepop must be below high, got 6 and 5"),
-        ("--correction mis --correction-options high=nan", "high of mis must be finite and at least 0, got nan"),
-        ("--correction sequence_mask --correction-options delta", "correction_options must be NAME=VALUE with a number"),
-        ("--rollout vllm --top-p 0.9 --temperature 0.7", "--rollout vllm with --top-p needs --temperature 1, got 0.7"),
+        (
+            "--correction icepop --correction-options lo=1",
+            "correction_options of icepop must be among low, high, got 'lo'",
+        ),
+        (
+            "--correction icepop --correction-options low=6",
+            "low of icepop must be below high, got 6 and 5",
+        ),
+        (
+            "--correction mis --correction-options high=nan",
+            "high of mis must be finite and at least 0, got nan",
+        ),
+        (
+            "--correction sequence_mask --correction-options delta",
+            "correction_options must be NAME=VALUE with a number",
+        ),
+        (
+            "--rollout vllm --top-p 0.9 --temperature 0.7",
+            "--rollout vllm with --top-p needs --temperature 1, got 0.7",
+        ),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(flags, message):
@@ -250,9 +344,24 @@ def test_options_choose_the_correction():
 
     tis = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
     assert chosen("") is chosen("--top-p 0.9") is chosen("--rollout vllm --objective pacs") is None
-    assert chosen("--rollout vllm --correction none") is chosen("--rollout vllm --importance-cap 0") is None
-    assert chosen("--rollout vllm") == chosen("--importance-cap 2") == chosen("--correction tis") == tis
-    assert chosen("--correction tis_sequence --importance-cap 3") == ImportanceWeights(0.0, 3.0, of_sequence=True, masks=False)
-    assert chosen("--correction icepop") == ImportanceWeights(0.5, 5.0, of_sequence=False, masks=True)
-    assert chosen("--correction mis --correction-options high=4") == ImportanceWeights(0.0, 4.0, of_sequence=True, masks=True)
+    assert (
+        chosen("--rollout vllm --correction none")
+        is chosen("--rollout vllm --importance-cap 0")
+        is None
+    )
+    assert (
+        chosen("--rollout vllm")
+        == chosen("--importance-cap 2")
+        == chosen("--correction tis")
+        == tis
+    )
+    assert chosen("--correction tis_sequence --importance-cap 3") == ImportanceWeights(
+        0.0, 3.0, of_sequence=True, masks=False
+    )
+    assert chosen("--correction icepop") == ImportanceWeights(
+        0.5, 5.0, of_sequence=False, masks=True
+    )
+    assert chosen("--correction mis --correction-options high=4") == ImportanceWeights(
+        0.0, 4.0, of_sequence=True, masks=True
+    )
     assert chosen("--correction sequence_mask --correction-options delta=0.1") == 0.1

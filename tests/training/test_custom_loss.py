@@ -1,4 +1,6 @@
-"""--loss FILE.py:FUNCTION, and an installed one: the trainer uses it, and checks it before training starts."""
+"""--loss FILE.py:FUNCTION, and an installed one: the trainer uses it, and checks it before training
+starts.
+"""
 
 import json
 import re
@@ -52,14 +54,23 @@ def site(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_loss_of_a_file_an_installed_one_and_sapo_train_alike_and_a_changed_file_is_refused(site, tmp_path, capsys):
+def test_a_loss_of_a_file_an_installed_one_and_sapo_train_alike_and_a_changed_file_is_refused(
+    site, tmp_path, capsys
+):
     names = {"file": f"{site}/soft.py:soft", "installed": "softly", "sapo": "sapo"}
     job = [*base()[2:], *CHAIN, "--objective", "grpo", "--steps", "2", "--updates-per-step", "2"]
     for name, loss in names.items():
         options = ["tau_positive=.8", "tau_negative=.8"] if name == "sapo" else ["tau=.8"]
-        assert train.main([*job, "--loss", loss, "--loss-options", *options, "--out", str(tmp_path / name)]) == 0
+        assert (
+            train.main(
+                [*job, "--loss", loss, "--loss-options", *options, "--out", str(tmp_path / name)]
+            )
+            == 0
+        )
         assert json.loads((tmp_path / name / "config.json").read_text())["loss"] == loss
-    file, installed, sapo = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in names)
+    file, installed, sapo = (
+        (tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in names
+    )
     assert file == installed == sapo
     assert all(record["grad_norm"] > 0 for record in read(tmp_path / "file" / "metrics.jsonl"))
     capsys.readouterr()
@@ -72,7 +83,9 @@ def test_a_loss_of_a_file_an_installed_one_and_sapo_train_alike_and_a_changed_fi
 
 def test_an_installed_loss_is_listed(site, capsys):
     assert objectives.main([]) == 0
-    assert re.search(r"softly +│ a function of Tokens .* installed: softly 1\.2", capsys.readouterr().out)
+    assert re.search(
+        r"softly +│ a function of Tokens .* installed: softly 1\.2", capsys.readouterr().out
+    )
     check(parse(["--loss", "softly", "--loss-options", "tau=2"]))
 
 
@@ -81,14 +94,29 @@ def test_an_installed_loss_is_listed(site, capsys):
     [
         ("nothing", "must be FILE.py:FUNCTION: .*bad.py has no nothing"),
         ("no_tokens", "no_tokens must take Tokens as its first parameter"),
-        ("asks", "the parameters of loss asks after Tokens must be keyword-only numbers, got temperature"),
-        ("mean", r"loss mean must return torch.float64 \[T\] = \[7\], got torch.float64 of shape \(\)"),
-        ("single", r"loss single must return torch.float64 \[T\] = \[7\], got torch.float32 of shape \(7,\)"),
+        (
+            "asks",
+            "the parameters of loss asks after Tokens must be keyword-only numbers, got temperature",
+        ),
+        (
+            "mean",
+            r"loss mean must return torch.float64 \[T\] = \[7\], got torch.float64 of shape \(\)",
+        ),
+        (
+            "single",
+            r"loss single must return torch.float64 \[T\] = \[7\], got torch.float32 of shape \(7,\)",
+        ),
         ("number", r"loss number must return torch.float64 \[T\] = \[7\], got float"),
-        ("constant", "loss constant must have a gradient in the logprobs or the entropy of its tokens, got none"),
+        (
+            "constant",
+            "loss constant must have a gradient in the logprobs or the entropy of its tokens, got none",
+        ),
         ("infinite", "loss infinite must be finite, got -inf at token 0"),
         ("fails", "loss fails fails on seven tokens: KeyError: 'no idea'"),
-        ("right --loss-options tua=2", "loss right takes the options tau, got 'tua'; did you mean 'tau'?"),
+        (
+            "right --loss-options tua=2",
+            "loss right takes the options tau, got 'tua'; did you mean 'tau'?",
+        ),
         ("right --loss-options tau=inf", "tau of loss right must be a finite number, got inf"),
         ("right --clip-low .1", "clip_low is not used by loss right, got 0.1"),
     ],
@@ -102,4 +130,7 @@ def test_a_bad_function_is_refused_before_any_work(tmp_path, capsys, flags, mess
 
 
 def test_a_name_that_is_nothing_is_refused(capsys):
-    assert re.search("loss must be one of .*, or FILE.py:FUNCTION, got 'sopa'; did you mean", refused(capsys, "--loss", "sopa"))
+    assert re.search(
+        "loss must be one of .*, or FILE.py:FUNCTION, got 'sopa'; did you mean",
+        refused(capsys, "--loss", "sopa"),
+    )

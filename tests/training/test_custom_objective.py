@@ -1,4 +1,6 @@
-"""--objective FILE.py:FUNCTION: the trainer uses a custom advantage, and checks the function before training starts."""
+"""--objective FILE.py:FUNCTION: the trainer uses a custom advantage, and checks the function before
+training starts.
+"""
 
 import json
 import re
@@ -60,8 +62,16 @@ def file(tmp_path):
 @pytest.mark.slow
 def test_a_custom_objective_equals_the_estimator_that_it_calls(file, tmp_path):
     for name, objective in (("own", f"{file}:maxpo"), ("theirs", "maxpo")):
-        assert train.main([*base(), "--objective", objective, "--k", "2", "--out", str(tmp_path / name)]) == 0
-    own, theirs = ((tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in ("own", "theirs"))
+        assert (
+            train.main(
+                [*base(), "--objective", objective, "--k", "2", "--out", str(tmp_path / name)]
+            )
+            == 0
+        )
+    own, theirs = (
+        (tmp_path / name / "latest" / "model.safetensors").read_bytes()
+        for name in ("own", "theirs")
+    )
     assert own == theirs
     options = json.loads((tmp_path / "own" / "config.json").read_text())
     assert (options["objective"], options["k"], options["loss"], options["aggregation"]) == (
@@ -93,7 +103,9 @@ def test_a_custom_objective_gets_the_inputs_that_it_names(file, tmp_path, monkey
 def test_samples_without_a_reward_have_no_advantage(file):
     objective = objective_of(parse(["--objective", f"{file}:raw"]))
     rewards, valid = torch.ones(2, 3), torch.tensor([[True, True, False], [True, False, True]])
-    samples = collected(Samples(make_prompts([[1], [2]]), Rollouts.given([[5, 6]] * 6)), rewards * valid, valid)
+    samples = collected(
+        Samples(make_prompts([[1], [2]]), Rollouts.given([[5, 6]] * 6)), rewards * valid, valid
+    )
     objective.begin(samples, None)
     assert objective.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
 
@@ -108,7 +120,10 @@ def test_samples_without_a_reward_have_no_advantage(file):
             "advantages of divides_by_zero must be finite in torch.float32, got nan at index 32, on a",
         ),
         ("fails", "fails fails on a small example: KeyError: 'no idea'"),
-        ("asks", "asks may ask for k, valid, lengths, .* beside the rewards, got the parameter temperature"),
+        (
+            "asks",
+            "asks may ask for k, valid, lengths, .* beside the rewards, got the parameter temperature",
+        ),
         ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),
     ],
 )
@@ -123,14 +138,22 @@ def test_bad_options_of_a_custom_objective_are_refused(file, tmp_path):
     with pytest.raises(InputError, match=r"--k is not used by objective .*raw"):
         check(parse(["--objective", f"{file}:raw", "--k", "3"]))
     with pytest.raises(
-        InputError, match=r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw learns"
+        InputError,
+        match=r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw learns",
     ):
         check(parse(["--objective", f"{file}:raw", "--dynamic-sampling", "2"]))
 
 
 @pytest.mark.slow
 def test_the_example_trains(tmp_path):
-    flags = ["--objective", f"{EXAMPLE}:short_and_right", "--steps", "2", "--out", str(tmp_path / "run")]
+    flags = [
+        "--objective",
+        f"{EXAMPLE}:short_and_right",
+        "--steps",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert train.main([*base(), *flags]) == 0
     assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
@@ -157,10 +180,17 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys
     (tmp_path / "mine.py").write_text(OWN_OPTIONS)
     name = f"{tmp_path / 'mine.py'}:sharp"
     (tmp_path / "run.toml").write_text(f'objective = "{name}"\nsharpness = 3\n')
-    config = parse(["--config", str(tmp_path / "run.toml"), "--side", "above", "--temperature", "0.5"])
+    config = parse(
+        ["--config", str(tmp_path / "run.toml"), "--side", "above", "--temperature", "0.5"]
+    )
     check(config)
-    assert (config.objective.options, config.rollout.temperature) == ({"sharpness": 3.0, "side": "above"}, 0.5)
-    assert parse_options({"objective": name, "sharpness": 3, "side": "above", "temperature": 0.5}).flat() == {
+    assert (config.objective.options, config.rollout.temperature) == (
+        {"sharpness": 3.0, "side": "above"},
+        0.5,
+    )
+    assert parse_options(
+        {"objective": name, "sharpness": 3, "side": "above", "temperature": 0.5}
+    ).flat() == {
         **config.flat(),
         "config": None,
     }
@@ -180,4 +210,7 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys
             check(parse(["--objective", name, *flags]))
     with pytest.raises(SystemExit):
         parse(["--objective", name, "--help"])
-    assert re.search(r"--sharpness FLOAT\s+Exponent of the centred rewards\. \(default: 2\.0\)", capsys.readouterr().out)
+    assert re.search(
+        r"--sharpness FLOAT\s+Exponent of the centred rewards\. \(default: 2\.0\)",
+        capsys.readouterr().out,
+    )

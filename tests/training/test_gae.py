@@ -1,4 +1,6 @@
-"""Generalized advantages against their definition as a double sum, whitening, and what an exact critic makes of them."""
+"""Generalized advantages against their definition as a double sum, whitening, and what an exact
+critic makes of them.
+"""
 
 import itertools
 import math
@@ -19,13 +21,19 @@ def numbers(seed, size=T):
 
 
 def by_definition(values, rewards, lengths, gamma, gae_lambda):
-    """Return A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, of each response in turn."""
+    """Return A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, of each
+    response in turn.
+    """
     advantages, start = [], 0
     for reward, length in zip(rewards, lengths, strict=True):
         v = [*values[start : start + length], 0.0]
-        deltas = [(reward if t == length - 1 else 0.0) + gamma * v[t + 1] - v[t] for t in range(length)]
+        deltas = [
+            (reward if t == length - 1 else 0.0) + gamma * v[t + 1] - v[t] for t in range(length)
+        ]
         for t in range(length):
-            advantages.append(sum((gamma * gae_lambda) ** i * delta for i, delta in enumerate(deltas[t:])))
+            advantages.append(
+                sum((gamma * gae_lambda) ** i * delta for i, delta in enumerate(deltas[t:]))
+            )
         start += length
     return torch.tensor(advantages, dtype=torch.float64)
 
@@ -45,21 +53,41 @@ def test_advantages_are_the_double_sum(gamma, gae_lambda):
 def test_with_lambda_1_it_is_the_reward_minus_the_value():
     values, rewards = numbers(0), numbers(1, len(LENGTHS))
     expected = rewards.repeat_interleave(CU_SEQLENS.diff()) - values
-    torch.testing.assert_close(gae_advantages(values, rewards, CU_SEQLENS, 1.0, 1.0), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gae_advantages(values, rewards, CU_SEQLENS, 1.0, 1.0), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_no_token_and_values_that_are_not_finite():
-    assert len(gae_advantages(torch.zeros(0), torch.zeros(2), torch.zeros(3, dtype=torch.int64), 1.0, 1.0)) == 0
-    assert len(gae_advantages(torch.zeros(0), torch.zeros(0), torch.zeros(1, dtype=torch.int64), 1.0, 1.0)) == 0
+    assert (
+        len(
+            gae_advantages(
+                torch.zeros(0), torch.zeros(2), torch.zeros(3, dtype=torch.int64), 1.0, 1.0
+            )
+        )
+        == 0
+    )
+    assert (
+        len(
+            gae_advantages(
+                torch.zeros(0), torch.zeros(0), torch.zeros(1, dtype=torch.int64), 1.0, 1.0
+            )
+        )
+        == 0
+    )
     values = numbers(0)
     values[CU_SEQLENS[4] :] = torch.nan  # of later responses: nothing of them reaches the others
-    before = gae_advantages(values, numbers(1, len(LENGTHS)), CU_SEQLENS, 0.9, 0.95)[: CU_SEQLENS[4]]
+    before = gae_advantages(values, numbers(1, len(LENGTHS)), CU_SEQLENS, 0.9, 0.95)[
+        : CU_SEQLENS[4]
+    ]
     assert before.isfinite().all()
 
 
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
 def test_an_exact_critic_gives_advantages_of_mean_0_in_every_state(gae_lambda):
-    """All responses of three bits, of a policy that writes 1 with probability .3, and any reward of the whole response."""
+    """All responses of three bits, of a policy that writes 1 with probability .3, and any reward of
+    the whole response.
+    """
     responses, p = list(itertools.product([0, 1], repeat=3)), 0.3
     rewards = dict(zip(responses, numbers(2, 8).tolist(), strict=True))
 
@@ -76,16 +104,24 @@ def test_an_exact_critic_gives_advantages_of_mean_0_in_every_state(gae_lambda):
     assert advantages.abs().max() > 0.3
     for t in range(3):
         for prefix in itertools.product([0, 1], repeat=t):
-            mean = sum(probability(r[t:]) * float(advantages[i, t]) for i, r in enumerate(responses) if r[:t] == prefix)
+            mean = sum(
+                probability(r[t:]) * float(advantages[i, t])
+                for i, r in enumerate(responses)
+                if r[:t] == prefix
+            )
             assert abs(mean) < 1e-12
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_that_count():
     advantages, counts = 3 + 5 * numbers(0), numbers(3) > -0.5
     known = advantages[counts].tolist()
-    expected = [(x - statistics.mean(known)) / math.sqrt(statistics.variance(known) + 1e-8) for x in known]
+    expected = [
+        (x - statistics.mean(known)) / math.sqrt(statistics.variance(known) + 1e-8) for x in known
+    ]
     actual = whitened(advantages, counts)
-    torch.testing.assert_close(actual[counts], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        actual[counts], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
     assert 0 < int(counts.sum()) < T
     assert not actual[~counts].any()
     advantages[~counts] = torch.nan
@@ -107,6 +143,7 @@ def test_the_explained_variance():
     assert float(explained_variance(values, returns, counts)) == pytest.approx(expected, rel=1e-12)
     assert 0.5 < expected < 0.99
     assert explained_variance(returns, returns, counts) == 1
-    assert abs(float(explained_variance(0 * returns + 3, returns, counts))) < 1e-12  # a constant explains nothing
+    # a constant explains nothing
+    assert abs(float(explained_variance(0 * returns + 3, returns, counts))) < 1e-12
     assert explained_variance(values, 0 * returns + 0.1, counts) == 0
     assert explained_variance(values, returns, counts & False) == 0

@@ -1,4 +1,6 @@
-"""Group objectives: which inputs an estimator gets from the rollouts, and which objective the options choose."""
+"""Group objectives: which inputs an estimator gets from the rollouts, and which objective the
+options choose.
+"""
 
 import torch
 
@@ -23,7 +25,9 @@ REWARDS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 def values(estimator, greedy_correct=None, **options):
     objective = GroupObjective(estimator, options)
     greedy_rewards = None if greedy_correct is None else greedy_correct.float()
-    objective.begin(collected(Samples(make_prompts([[1], [2]]), ROLLOUTS), REWARDS, None, greedy_rewards), None)
+    objective.begin(
+        collected(Samples(make_prompts([[1], [2]]), ROLLOUTS), REWARDS, None, greedy_rewards), None
+    )
     advantages = objective.advantages(torch.arange(4))
     assert objective.end() == {}
     return advantages.view(2, 2)
@@ -34,7 +38,9 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
     for name in ("opo", "reinforce_pp_tokens"):
         assert torch.equal(values(name), ops.group_advantage(REWARDS, name, lengths=lengths))
     logprobs = torch.tensor([[-1.0, -3], [-2, 0]])
-    assert torch.equal(values("unlikeliness"), ops.group_advantage(REWARDS, "unlikeliness", logprobs=logprobs))
+    assert torch.equal(
+        values("unlikeliness"), ops.group_advantage(REWARDS, "unlikeliness", logprobs=logprobs)
+    )
     assert torch.equal(values("maxpo", k=1), ops.maxpo_advantage(REWARDS, 1))
     solved = torch.tensor([True, False])
     assert GroupObjective("self", {}).needs == Needs(greedy=True)

@@ -1,4 +1,6 @@
-"""The learner: exact updates on a two-armed bandit, sums over micro-batches, skipped rollouts, non-finite values."""
+"""The learner: exact updates on a two-armed bandit, sums over micro-batches, skipped rollouts,
+non-finite values.
+"""
 
 import dataclasses
 
@@ -21,7 +23,9 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 
 
 def sampled(model, num_samples=4, limit=9):
-    return NativeEngine(model, torch.float32).generate(PROMPTS, num_samples, Sampling(1.0, limit, (3,)), seed=1, step=1)
+    return NativeEngine(model, torch.float32).generate(
+        PROMPTS, num_samples, Sampling(1.0, limit, (3,)), seed=1, step=1
+    )
 
 
 def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):
@@ -31,24 +35,35 @@ def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):
 
 def update(model, rollouts, advantages, sequences=None, lr=1e-3, **options):
     sequences = torch.arange(len(advantages)) if sequences is None else sequences
-    return learner(model, **options).update(Samples(PROMPTS, rollouts), advantages, sequences, when="step 7", lr=lr)
+    return learner(model, **options).update(
+        Samples(PROMPTS, rollouts), advantages, sequences, when="step 7", lr=lr
+    )
 
 
 def gradients(model, rollouts, advantages, **options):
     """Return the gradients of an update with learning rate 0."""
-    update(model, rollouts, advantages, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), lr=0.0, **options)
+    update(
+        model,
+        rollouts,
+        advantages,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        lr=0.0,
+        **options,
+    )
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 def worst_difference(a, b):
-    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp_min(1e-6)) for name in a)
+    return max(
+        float((a[name] - b[name]).abs().max() / b[name].abs().max().clamp_min(1e-6)) for name in a
+    )
 
 
 @pytest.mark.parametrize("loss", ops.LOSSES)
 def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
-    """Only the output matrix W is trained, by SGD, so the logits are z = W h with a fixed h. The mean of A_i log p(a_i) over S
-    one-token rollouts has the gradient (1/S) sum_i A_i (1[a_i = a] - p_a) h with respect to W_a. A step therefore adds lr |h|^2
-    times the factor before h to z."""
+    """Only the output matrix W is trained, by SGD, so the logits are z = W h with a fixed h. The
+    mean of A_i log p(a_i) over S one-token rollouts has the gradient (1/S) sum_i A_i (1[a_i = a] -
+    p_a) h with respect to W_a. A step therefore adds lr |h|^2 times the factor before h to z."""
     model = tiny_decoder(tie_word_embeddings=False)
     prompts = make_prompts([[5, 6, 7]])
     z = response_logits(model, one_batch(prompts, Rollouts.given([[0]])), torch.float32)[0].detach()
@@ -70,7 +85,9 @@ def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
     expected = (z + 0.05 * h.square().sum() * factor).softmax(-1)
 
     options = {"coef": 0.0} if loss == "kl_cov" else {}  # it always chooses a token
-    settings = LossSettings(loss, ops.LOSSES[loss].aggregation or "token_mean", loss_options=options)
+    settings = LossSettings(
+        loss, ops.LOSSES[loss].aggregation or "token_mean", loss_options=options
+    )
     trained = Learner(model, torch.optim.SGD([weight], lr=0.05), settings, 1e9, 1000, torch.float32)
     trained.update(Samples(prompts, rollouts), advantages, torch.arange(4), when="step 1", lr=0.05)
     after = response_logits(model, one_batch(prompts, rollouts), torch.float32)[0].softmax(-1)
@@ -78,7 +95,9 @@ def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
     torch.testing.assert_close(after, expected, rtol=2e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
+)
 def test_micro_batches_add_up_to_the_whole_batch(aggregation):
     model = tiny_decoder()
     rollouts = sampled(model)
@@ -87,7 +106,12 @@ def test_micro_batches_add_up_to_the_whole_batch(aggregation):
     whole = gradients(model, rollouts, advantages, settings=settings)
     assert max(float(g.abs().max()) for g in whole.values()) > 1e-2
     for budget in (1, 25):
-        assert worst_difference(gradients(model, rollouts, advantages, settings=settings, budget=budget), whole) < 1e-4
+        assert (
+            worst_difference(
+                gradients(model, rollouts, advantages, settings=settings, budget=budget), whole
+            )
+            < 1e-4
+        )
 
 
 def test_seq_sum_constant_divides_by_the_longest_possible_responses():
@@ -105,18 +129,24 @@ def test_seq_sum_constant_divides_by_the_longest_possible_responses():
         aggregation="seq_sum_constant",
         denominator=12 * 9,
     )
-    assert update(model, rollouts, advantages, settings=settings).loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert update(model, rollouts, advantages, settings=settings).loss == pytest.approx(
+        wanted.item(), rel=1e-5
+    )
 
 
 def test_the_shared_prompt_equals_the_repeated_prompt():
-    """Four rollouts of one prompt have the same gradients as four equal prompts with one rollout each."""
+    """Four rollouts of one prompt have the same gradients as four equal prompts with one rollout
+    each.
+    """
     model = tiny_decoder()
     rollouts = sampled(model)
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
     shared = gradients(model, rollouts, advantages)
     lists = [PROMPTS.take(g, 1).tokens.tolist() for g in range(3) for _ in range(4)]
     repeated_learner = learner(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    repeated_learner.update(Samples(make_prompts(lists), rollouts), advantages, torch.arange(12), when="step 1", lr=0.0)
+    repeated_learner.update(
+        Samples(make_prompts(lists), rollouts), advantages, torch.arange(12), when="step 1", lr=0.0
+    )
     repeated = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert worst_difference(shared, repeated) < 1e-4
 
@@ -128,7 +158,9 @@ def test_skipping_rollouts_without_gradient_changes_nothing(monkeypatch):
         rollouts = sampled(model)
         advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, -2.0])
         if not drop:
-            monkeypatch.setattr(LossSettings, "has_gradient", lambda self, a: torch.ones_like(a, dtype=torch.bool))
+            monkeypatch.setattr(
+                LossSettings, "has_gradient", lambda self, a: torch.ones_like(a, dtype=torch.bool)
+            )
         metrics = update(model, rollouts, advantages)
         results.append((metrics, model.state_dict()))
     (dropped, a), (kept, b) = results
@@ -182,11 +214,16 @@ def test_on_policy_metrics():
     assert metrics.ratio / n == pytest.approx(2.718281828**0.5, rel=1e-4)
     assert metrics.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
     assert metrics.clipped_high == n
-    gspo = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="gspo"))
+    gspo = update(
+        tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="gspo")
+    )
     assert gspo.logprob_diff / n == pytest.approx(0.5, rel=1e-4)
-    reinforce = update(tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce"))
+    reinforce = update(
+        tiny_decoder(), shifted, torch.ones(12), settings=dataclasses.replace(PPO, loss="reinforce")
+    )
     assert reinforce.clipped_high == 0  # REINFORCE does not clip
-    for options, num_sequences in (({}, 12), ({"kl": 0.0}, 6)):  # dppo's (log rho)^2 is also there where the advantage is 0
+    # dppo's (log rho)^2 is also there where the advantage is 0
+    for options, num_sequences in (({}, 12), ({"kl": 0.0}, 6)):
         dppo = dataclasses.replace(PPO, loss="dppo", loss_options=options)
         half = update(tiny_decoder(), shifted, torch.tensor([1.0, 0.0]).repeat(6), settings=dppo)
         assert half.num_sequences == num_sequences
@@ -240,7 +277,9 @@ def test_learning_rates():
 
 
 def test_updates_below_bfloat16_precision_add_up():
-    """Steps of lr 1e-5 on weights near 1 are 400 times smaller than bfloat16's spacing there; the float32 masters keep them."""
+    """Steps of lr 1e-5 on weights near 1 are 400 times smaller than bfloat16's spacing there; the
+    float32 masters keep them.
+    """
     model = tiny_decoder()
     start = model.model.norm.weight.detach().clone()
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.0)
@@ -248,9 +287,13 @@ def test_updates_below_bfloat16_precision_add_up():
     rollouts = sampled(model)
     advantages = torch.randn(12, generator=torch.Generator().manual_seed(0))
     for _ in range(20):
-        trained.update(Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step 1", lr=1e-5)
+        trained.update(
+            Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step 1", lr=1e-5
+        )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {torch.float32}
+    assert {x.dtype for state in optimizer.state.values() for x in state.values()} == {
+        torch.float32
+    }
     moved = (model.model.norm.weight - start).abs()
     assert moved.median() > 1e-4
     assert (start.bfloat16() == (start + 1e-5).bfloat16()).float().mean() > 0.9
@@ -262,15 +305,21 @@ def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
     trained = learner(model, optimizer=make_optimizer(model, beta2=0.95, weight_decay=0.01))
     generator = torch.Generator().manual_seed(0)
     first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
-    second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    second = {
+        name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()
+    }
     for step in (1, 2, 3):
         rollouts, advantages = sampled(model), torch.randn(12, generator=generator)
-        metrics = trained.update(Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step", lr=1e-3)
+        metrics = trained.update(
+            Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step", lr=1e-3
+        )
         expected = 0.0
         for name, p in model.named_parameters():
             first[name] = 0.9 * first[name] + 0.1 * p.grad
             second[name] = 0.95 * second[name] + 0.05 * p.grad.double().square()
-            expected += float((second[name] / (1 - 0.95**step) - (first[name] / (1 - 0.9**step)).square()).sum())
+            expected += float(
+                (second[name] / (1 - 0.95**step) - (first[name] / (1 - 0.9**step)).square()).sum()
+            )
         assert metrics.moment_variance == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert expected > 1e-3
 
@@ -289,8 +338,12 @@ def test_empty_responses_are_skipped_but_counted():
     advantages = torch.tensor([1.0, 2.0, -1.0, 0.5])
     settings = LossSettings(loss="reinforce", aggregation="seq_mean_token_mean")
     sgd = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "settings": settings}
-    three = learner(model, **sgd).update(Samples(PROMPTS, rollouts), advantages[[0, 2, 3]], torch.arange(3), when="", lr=0.0)
-    four = learner(model, **sgd).update(Samples(prompts, empty), advantages, torch.arange(4), when="", lr=0.0)
+    three = learner(model, **sgd).update(
+        Samples(PROMPTS, rollouts), advantages[[0, 2, 3]], torch.arange(3), when="", lr=0.0
+    )
+    four = learner(model, **sgd).update(
+        Samples(prompts, empty), advantages, torch.arange(4), when="", lr=0.0
+    )
     assert four.num_sequences == 3
     assert four.loss == pytest.approx(three.loss * 3 / 4, rel=1e-6)
     assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
@@ -302,21 +355,31 @@ def test_importance_weights_multiply_the_gradient(loss):
     rollouts = sampled(model)
     advantages = torch.linspace(-1, 1, len(rollouts.lengths))
     plain = gradients(model, rollouts, advantages, settings=settings)
-    weighted = dataclasses.replace(rollouts, importance_weights=torch.full_like(rollouts.logprobs, 1.5))
+    weighted = dataclasses.replace(
+        rollouts, importance_weights=torch.full_like(rollouts.logprobs, 1.5)
+    )
     assert worst_difference(gradients(model, weighted, advantages, settings=settings), plain) > 0.3
-    assert worst_difference(gradients(model, weighted, advantages / 1.5, settings=settings), plain) < 1e-4
+    assert (
+        worst_difference(gradients(model, weighted, advantages / 1.5, settings=settings), plain)
+        < 1e-4
+    )
 
 
 @pytest.mark.parametrize("budget", [10_000, 25])
-@pytest.mark.parametrize("loss", [name for name, row in ops.LOSSES.items() if not row.over_batch])  # test_over_batch.py
+# test_over_batch.py
+@pytest.mark.parametrize("loss", [name for name, row in ops.LOSSES.items() if not row.over_batch])
 def test_factors_of_tokens_are_importance_weights_of_every_loss(loss, budget):
-    """Of the loss of all responses at once, with an advantage per response and a weight per token, some of them 0."""
+    """Of the loss of all responses at once, with an advantage per response and a weight per token,
+    some of them 0.
+    """
     model, generator = tiny_decoder(), torch.Generator().manual_seed(4)
     rollouts = sampled(model)
     noise = 0.5 * torch.randn(len(rollouts.tokens), generator=generator)
     weights = 2 * torch.rand(len(rollouts.tokens), generator=generator)
     weights[::3] = 0
-    rollouts = dataclasses.replace(rollouts, logprobs=rollouts.logprobs + noise, importance_weights=weights)
+    rollouts = dataclasses.replace(
+        rollouts, logprobs=rollouts.logprobs + noise, importance_weights=weights
+    )
     advantages = torch.randn(12, generator=generator)
     aggregation, batch = ops.LOSSES[loss].aggregation or "token_mean", one_batch(PROMPTS, rollouts)
     expected, _ = ops.policy_gradient_loss(
@@ -329,7 +392,13 @@ def test_factors_of_tokens_are_importance_weights_of_every_loss(loss, budget):
         loss=loss,
         aggregation=aggregation,
     )
-    grads = dict(zip(dict(model.named_parameters()), torch.autograd.grad(expected, [*model.parameters()]), strict=True))
+    grads = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(expected, [*model.parameters()]),
+            strict=True,
+        )
+    )
     settings = LossSettings(loss=loss, aggregation=aggregation)
     actual = gradients(model, rollouts, advantages, settings=settings, budget=budget)
     assert max(float(g.abs().max()) for g in grads.values()) > 1e-3
@@ -358,5 +427,11 @@ def test_a_factor_below_0_turns_the_advantage_of_its_token(loss):
         old_logprobs=batch.old_logprobs,
         loss=loss,
     )
-    grads = dict(zip(dict(model.named_parameters()), torch.autograd.grad(expected, [*model.parameters()]), strict=True))
+    grads = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(expected, [*model.parameters()]),
+            strict=True,
+        )
+    )
     assert worst_difference(actual, grads) < 1e-3

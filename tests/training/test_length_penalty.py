@@ -33,16 +33,22 @@ def test_the_penalty_is_that_of_dapo(limit, buffer):
 
 def samples(*lengths):
     tokens, cu_seqlens = pack([[1] * length for length in lengths])
-    rollouts = Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(lengths), dtype=torch.bool))
+    rollouts = Rollouts(
+        tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(lengths), dtype=torch.bool)
+    )
     return Samples(make_prompts([[1], [2]]), rollouts)
 
 
 def test_only_the_rewards_of_the_objective_change():
-    rewards, valid = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([[True, True], [False, True]])
+    rewards, valid = (
+        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+        torch.tensor([[True, True], [False, True]]),
+    )
     before = collected(samples(2, 8, 10, 9), rewards, valid)
     collector = RolloutCollector(None, None, None, None, 2, 2, length_penalty=LengthPenalty(10, 4))
     batch = collector._shaped(before)
-    assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]  # where the reward is not known it stays 0
+    # where the reward is not known it stays 0
+    assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
     assert torch.equal(batch.scores, rewards)  # kept rollouts
     assert batch.sampled_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
@@ -56,13 +62,24 @@ def test_options():
 
     assert made() is None
     assert made("--overlong-buffer", "8") == LengthPenalty(32, 8, 1.0)
-    assert made("--overlong-buffer", "8", "--overlong-penalty", ".5", "--max-new-tokens", "16") == LengthPenalty(16, 8, 0.5)
+    assert made(
+        "--overlong-buffer", "8", "--overlong-penalty", ".5", "--max-new-tokens", "16"
+    ) == LengthPenalty(16, 8, 0.5)
     for flags, message in (
-        (["--overlong-buffer", "33"], "overlong_buffer must be at most max_new_tokens, got 33 and 32"),
+        (
+            ["--overlong-buffer", "33"],
+            "overlong_buffer must be at most max_new_tokens, got 33 and 32",
+        ),
         (["--overlong-buffer", "-1"], "overlong_buffer must be at least 0, got -1"),
-        (["--overlong-buffer", "4", "--overlong-penalty", "0"], "overlong_penalty must be a finite number above 0, got 0"),
+        (
+            ["--overlong-buffer", "4", "--overlong-penalty", "0"],
+            "overlong_penalty must be a finite number above 0, got 0",
+        ),
         (["--overlong-penalty", "2"], "--overlong-penalty needs --overlong-buffer"),
-        (["--overlong-buffer", "4", "--objective", "pacs"], "overlong_buffer makes rewards other than 0 and 1, which pacs"),
+        (
+            ["--overlong-buffer", "4", "--objective", "pacs"],
+            "overlong_buffer makes rewards other than 0 and 1, which pacs",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             made(*flags)

@@ -1,4 +1,6 @@
-"""Objectives that need more than the rewards of one group: a run that is stopped and resumed is bitwise that of one piece."""
+"""Objectives that need more than the rewards of one group: a run that is stopped and resumed is
+bitwise that of one piece.
+"""
 
 import pytest
 

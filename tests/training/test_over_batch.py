@@ -1,5 +1,6 @@
-"""Losses that compare the tokens of an update, and losses that are functions: an update equals one direct computation of its
-whole batch, however it is cut into micro-batches. tests/job/test_resume.py resumes runs with them."""
+"""Losses that compare the tokens of an update, and losses that are functions: an update equals one
+direct computation of its whole batch, however it is cut into micro-batches.
+tests/job/test_resume.py resumes runs with them."""
 
 import dataclasses
 
@@ -18,12 +19,16 @@ from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, sampled
 
-ADVANTAGES = torch.tensor([1.0, 1.5, 0.7, -0.8, 0, 0, 0, 0, 2.0, 1.2, -0.3, 1.5])  # a group of equal rewards
+# a group of equal rewards
+ADVANTAGES = torch.tensor([1.0, 1.5, 0.7, -0.8, 0, 0, 0, 0, 2.0, 1.2, -0.3, 1.5])
 ANCHOR = 0.3
 
 
 def own_loss(t: Tokens, *, power: float = 2.0) -> torch.Tensor:
-    return -t.advantages * t.ratio + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
+    return (
+        -t.advantages * t.ratio
+        + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
+    )
 
 
 def settings_of(loss, aggregation="token_mean", more=None, **options):
@@ -39,7 +44,10 @@ CASES = {  # and the number of responses computed; None: the direct computation 
     "lp_reg": (settings_of("lp_reg", **LP_REG), 8),
     "simko": (settings_of("simko", **SIMKO), 8),
     "ppo, high entropies": (settings_of("ppo", more={"top_entropy": 0.3}), None),
-    "gspo, high entropies": (settings_of("gspo", "seq_mean_token_mean", {"top_entropy": 0.4}), None),
+    "gspo, high entropies": (
+        settings_of("gspo", "seq_mean_token_mean", {"top_entropy": 0.4}),
+        None,
+    ),
     "siren": (settings_of("ppo", more={"siren": 0.7}), 12),
     "all": (settings_of("simko", "seq_mean_token_sum", ALL, **SIMKO), 12),
     "sapo": (settings_of("sapo", tau_negative=1.4), 8),
@@ -55,16 +63,26 @@ def off_policy(model):
     rollouts, generator = sampled(model), torch.Generator().manual_seed(0)
     noise = 0.3 * torch.randn(len(rollouts.tokens), generator=generator)
     weights = 0.5 + torch.rand(len(rollouts.tokens), generator=generator)
-    return Samples(PROMPTS, dataclasses.replace(rollouts, logprobs=rollouts.logprobs + noise, importance_weights=weights))
+    return Samples(
+        PROMPTS,
+        dataclasses.replace(
+            rollouts, logprobs=rollouts.logprobs + noise, importance_weights=weights
+        ),
+    )
 
 
 def learner(model, settings, budget=10_000, anchor=ANCHOR, lr=0.05):
-    sgd, state = torch.optim.SGD(model.parameters(), lr=lr), {"siren_anchor": torch.tensor([anchor]).double()}
+    sgd, state = (
+        torch.optim.SGD(model.parameters(), lr=lr),
+        {"siren_anchor": torch.tensor([anchor]).double()},
+    )
     return Learner(model, sgd, settings, 1e9, budget, torch.float32, objective_state=state)
 
 
 def update(trained, samples, sequences=range(12), advantages=ADVANTAGES, lr=0.05):
-    return trained.update(samples, advantages, torch.tensor([*sequences]).long(), when="step 3", lr=lr, draw=(3, 1))
+    return trained.update(
+        samples, advantages, torch.tensor([*sequences]).long(), when="step 3", lr=lr, draw=(3, 1)
+    )
 
 
 def nucleus_entropy(row):
@@ -79,12 +97,18 @@ def nucleus_entropy(row):
 
 
 def direct(model, samples, settings):
-    """Return the loss of the whole batch, its gradients, its Tokens, and how many responses have a gradient."""
+    """Return the loss of the whole batch, its gradients, its Tokens, and how many responses have a
+    gradient.
+    """
     rollouts, row = samples.rollouts, find_loss(settings.loss)
-    log_p = (response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).double() / settings.temperature).log_softmax(
-        -1
+    log_p = (
+        response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).double()
+        / settings.temperature
+    ).log_softmax(-1)
+    logprobs, entropy = (
+        log_p.gather(1, rollouts.tokens[:, None])[:, 0],
+        -(log_p.exp() * log_p).sum(-1),
     )
-    logprobs, entropy = log_p.gather(1, rollouts.tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     a = ADVANTAGES.double().repeat_interleave(rollouts.lengths) * rollouts.importance_weights
     if settings.top_entropy < 1:
         count = -(-len(a) * round(100 * settings.top_entropy) // 100)
@@ -99,9 +123,13 @@ def direct(model, samples, settings):
         generator=torch.Generator().manual_seed(_seed(4, 3, 1)),
     )  # fmt: skip
     tokens.metrics |= {"entropy_threshold": threshold} if settings.top_entropy < 1 else {}
-    values = row.bind(options, clip_low=0.1, clip_high=0.3)(tokens) - settings.entropy_coef * entropy
+    values = (
+        row.bind(options, clip_low=0.1, clip_high=0.3)(tokens) - settings.entropy_coef * entropy
+    )
     parts = values.split(rollouts.lengths.tolist())
-    loss = sum(x.mean() if settings.aggregation == "seq_mean_token_mean" else x.sum() for x in parts)
+    loss = sum(
+        x.mean() if settings.aggregation == "seq_mean_token_mean" else x.sum() for x in parts
+    )
     loss = loss / (len(a) if settings.aggregation == "token_mean" else 12)
     means = []
     for rows in log_p.exp().split(rollouts.lengths.tolist()) if settings.siren else ():
@@ -109,7 +137,9 @@ def direct(model, samples, settings):
         peaks = h[h > h.detach().quantile(0.8)]
         means.append(peaks.mean() if len(peaks) else 0 * h.sum())
     mean = sum(means) / max(len(means), 1)
-    tokens.metrics |= {"siren_entropy": mean, "siren_anchor": torch.tensor(ANCHOR)} if settings.siren else {}
+    tokens.metrics |= (
+        {"siren_entropy": mean, "siren_anchor": torch.tensor(ANCHOR)} if settings.siren else {}
+    )
     total = loss + settings.siren * (mean - ANCHOR) ** 2
     (of_rows,) = torch.autograd.grad(total, log_p, retain_graph=True)
     count = sum(bool(x.any()) for x in of_rows.split(rollouts.lengths.tolist()))
@@ -129,17 +159,26 @@ def test_an_update_is_that_of_the_whole_batch_however_it_is_cut(name):
         for p, gradient, weight in zip(trained.model.parameters(), gradients, before, strict=True):
             size = float(gradient.abs().max())
             torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-4 * size + 1e-7)
-            torch.testing.assert_close(p, weight - 0.05 * gradient, rtol=1e-6, atol=5e-5 * size + 1e-6)
+            torch.testing.assert_close(
+                p, weight - 0.05 * gradient, rtol=1e-6, atol=5e-5 * size + 1e-6
+            )
     assert max(float(gradient.abs().max()) for gradient in gradients) > 1e-2
     for done in metrics:
         assert done.loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
         assert done.num_sequences == (count if num_responses is None else num_responses)
         expected = {key: value.item() for key, value in tokens.metrics.items()}
         assert done.own == pytest.approx(expected, rel=1e-5)
-        assert done.clipped_low + done.clipped_high == int((tokens.clipped_low | tokens.clipped_high).sum())
-        same = {key: pytest.approx(value, rel=1e-5, abs=1e-6) for key, value in vars(metrics[0]).items() if key != "num_tokens"}
+        assert done.clipped_low + done.clipped_high == int(
+            (tokens.clipped_low | tokens.clipped_high).sum()
+        )
+        same = {
+            key: pytest.approx(value, rel=1e-5, abs=1e-6)
+            for key, value in vars(metrics[0]).items()
+            if key != "num_tokens"
+        }
         assert {key: value for key, value in vars(done).items() if key != "num_tokens"} == same
-    assert name != "kl_cov" or 8 < count < 12  # of the group of equal rewards those with a chosen token
+    # of the group of equal rewards those with a chosen token
+    assert name != "kl_cov" or 8 < count < 12
     assert tokens.metrics.get("tokens_chosen", 2) >= 2
 
 
@@ -154,7 +193,9 @@ def test_the_highest_entropies_are_a_share_rounded_up_and_ties():
         for percent in (1, 20, 29, 50, 99):
             t = tokens_with(entropies, [n])
             kept = entropies[highest_entropies(t, percent / 100)].sort(descending=True).values
-            assert torch.equal(kept, entropies.sort(descending=True).values[: -(-n * percent // 100)])
+            assert torch.equal(
+                kept, entropies.sort(descending=True).values[: -(-n * percent // 100)]
+            )
             assert t.metrics["entropy_threshold"] == kept[-1]
     equal = tokens_with(torch.tensor([0.5, 2.0, 2.0 - 1e-6, 0.5, 2.0 + 1e-6]).double(), [5])
     assert highest_entropies(equal, 0.1).tolist() == [False, True, True, False, True]
@@ -164,7 +205,9 @@ def test_sirens_entropy_is_that_of_the_peaks_of_each_response():
     """Of five tokens that above .58, their quantile; of one token and of equal ones none."""
     h = torch.tensor([0.1, 0.6, 0.2, 0.5, 0.4, 0.9, 0.7, 0.7]).double()
     t = tokens_with(h, [5, 0, 1, 2])
-    assert float(siren(t, h, 3.0, torch.tensor([0.05]).double())) == pytest.approx(3 * (0.6 / 4 - 0.05) ** 2)
+    assert float(siren(t, h, 3.0, torch.tensor([0.05]).double())) == pytest.approx(
+        3 * (0.6 / 4 - 0.05) ** 2
+    )
     assert float(siren(t, h, 3.0, torch.tensor([torch.nan]).double())) == 0
 
 
@@ -179,7 +222,9 @@ def test_each_update_compares_its_own_tokens_under_the_policy_that_it_begins_wit
     parts = [update(x, samples, sequences) for x in (one, learner(tiny_decoder(), settings))]
     later, first = (part.own["entropy_threshold"] for part in parts)
     assert later != first  # the weights have changed, and with them the entropies
-    record = step_metrics(collected(samples, ADVANTAGES.view(3, 4)), ADVANTAGES.view(3, 4), parts, 0.1, 1.0)
+    record = step_metrics(
+        collected(samples, ADVANTAGES.view(3, 4)), ADVANTAGES.view(3, 4), parts, 0.1, 1.0
+    )
     assert record["entropy_threshold"] == pytest.approx((later + first) / 2)
     assert record["tokens_chosen"] == sum(part.own["tokens_chosen"] for part in parts)
 
@@ -192,14 +237,19 @@ def test_a_draw_depends_on_seed_step_and_update_alone():
             torch.manual_seed(budget)  # the global generator plays no part
             trained = learner(tiny_decoder(), settings, budget)
             packer = trained.passes.packer(samples, ADVANTAGES)
-            drawn = trained.plan(packer, samples, torch.arange(12), (step, number)).gradients[:, 0] == 0
+            drawn = (
+                trained.plan(packer, samples, torch.arange(12), (step, number)).gradients[:, 0] == 0
+            )
             assert torch.equal(draws.setdefault((seed, step, number), drawn), drawn)
     assert len({tuple(drawn.tolist()) for drawn in draws.values()}) == len(draws)
 
 
 def test_the_first_update_with_samples_sets_sirens_anchor():
     settings, samples = CASES["siren"][0], off_policy(tiny_decoder())
-    trained, plain = learner(tiny_decoder(), settings, anchor=torch.nan), learner(tiny_decoder(), settings_of("ppo"))
+    trained, plain = (
+        learner(tiny_decoder(), settings, anchor=torch.nan),
+        learner(tiny_decoder(), settings_of("ppo")),
+    )
     anchor = trained.objective_state["siren_anchor"]
     assert prompt_gradient_norms(trained, samples, ADVANTAGES, torch.arange(12))[0] > 0
     none = update(trained, samples, (), lr=0.0)
@@ -207,6 +257,7 @@ def test_the_first_update_with_samples_sets_sirens_anchor():
     assert anchor.isnan().all()  # neither a diagnosis nor an update without samples
     first = update(trained, samples)
     assert first.own["siren_entropy"] == first.own["siren_anchor"] == float(anchor) > 0.1
-    assert first.grad_norm == pytest.approx(update(plain, samples).grad_norm, rel=1e-5)  # the term is 0
+    # the term is 0
+    assert first.grad_norm == pytest.approx(update(plain, samples).grad_norm, rel=1e-5)
     second = update(trained, samples)
     assert second.own["siren_anchor"] == float(anchor) != second.own["siren_entropy"]

@@ -1,4 +1,6 @@
-"""Packing: which position predicts which target, which responses share their prompt, and which rank gets which groups."""
+"""Packing: which position predicts which target, which responses share their prompt, and which rank
+gets which groups.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +20,8 @@ ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]])  # two to each promp
 
 def test_the_stream_and_its_targets():
     batch = one_batch(PROMPTS, ROLLOUTS)
-    assert batch.tokens.tolist() == [10, 11, 12, 20, 1, 4, 5, 7]  # prompts, then responses without their last token
+    # prompts, then responses without their last token
+    assert batch.tokens.tolist() == [10, 11, 12, 20, 1, 4, 5, 7]
     assert batch.positions.tolist() == [0, 1, 2, 0, 3, 1, 2, 1]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     predicted_from = batch.tokens[batch.rows][batch.target_rows]
@@ -38,7 +41,9 @@ def test_a_part_of_the_rollouts_has_its_own_numbers():
 
 
 def test_whole_sequences_come_before_shared_ones():
-    """Merging 3 response tokens with the second prompt costs 3 x 0.34 tokens, more than reading its single token again."""
+    """Merging 3 response tokens with the second prompt costs 3 x 0.34 tokens, more than reading its
+    single token again.
+    """
     batch = one_batch(PROMPTS, ROLLOUTS, merge_cost=0.34)
     assert batch.tokens.tolist() == [10, 11, 12, 20, 4, 5, 20, 7, 1]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 3]
@@ -65,16 +70,22 @@ def test_empty_responses():
         alone = one_batch(PROMPTS.take(s // 2, 1), Rollouts.given([tokens]))
         model = tiny_decoder()
         expected = response_logits(model, alone, torch.float32)
-        torch.testing.assert_close(response_logits(model, batch, torch.float32)[start:stop], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            response_logits(model, batch, torch.float32)[start:stop], expected, rtol=1e-5, atol=1e-5
+        )
     assert len(one_batch(PROMPTS, Rollouts.given([[], [], [], []])).targets) == 0
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.34, 1.0, 1e9])
 def test_all_layouts_give_the_same_logits_and_gradients(cost):
     generator = torch.Generator().manual_seed(0)
-    prompts = make_prompts([[int(x) for x in torch.randint(0, 32, (n,), generator=generator)] for n in (40, 1, 5, 3)])
+    prompts = make_prompts(
+        [[int(x) for x in torch.randint(0, 32, (n,), generator=generator)] for n in (40, 1, 5, 3)]
+    )
     lengths = [3, 0, 1, 30, 25, 28, 7, 7, 2, 1, 1, 0]
-    rollouts = Rollouts.given([[int(x) for x in torch.randint(0, 32, (n,), generator=generator)] for n in lengths])
+    rollouts = Rollouts.given(
+        [[int(x) for x in torch.randint(0, 32, (n,), generator=generator)] for n in lengths]
+    )
     model = tiny_decoder()
 
     def run(batch):
@@ -86,7 +97,8 @@ def test_all_layouts_give_the_same_logits_and_gradients(cost):
     if cost == 0:
         sequences = torch.arange(12)
         packer = Packer(prompts, rollouts, torch.ones(12))
-        parts = [run(packer.pack(sequences[s : s + 1])) for s in range(12) if lengths[s]]  # ordinary attention
+        # ordinary attention
+        parts = [run(packer.pack(sequences[s : s + 1])) for s in range(12) if lengths[s]]
         expected = torch.cat([part[0] for part in parts])
         expected_gradients = [sum(x) for x in zip(*(part[1] for part in parts), strict=True)]
     else:
@@ -97,19 +109,22 @@ def test_all_layouts_give_the_same_logits_and_gradients(cost):
 
 
 def test_the_cheaper_layout_is_chosen():
-    # Merging moves 12 x 32 numbers per token, each in the time of 300 operations. A layer needs 6 operations per token for each
-    # of its 7,680 weights.
+    # Merging moves 12 x 32 numbers per token, each in the time of 300 operations. A layer needs 6
+    # operations per token for each of its 7,680 weights.
     assert merge_cost(TINY, torch.device("cuda")) == pytest.approx(12 * 32 * 300 / (6 * 7680))
     assert merge_cost(TINY, torch.device("cpu")) == 0.0  # one kernel attends to both
     cost = 12 * 32 * 20 / (6 * 7680)
 
     def shared(prompt_length, response_lengths):
         prompts = make_prompts([[1] * prompt_length])
-        batch = one_batch(prompts, Rollouts.given([[2] * n for n in response_lengths]), merge_cost=cost)
+        batch = one_batch(
+            prompts, Rollouts.given([[2] * n for n in response_lengths]), merge_cost=cost
+        )
         return batch.layout.to_prompts is not None
 
     assert shared(300, [10, 10])  # a long prompt with few rollouts
-    assert not shared(2, [200] * 8)  # a short prompt with many long rollouts: 14 more tokens cost less than 1,592 merges
+    # a short prompt with many long rollouts: 14 more tokens cost less than 1,592 merges
+    assert not shared(2, [200] * 8)
     assert shared(300, [200] * 8)
     assert not shared(300, [10])
 
@@ -117,7 +132,9 @@ def test_the_cheaper_layout_is_chosen():
 def random_rollouts():
     generator = torch.Generator().manual_seed(0)
     prompts = make_prompts([[1] * int(n) for n in torch.randint(1, 9, (6,), generator=generator)])
-    return prompts, Rollouts.given([[2] * int(n) for n in torch.randint(1, 12, (18,), generator=generator)])
+    return prompts, Rollouts.given(
+        [[2] * int(n) for n in torch.randint(1, 12, (18,), generator=generator)]
+    )
 
 
 def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():
@@ -140,13 +157,18 @@ def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():
 def test_ranks_get_whole_groups_and_similar_numbers_of_tokens(num_ranks):
     generator = torch.Generator().manual_seed(1)
     prompts = make_prompts([[1] * 20 for _ in range(32)])
-    rollouts = Rollouts.given([[2] * int(n) for n in torch.randint(1, 80, (32 * 4,), generator=generator)])
+    rollouts = Rollouts.given(
+        [[2] * int(n) for n in torch.randint(1, 80, (32 * 4,), generator=generator)]
+    )
     chosen = torch.arange(32 * 4)[torch.rand(32 * 4, generator=generator) < 0.7]
     shares = Packer(prompts, rollouts, torch.ones(32 * 4)).share(chosen, num_ranks)
     assert torch.equal(torch.cat(shares).sort().values, chosen)
     groups = [set((share // 4).tolist()) for share in shares]
     assert sum(len(g) for g in groups) == len(set().union(*groups))  # no group on two ranks
-    loads = [20 * len(g) + int(rollouts.lengths[share].sum()) for g, share in zip(groups, shares, strict=True)]
+    loads = [
+        20 * len(g) + int(rollouts.lengths[share].sum())
+        for g, share in zip(groups, shares, strict=True)
+    ]
     assert max(loads) <= 1.1 * sum(loads) / num_ranks
 
 
@@ -165,7 +187,12 @@ class Counting(TorchDispatchMode):
 def test_a_batch_of_more_responses_needs_no_more_operators():
     counts = []
     for num_rollouts in (2, 64):
-        packer = Packer(PROMPTS, Rollouts.given([[1, 2, 3]] * 2 * num_rollouts), torch.ones(2 * num_rollouts), 0.34)
+        packer = Packer(
+            PROMPTS,
+            Rollouts.given([[1, 2, 3]] * 2 * num_rollouts),
+            torch.ones(2 * num_rollouts),
+            0.34,
+        )
         with Counting() as counting:
             everything = torch.arange(2 * num_rollouts)
             (part,) = packer.split(everything, 10**6)

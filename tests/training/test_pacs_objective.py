@@ -1,4 +1,6 @@
-"""PACS in the trainer has the gradient that autograd computes from its whole loss through the model."""
+"""PACS in the trainer has the gradient that autograd computes from its whole loss through the
+model.
+"""
 
 import copy
 
@@ -22,7 +24,9 @@ LABELS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
 SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=0.9)
 
 
-def make_pacs(is_paper=False, updates_per_step=1, interval=0, score="rloo", class_weight="balanced"):
+def make_pacs(
+    is_paper=False, updates_per_step=1, interval=0, score="rloo", class_weight="balanced"
+):
     return PacsObjective(0.7, score, class_weight, updates_per_step, is_paper, interval)
 
 
@@ -32,19 +36,27 @@ def make_learner(model, reference=None, lr=0.05):
 
 
 def sampled(model):
-    return NativeEngine(model, torch.float32).generate(PROMPTS, N, Sampling(0.9, 9, (3,)), seed=1, step=1)
+    return NativeEngine(model, torch.float32).generate(
+        PROMPTS, N, Sampling(0.9, 9, (3,)), seed=1, step=1
+    )
 
 
 def logprobs(model, rollouts):
     batch = one_batch(PROMPTS, rollouts)
-    return token_logprobs(response_logits(model, batch, torch.float32), batch.targets, temperature=0.9)[0]
+    return token_logprobs(
+        response_logits(model, batch, torch.float32), batch.targets, temperature=0.9
+    )[0]
 
 
 def whole_gradient(model, rollouts, reference, sequences, score, class_weight, actor):
-    """Return the gradient of (1/B) sum w BCE over the chosen rollouts, plus the actor's -(1/B) sum l logp if `actor`."""
+    """Return the gradient of (1/B) sum w BCE over the chosen rollouts, plus the actor's -(1/B) sum
+    l logp if `actor`.
+    """
     logp = logprobs(model, rollouts)
     proxies = log_ratio_reward(logp, reference, rollouts.cu_seqlens, 0.7)[sequences]
-    loss, metrics = pacs_loss(proxies, LABELS.flatten()[sequences], N, score=score, weight=class_weight)
+    loss, metrics = pacs_loss(
+        proxies, LABELS.flatten()[sequences], N, score=score, weight=class_weight
+    )
     if actor:
         sums = log_ratio_reward(logp, torch.zeros_like(logp), rollouts.cu_seqlens)[sequences]
         loss = loss + (metrics["cross_entropy"] * sums).mean()
@@ -55,7 +67,10 @@ def whole_gradient(model, rollouts, reference, sequences, score, class_weight, a
 def assert_same(actual, expected):
     assert max(float(x.abs().max()) for x in expected.values()) > 1e-3
     for name, gradient in expected.items():
-        assert float((actual[name] - gradient).abs().max()) <= 2e-4 * float(gradient.abs().max()) + 1e-6, name
+        assert (
+            float((actual[name] - gradient).abs().max())
+            <= 2e-4 * float(gradient.abs().max()) + 1e-6
+        ), name
 
 
 @pytest.mark.parametrize("class_weight", ["balanced", "none"])
@@ -72,28 +87,41 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
     pacs.begin(samples, learner)
     for sequences in samples.minibatches(3):
         before = copy.deepcopy(model)
-        expected = whole_gradient(before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper)
+        expected = whole_gradient(
+            before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper
+        )
         advantages = pacs.advantages(sequences)
         learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
-            assert (advantages[sequences] == 0).all()  # the group without a correct response, if it comes first
+            # the group without a correct response, if it comes first
+            assert (advantages[sequences] == 0).all()
     metrics = pacs.end()
-    assert set(metrics) == {"pacs_loss", "pacs_accuracy", "pacs_reward_proxy", "pacs_score_correct", "pacs_score_wrong"}
+    assert set(metrics) == {
+        "pacs_loss",
+        "pacs_accuracy",
+        "pacs_reward_proxy",
+        "pacs_score_correct",
+        "pacs_score_wrong",
+    }
     assert advantages.shape == (3 * N,)
 
 
 def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     model = tiny_decoder()
     rollouts = sampled(model)
-    monkeypatch.setattr(Passes, "logprobs", lambda *_: pytest.fail("the policy is its own reference"))
+    monkeypatch.setattr(
+        Passes, "logprobs", lambda *_: pytest.fail("the policy is its own reference")
+    )
     pacs = make_pacs()
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
     pacs.begin(samples, make_learner(model))
     everything = torch.arange(3 * N)
     advantages = pacs.advantages(everything)
-    expected = whole_gradient(model, rollouts, logprobs(model, rollouts).detach(), everything, "rloo", "balanced", False)
+    expected = whole_gradient(
+        model, rollouts, logprobs(model, rollouts).detach(), everything, "rloo", "balanced", False
+    )
     learner = make_learner(model)
     learner.update(samples, advantages, everything, when="step 1", lr=0.0)
     assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
@@ -117,9 +145,13 @@ def test_baselines_leave_out_rollouts_without_a_reward():
         correct, size = outcome.sum(), len(outcome)
         is_mixed = 0 < correct < size
         weights = (
-            torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct))) if is_mixed else torch.ones(size)
+            torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct)))
+            if is_mixed
+            else torch.ones(size)
         )
-        cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(proxies - others, outcome, reduction="none")
+        cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(
+            proxies - others, outcome, reduction="none"
+        )
         (proxy_gradient,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
         torch.testing.assert_close(actual[known], -0.7 * proxy_gradient)
         assert (actual[~known] == 0).all()
@@ -129,7 +161,15 @@ def test_baselines_leave_out_rollouts_without_a_reward():
 def test_the_reference_and_the_optimizer_are_reset():
     model = tiny_decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    learner = Learner(model, optimizer, SETTINGS, 1e9, 1000, torch.float32, copy.deepcopy(model).requires_grad_(False))
+    learner = Learner(
+        model,
+        optimizer,
+        SETTINGS,
+        1e9,
+        1000,
+        torch.float32,
+        copy.deepcopy(model).requires_grad_(False),
+    )
     rollouts = sampled(model)
     pacs = make_pacs(is_paper=True, interval=2)
     everything = torch.arange(3 * N)
@@ -153,5 +193,8 @@ def test_logprobs_of_chosen_rollouts_equal_the_full_pass():
     starts = rollouts.cu_seqlens.tolist()
     expected = torch.cat([expected[starts[s] : starts[s + 1]] for s in chosen.tolist()])
     torch.testing.assert_close(
-        learner.passes.logprobs(model, Samples(PROMPTS, rollouts), chosen), expected, rtol=1e-4, atol=1e-5
+        learner.passes.logprobs(model, Samples(PROMPTS, rollouts), chosen),
+        expected,
+        rtol=1e-4,
+        atol=1e-5,
     )

@@ -1,4 +1,6 @@
-"""Rewards from the policy against transformers' forward pass of each sequence alone, and VeriFree against its definition."""
+"""Rewards from the policy against transformers' forward pass of each sequence alone, and VeriFree
+against its definition.
+"""
 
 import itertools
 from dataclasses import replace
@@ -28,14 +30,17 @@ SORT = Path(__file__).parents[2] / "examples" / "sort_task.py"
 STOP, MARKER, LIMIT = 3, 9, 8
 PROMPTS = [[5, 6, 7, 8], [9, 1]]  # a marker in a prompt means nothing
 ANSWERS = [[4, 5], [7, 8, 2]]
-# Each response, its reasoning up to the reference answer, and whether it leads to an answer within LIMIT tokens.
+# Each response, its reasoning up to the reference answer, and whether it leads to an answer within
+# LIMIT tokens.
 CASES = [
     [
         ([10, 9, 4, 5, 3], [10, 9], True),
         ([9, 11, 3], [9], True),
         ([10, 11, 3], [10, 11, 9], False),  # no marker
-        ([10, 11, 12, 13, 14, 15, 16, 17], [10, 11, 12, 13, 14, 9], False),  # cut off by the limit, without one
-        ([10, 11, 12, 13, 14, 15, 16, 9], [10, 11, 12, 13, 14, 9], False),  # the marker comes too late
+        # cut off by the limit, without one
+        ([10, 11, 12, 13, 14, 15, 16, 17], [10, 11, 12, 13, 14, 9], False),
+        # the marker comes too late
+        ([10, 11, 12, 13, 14, 15, 16, 9], [10, 11, 12, 13, 14, 9], False),
     ],
     [
         ([9, 9, 3], [9], True),  # the first marker counts
@@ -48,7 +53,9 @@ CASES = [
 
 
 class MarkedTask:
-    """The answer of a response begins behind the first MARKER; prompt i has the answer `answers[i]`."""
+    """The answer of a response begins behind the first MARKER; prompt i has the answer
+    `answers[i]`.
+    """
 
     name, stop_ids = "marked", (STOP,)
 
@@ -60,7 +67,11 @@ class MarkedTask:
         for s, part in enumerate(rollouts.tokens.split(rollouts.lengths.tolist())):
             tokens = part.tolist()
             length = tokens.index(self.marker) + 1 if self.marker in tokens else None
-            found.append(ReferenceAnswer(length, [self.marker], self.answers[int(prompts.ids[s // num_rollouts])]))
+            found.append(
+                ReferenceAnswer(
+                    length, [self.marker], self.answers[int(prompts.ids[s // num_rollouts])]
+                )
+            )
         return found
 
 
@@ -78,7 +89,9 @@ def alone(model, folder):
 
 
 def reward_of(model, kind, task=None, temperature=1.0, limit=LIMIT, budget=24):
-    settings = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=temperature)
+    settings = LossSettings(
+        loss="reinforce", aggregation="seq_mean_token_sum", temperature=temperature
+    )
     return PolicyReward(kind, task or MarkedTask(), learner(model, settings, budget), limit)
 
 
@@ -110,14 +123,25 @@ def test_rewards_are_those_of_each_sequence_alone(tmp_path, temperature):
     for kind, values in expected.items():
         scores = reward_of(model, kind, temperature=temperature).score(prompts, rollouts)
         assert scores.rewards.dtype == torch.float32
-        torch.testing.assert_close(scores.rewards.double(), torch.tensor(values, dtype=torch.float64), rtol=2e-5, atol=1e-7)
-        names = {"answer_logprob", "answer_leads"} | ({"answer_prob", "answer_prob_alone"} if kind == "rlpr" else set())
+        torch.testing.assert_close(
+            scores.rewards.double(), torch.tensor(values, dtype=torch.float64), rtol=2e-5, atol=1e-7
+        )
+        names = {"answer_logprob", "answer_leads"} | (
+            {"answer_prob", "answer_prob_alone"} if kind == "rlpr" else set()
+        )
         for actual, part in zip(scores.components, parts, strict=True):
-            left_out = {"answer_logprob"} if kind == PROBABILITY and not part["answer_leads"] else set()
-            assert actual == pytest.approx({name: float(part[name]) for name in names - left_out}, rel=2e-5)
-    assert max(expected["rlpr"]) > 0.102  # some reasoning makes the answer more probable, and some less
+            left_out = (
+                {"answer_logprob"} if kind == PROBABILITY and not part["answer_leads"] else set()
+            )
+            assert actual == pytest.approx(
+                {name: float(part[name]) for name in names - left_out}, rel=2e-5
+            )
+    # some reasoning makes the answer more probable, and some less
+    assert max(expected["rlpr"]) > 0.102
     assert min(expected["rlpr"]) == 0.0
-    assert scores.answer_lengths.tolist() == [len(a) * leads for a, g in zip(ANSWERS, CASES, strict=True) for *_, leads in g]
+    assert scores.answer_lengths.tolist() == [
+        len(a) * leads for a, g in zip(ANSWERS, CASES, strict=True) for *_, leads in g
+    ]
     for tokens, logprobs, (wanted, at) in zip(
         scores.answered.tokens.split(scores.answered.lengths.tolist()),
         scores.answered.logprobs.split(scores.answered.lengths.tolist()),
@@ -133,7 +157,9 @@ def test_an_answer_that_is_longer_than_the_limit_is_cut(tmp_path):
     oracle, prompts = alone(model, tmp_path), make_prompts([PROMPTS[0]])
     task, rollouts = MarkedTask([[7, 8, 2]]), Rollouts.given([[9, 3], [11, 3]])
     rewards = reward_of(model, "logprob", task, limit=2).score(prompts, rollouts).rewards
-    torch.testing.assert_close(rewards.double(), oracle(PROMPTS[0], [7, 8], 1.0).sum().expand(2), rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        rewards.double(), oracle(PROMPTS[0], [7, 8], 1.0).sum().expand(2), rtol=2e-5, atol=0
+    )
     scores = reward_of(model, PROBABILITY, task, limit=2).score(prompts, rollouts)
     assert scores.rewards.tolist() == scores.answer_lengths.tolist() == [0, 0]
     assert torch.equal(scores.answered.tokens, rollouts.tokens)
@@ -141,7 +167,9 @@ def test_an_answer_that_is_longer_than_the_limit_is_cut(tmp_path):
 
 def test_an_empty_answer_is_refused():
     with pytest.raises(InputError, match="must have at least 1 token, got none for prompt 0"):
-        reward_of(tiny_decoder(), "logprob", MarkedTask([[], []])).score(make_prompts(PROMPTS), rollouts_of(CASES))
+        reward_of(tiny_decoder(), "logprob", MarkedTask([[], []])).score(
+            make_prompts(PROMPTS), rollouts_of(CASES)
+        )
 
 
 def scored(model, task=None, cases=CASES, prompts=PROMPTS):
@@ -154,11 +182,15 @@ def scored(model, task=None, cases=CASES, prompts=PROMPTS):
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
 def test_an_update_has_the_gradient_of_verifree(loss):
-    """The gradient of (1/S) sum_i A_i log pi(z_i) + R_i log pi(y*_i), with factors written from the probabilities."""
+    """The gradient of (1/S) sum_i A_i log pi(z_i) + R_i log pi(y*_i), with factors written from the
+    probabilities.
+    """
     model = tiny_decoder()
     samples = scored(model)
     if loss == "ppo":  # at ratios of 1
-        samples = replace(samples, rollouts=replace(samples.rollouts, logprobs=own_logprobs(model, samples)))
+        samples = replace(
+            samples, rollouts=replace(samples.rollouts, logprobs=own_logprobs(model, samples))
+        )
     total, count = 0.0, 0
     for prompt, answer, group in zip(PROMPTS, ANSWERS, CASES, strict=True):
         terms = []
@@ -169,20 +201,31 @@ def test_an_update_has_the_gradient_of_verifree(loss):
             logprobs = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             of_answer = logprobs[len(reasoning) :].sum() if leads else torch.tensor(0.0)
             terms.append(
-                (logprobs[: len(reasoning) if leads else None].sum(), of_answer, float(of_answer.detach().exp()) * leads)
+                (
+                    logprobs[: len(reasoning) if leads else None].sum(),
+                    of_answer,
+                    float(of_answer.detach().exp()) * leads,
+                )
             )
         for i, (of_reasoning, of_answer, reward) in enumerate(terms):
             others = [other for j, (_, _, other) in enumerate(terms) if j != i]
             total = total - (reward - sum(others) / len(others)) * of_reasoning - reward * of_answer
             count += 1
     expected = torch.autograd.grad(total / count, [*model.parameters()])
-    objective, trained = VerifreeObjective(), learner(model, LossSettings(loss=loss, aggregation="seq_mean_token_sum"))
+    objective, trained = (
+        VerifreeObjective(),
+        learner(model, LossSettings(loss=loss, aggregation="seq_mean_token_sum")),
+    )
     learned = objective.begin(samples, trained)
     assert objective.advantages(samples.sequences).tolist() == [1.0] * 10
-    trained.update(learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0)
+    trained.update(
+        learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0
+    )
     assert max(float(gradient.abs().max()) for gradient in expected) > 1e-4
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=3e-4 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-3, atol=3e-4 * float(gradient.abs().max())
+        )
     assert objective.end() == {}
 
 
@@ -192,7 +235,9 @@ def own_logprobs(model, samples):
 
 
 def test_verifree_is_unbiased():
-    """Over all pairs of responses to a prompt, the mean gradient is that of the probability of a response with the answer."""
+    """Over all pairs of responses to a prompt, the mean gradient is that of the probability of a
+    response with the answer.
+    """
     model, limit, stop, marker, prompt = tiny_decoder(vocab_size=4), 3, 0, 1, [2, 3]
     responses = [
         [*tokens]
@@ -205,23 +250,33 @@ def test_verifree_is_unbiased():
 
     def log_probs(prompts, rollouts):
         batch = one_batch(prompts, rollouts)
-        return response_logits(model, batch, torch.float32).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+        return (
+            response_logits(model, batch, torch.float32)
+            .log_softmax(-1)
+            .gather(1, batch.targets[:, None])[:, 0]
+        )
 
     probs = torch.stack(
         [
             part.sum().exp()
-            for part in log_probs(make_prompts([prompt]), Rollouts.given(responses)).split([*map(len, responses)])
+            for part in log_probs(make_prompts([prompt]), Rollouts.given(responses)).split(
+                [*map(len, responses)]
+            )
         ]
     )
     assert float(probs.detach().sum()) == pytest.approx(1.0, rel=1e-5)
-    is_right = torch.tensor([marker in r and r[r.index(marker) + 1 :][:1] == [2] for r in responses])
+    is_right = torch.tensor(
+        [marker in r and r[r.index(marker) + 1 :][:1] == [2] for r in responses]
+    )
     expected = torch.autograd.grad(probs[is_right].sum(), parameters, retain_graph=True)
 
     pairs = list(itertools.product(range(len(responses)), repeat=2))
     prompts = make_prompts([prompt] * len(pairs))
     rollouts = Rollouts.given([responses[i] for pair in pairs for i in pair])
     task = MarkedTask([[2]] * len(pairs), marker, stop)
-    scores = reward_of(model, PROBABILITY, task, limit=limit, budget=100_000).score(prompts, rollouts)
+    scores = reward_of(model, PROBABILITY, task, limit=limit, budget=100_000).score(
+        prompts, rollouts
+    )
     samples = collected(Samples(prompts, rollouts), scores.rewards.view(-1, 2))
     samples = replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
     factors = VerifreeObjective().begin(samples, None).rollouts.importance_weights
@@ -231,7 +286,9 @@ def test_verifree_is_unbiased():
     actual = torch.autograd.grad(total, parameters)
     assert max(float(gradient.abs().max()) for gradient in expected) > 1e-2
     for mine, gradient in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=2e-3 * float(gradient.abs().max()) + 1e-6)
+        torch.testing.assert_close(
+            mine, gradient, rtol=1e-3, atol=2e-3 * float(gradient.abs().max()) + 1e-6
+        )
 
 
 def test_groups_with_equal_rewards_learn_the_answer_alone():
@@ -264,20 +321,35 @@ def test_the_answers_of_mazes_and_of_the_chain():
     assert task.score(prompts, rollouts).tolist() == [1] * 6
     assert references[0] == references[1] != references[2]
     assert {(reference.length, *reference.lead) for reference in references} == {(0,)}
-    assert all(reference.answer[-1] == DONE and reference.answer.count(DONE) == 1 for reference in references)
+    assert all(
+        reference.answer[-1] == DONE and reference.answer.count(DONE) == 1
+        for reference in references
+    )
 
 
 def test_a_task_without_reference_answers_is_refused():
     class NoAnswers:
         name = "words"
 
-    with pytest.raises(InputError, match="--labels rlpr needs the reference answer to every prompt, which the task words"):
+    with pytest.raises(
+        InputError,
+        match="--labels rlpr needs the reference answer to every prompt, which the task words",
+    ):
         check_answers(NoAnswers(), "--labels rlpr")
     assert isinstance(check_answers(MazeTask(5), "--objective verifree"), MazeTask)
 
 
 def test_a_run_on_such_a_task_ends_before_its_folder_is_made(tmp_path, capfd):
-    flags = ["--task", f"{SORT}:SortTask", "--objective", "verifree", "--sft-steps", "0", "--out", str(tmp_path / "run")]
+    flags = [
+        "--task",
+        f"{SORT}:SortTask",
+        "--objective",
+        "verifree",
+        "--sft-steps",
+        "0",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert train.main(flags) == 2
     assert (
         "--objective verifree needs the reference answer to every prompt, which the task sort 6 digits"
@@ -292,17 +364,38 @@ def test_options():
     assert made.needs == Needs(answers=True, token_weights=True, logprob_passes=1)
     assert (made.loss, made.aggregation) == ("reinforce", "seq_mean_token_sum")
     for flags, message in (
-        ("--objective verifree --rollouts 1", "verifree needs at least 2 rollouts per prompt, got 1"),
-        ("--objective verifree --loss gspo", "verifree weights single tokens, so loss cannot be gspo"),
-        ("--objective verifree --dynamic-sampling 2", "rewards are equal, from which verifree learns"),
-        ("--objective verifree --labels vote", "labels must be given for verifree, which computes its own reward, got vote"),
+        (
+            "--objective verifree --rollouts 1",
+            "verifree needs at least 2 rollouts per prompt, got 1",
+        ),
+        (
+            "--objective verifree --loss gspo",
+            "verifree weights single tokens, so loss cannot be gspo",
+        ),
+        (
+            "--objective verifree --dynamic-sampling 2",
+            "rewards are equal, from which verifree learns",
+        ),
+        (
+            "--objective verifree --labels vote",
+            "labels must be given for verifree, which computes its own reward, got vote",
+        ),
         (
             "--objective verifree --overlong-buffer 2",
             "verifree does not support --overlong-buffer: its reward is a probability",
         ),
-        ("--objective pacs --labels rlpr", "labels cannot be rlpr for pacs, which needs rewards of 0 or 1"),
-        ("--objective remax --labels logprob", "labels cannot be logprob for remax, which needs other rewards too"),
-        ("--objective rloo --labels logprob", "labels cannot be logprob for task maze, whose responses are answers without"),
+        (
+            "--objective pacs --labels rlpr",
+            "labels cannot be rlpr for pacs, which needs rewards of 0 or 1",
+        ),
+        (
+            "--objective remax --labels logprob",
+            "labels cannot be logprob for remax, which needs other rewards too",
+        ),
+        (
+            "--objective rloo --labels logprob",
+            "labels cannot be logprob for task maze, whose responses are answers without",
+        ),
         ("--objective rloo --task chain --labels rlpr", "labels cannot be rlpr for task chain"),
     ):
         with pytest.raises(InputError, match=message):

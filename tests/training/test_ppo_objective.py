@@ -1,4 +1,6 @@
-"""PPO with a critic: values against a plain forward pass, the value loss and its gradient, whole steps, runs and refusals."""
+"""PPO with a critic: values against a plain forward pass, the value loss and its gradient, whole
+steps, runs and refusals.
+"""
 
 import copy
 import dataclasses
@@ -39,11 +41,16 @@ def responses(model):
     lists = [part.tolist() for part in sampled(model).tokens.split(sampled(model).lengths.tolist())]
     lists[2], lists[11] = [], []
     given = Rollouts.given(lists)
-    return dataclasses.replace(given, logprobs=-torch.rand(len(given.tokens), generator=torch.Generator().manual_seed(1)) - 2)
+    return dataclasses.replace(
+        given,
+        logprobs=-torch.rand(len(given.tokens), generator=torch.Generator().manual_seed(1)) - 2,
+    )
 
 
 def with_critic(model, clip=0.2, settings=None, budget=10_000):
-    """Return a learner with a critic whose value head is not 0, and whose layers are not the policy's any more."""
+    """Return a learner with a critic whose value head is not 0, and whose layers are not the
+    policy's any more.
+    """
     trained = critic_model(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -55,13 +62,15 @@ def with_critic(model, clip=0.2, settings=None, budget=10_000):
 
 
 def plain_values(critic, rollouts):
-    """Return the values [T] by a causal forward pass over each prompt with each response, with plain attention, in float64,
-    for a critic in float64."""
+    """Return the values [T] by a causal forward pass over each prompt with each response, with
+    plain attention, in float64, for a critic in float64."""
     values = []
 
     def attention(layer, q, k, v, *_):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[
+            0
+        ].transpose(0, 1)
 
     for s, response in enumerate(rollouts.tokens.split(rollouts.lengths.tolist())):
         prompt = PROMPTS.take(s // 4, 1).tokens
@@ -103,13 +112,17 @@ def test_values_in_bfloat16_are_near_them():
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 def test_the_value_loss_and_its_slope(clip):
     generator = torch.Generator().manual_seed(0)
-    values, old, returns = (torch.randn(400, generator=generator, dtype=torch.float64) for _ in range(3))
+    values, old, returns = (
+        torch.randn(400, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     old = values + 0.3 * (old - values)  # some within the clip, some outside
     values.requires_grad_()
     actual = value_loss(values, old, returns, clip)
     (slopes,) = torch.autograd.grad(actual.sum(), values)
     num_clipped = 0
-    for v, o, r, loss, slope in zip(*(x.tolist() for x in (values, old, returns, actual, slopes)), strict=True):
+    for v, o, r, loss, slope in zip(
+        *(x.tolist() for x in (values, old, returns, actual, slopes)), strict=True
+    ):
         clamped = min(max(v, o - clip), o + clip) if clip else v
         is_clipped = (clamped - r) ** 2 > (v - r) ** 2
         num_clipped += is_clipped
@@ -134,7 +147,9 @@ def test_an_update_of_the_critic_has_the_gradient_of_the_definition(clip, budget
 
     reference = copy.deepcopy(critic.model).double()
     v = plain_values(reference, rollouts)
-    clamped = torch.minimum(torch.maximum(v, old.double() - clip), old.double() + clip) if clip else v
+    clamped = (
+        torch.minimum(torch.maximum(v, old.double() - clip), old.double() + clip) if clip else v
+    )
     errors = 0.5 * torch.maximum((v - returns) ** 2, (clamped - returns) ** 2)
     expected = errors[is_chosen].mean()
     expected.backward()
@@ -149,7 +164,9 @@ def test_an_update_of_the_critic_has_the_gradient_of_the_definition(clip, budget
     for name, parameter in critic.model.named_parameters():
         wanted = scale * gradients[name].grad
         assert wanted.abs().max() > 1e-6, name
-        torch.testing.assert_close(parameter.grad.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            parameter.grad.double(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max())
+        )
     assert all(p.grad is None for p in model.parameters())  # the policy has no part in it
 
 
@@ -157,7 +174,10 @@ def test_an_update_of_the_critic_has_the_gradient_of_the_definition(clip, budget
 @pytest.mark.parametrize("has_unknown", [False, True])
 def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_unknown):
     model = tiny_decoder()
-    rollouts, one = responses(model), with_critic(model, settings=LossSettings(loss=loss, aggregation="token_mean"))
+    rollouts, one = (
+        responses(model),
+        with_critic(model, settings=LossSettings(loss=loss, aggregation="token_mean")),
+    )
     valid = torch.ones(3, 4, dtype=torch.bool)
     if has_unknown:
         valid[0, 1] = valid[2, 0] = False
@@ -191,14 +211,18 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
     gradients = torch.autograd.grad(expected, [*model.parameters()])
     one.update(learned, advantages, samples.scored_indices, when="step 1", lr=0.0)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()) + 1e-7)
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()) + 1e-7
+        )
 
     returns = (raw + values)[counts]
     metrics = objective.end()
     assert metrics["value_mean"] == pytest.approx(float(values[counts].mean()), rel=1e-3)
     explained = 1 - float((returns - values[counts]).var(correction=0) / returns.var(correction=0))
     assert metrics["explained_variance"] == pytest.approx(explained, rel=1e-2)
-    assert metrics["value_loss"] == pytest.approx(0.5 * float((returns - values[counts]).square().mean()), rel=1e-3)
+    assert metrics["value_loss"] == pytest.approx(
+        0.5 * float((returns - values[counts]).square().mean()), rel=1e-3
+    )
     assert metrics["critic_grad_norm"] > 1e-2
 
 
@@ -212,10 +236,14 @@ def test_the_critic_learns_once_for_each_minibatch_and_not_from_a_diagnosis():
     objective.begin(samples, one)
     for share in samples.minibatches(3):
         objective.advantages(share)
-    assert all(torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items())
+    assert all(
+        torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items()
+    )
     objective.end()
     assert {int(state["step"]) for state in one.critic.optimizer.state.values()} == {3}
-    assert all((before[name] != weight).any() for name, weight in one.critic.model.state_dict().items())
+    assert all(
+        (before[name] != weight).any() for name, weight in one.critic.model.state_dict().items()
+    )
     assert not one.optimizer.state  # the policy's
 
 
@@ -260,7 +288,9 @@ def test_the_critic_is_a_copy_of_what_is_trained(tied, rank):
     critic = critic_model(model)
     assert count(critic, is_trained=True) == num_critic_weights(model)
     policy, own = dict(model.named_parameters()), dict(critic.named_parameters())
-    assert {name for name, p in own.items() if p is policy.get(name)} == {n for n, p in own.items() if not p.requires_grad}
+    assert {name for name, p in own.items() if p is policy.get(name)} == {
+        n for n, p in own.items() if not p.requires_grad
+    }
     assert own["lm_head.weight"].shape == (32,)
     assert not own["lm_head.weight"].any()
     assert sum(isinstance(module, LoraLinear) for module in critic.modules()) == (4 if rank else 0)
@@ -292,12 +322,19 @@ def test_policies_of_transformers_have_critics(family):
     body, expected, num_rollouts = trained.body, [], samples.num_rollouts
     for s, response in enumerate(ROLLOUTS.tokens.split(ROLLOUTS.lengths.tolist())):
         prompt = THEIRS.take(s // num_rollouts, 1).tokens
-        _, hidden = policy.own_logits(torch.cat([prompt, response]))  # the critic has the policy's weights still
-        expected.append(hidden[len(prompt) - 1 : len(prompt) - 1 + len(response)] @ trained.lm_head.weight.detach())
+        # the critic has the policy's weights still
+        _, hidden = policy.own_logits(torch.cat([prompt, response]))
+        expected.append(
+            hidden[len(prompt) - 1 : len(prompt) - 1 + len(response)]
+            @ trained.lm_head.weight.detach()
+        )
     assert body is not policy.body
     torch.testing.assert_close(values, torch.cat(expected), rtol=1e-3, atol=1e-3)
     returns = torch.zeros_like(values)
-    first, second, third = (update_critic(one, samples, values, returns, samples.sequences, when="step 1")[0] for _ in range(3))
+    first, second, third = (
+        update_critic(one, samples, values, returns, samples.sequences, when="step 1")[0]
+        for _ in range(3)
+    )
     assert first == pytest.approx(0.5 * values.square().mean().item(), rel=1e-3)
     assert third < second < first - 1e-5
 
@@ -309,18 +346,32 @@ def test_what_is_not_finite_is_named():
     before = copy.deepcopy(one.critic.model.state_dict())
     size = len(rollouts.tokens)
     with pytest.raises(NonFiniteError, match="step 7: the critic's loss is inf") as caught:
-        update_critic(one, samples, torch.zeros(size), torch.full((size,), 1e30), samples.sequences, when="step 7")
+        update_critic(
+            one,
+            samples,
+            torch.zeros(size),
+            torch.full((size,), 1e30),
+            samples.sequences,
+            when="step 7",
+        )
     assert caught.value.advice.startswith("A lower --critic-lr often helps")
-    assert all(torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items())
+    assert all(
+        torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items()
+    )
     samples = collected(Samples(PROMPTS, Rollouts.given([[20, 21]] * 12)), REWARDS)
     with torch.no_grad():
-        one.critic.model.model.embed_tokens.weight[9] = torch.nan  # a token of the second prompt alone
-    with pytest.raises(NonFiniteError, match="step 1: the critic's value of a token is nan for prompt 1"):
+        # a token of the second prompt alone
+        one.critic.model.model.embed_tokens.weight[9] = torch.nan
+    with pytest.raises(
+        NonFiniteError, match="step 1: the critic's value of a token is nan for prompt 1"
+    ):
         objective.begin(samples, one)
 
 
 def test_options():
-    made = objective_of(parse(["--objective", "ppo", "--gae-lambda", ".9", "--gae-gamma", ".99", "--rollouts", "1"]))
+    made = objective_of(
+        parse(["--objective", "ppo", "--gae-lambda", ".9", "--gae-gamma", ".99", "--rollouts", "1"])
+    )
     assert made == PpoObjective(0.99, 0.9)
     assert made.needs == Needs(token_weights=True, critic=True)
     assert (made.loss, made.aggregation, made.state) == ("ppo", "token_mean", {})
@@ -344,12 +395,20 @@ def test_options():
 @pytest.mark.parametrize(("flags", "rate"), [([], 2e-3), (["--critic-lr", "3e-4"], 3e-4)])
 def test_the_defaults_of_the_critic(flags, rate):
     config = resolve(parse(["--objective", "ppo", *flags]), MazeTask(9))
-    assert config.objective.options == {"gae_gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2, "critic_lr": rate}
+    assert config.objective.options == {
+        "gae_gamma": 1.0,
+        "gae_lambda": 1.0,
+        "value_clip": 0.2,
+        "critic_lr": rate,
+    }
 
 
 def test_estimates_have_the_critic():
     task, model, machine = MazeTask(9), tiny_decoder(), Machine("cpu", 1, 10**10)
-    plain, ppo = (resolve(parse(["--objective", name]), task).replace(sharding="none") for name in ("reinforce", "ppo"))
+    plain, ppo = (
+        resolve(parse(["--objective", name]), task).replace(sharding="none")
+        for name in ("reinforce", "ppo")
+    )
     before, after = (estimate_memory(config, task, model, machine) for config in (plain, ppo))
     size = num_critic_weights(model)
     assert size == count(model) + 32  # tied
@@ -360,11 +419,17 @@ def test_estimates_have_the_critic():
     assert not any("critic" in name for name in before)
 
     def work(config):
-        line = next(line for line in estimate(config, task, model, machine).splitlines() if line.startswith("  update:"))
+        line = next(
+            line
+            for line in estimate(config, task, model, machine).splitlines()
+            if line.startswith("  update:")
+        )
         return float(line.split()[1].replace(",", ""))
 
     assert work(ppo) == pytest.approx(work(plain) * 14 / 6, rel=0.05)
-    assert f"critic: a copy of the policy with a value head, {size:,} parameters" in estimate(ppo, task, model, machine)
+    assert f"critic: a copy of the policy with a value head, {size:,} parameters" in estimate(
+        ppo, task, model, machine
+    )
     limit = 2 * (20 * count(model) + 8 * size)
     assert fills_half(model, limit, has_critic=True)
     assert not fills_half(model, limit)
@@ -372,7 +437,18 @@ def test_estimates_have_the_critic():
 
 @pytest.mark.slow
 def test_a_run_learns_the_chain_and_its_values(tmp_path, capsys):
-    flags = ["--task", "chain", "--chain-length", "8", "--objective", "ppo", "--steps", "60", "--sft-steps", "0"]
+    flags = [
+        "--task",
+        "chain",
+        "--chain-length",
+        "8",
+        "--objective",
+        "ppo",
+        "--steps",
+        "60",
+        "--sft-steps",
+        "0",
+    ]
     flags += [
         "--prompts",
         "8",
@@ -387,7 +463,18 @@ def test_a_run_learns_the_chain_and_its_values(tmp_path, capsys):
         "--dtype",
         "float32",
     ]
-    flags += ["--hidden-size", "32", "--intermediate-size", "48", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+    flags += [
+        "--hidden-size",
+        "32",
+        "--intermediate-size",
+        "48",
+        "--layers",
+        "2",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+    ]
     assert train.main([*flags, "--eval-prompts", "8", "--out", str(tmp_path / "run")]) == 0
     assert "critic: a copy of the policy with a value head" in capsys.readouterr().out
     records = read(tmp_path / "run" / "metrics.jsonl")

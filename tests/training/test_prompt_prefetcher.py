@@ -23,8 +23,8 @@ LIMIT = 30  # seconds for another thread
 
 
 class RecordedTask(MazeTask):
-    """Notes every call: its thread, and its range. `began` is set by the first call from another thread, which waits for
-    `may_go_on`."""
+    """Notes every call: its thread, and its range. `began` is set by the first call from another
+    thread, which waits for `may_go_on`."""
 
     fails_at = -1
 
@@ -112,16 +112,30 @@ PromptPrefetcher(Slow(5)).take(0, 2)
 
 
 def test_a_process_that_ends_while_prompts_are_made_has_its_own_exit_code():
-    """Python ends threads wherever they are, and in an operation of PyTorch this aborts the process."""
-    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False)
+    """Python ends threads wherever they are, and in an operation of PyTorch this aborts the
+    process.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (run.returncode, run.stderr) == (0, "")
 
 
-TINY = Config().replace(objective="grpo", maze_size=5, prompts=2, rollouts=2, sft_steps=0, device="cpu", dynamic_sampling=3)
+TINY = Config().replace(
+    objective="grpo",
+    maze_size=5,
+    prompts=2,
+    rollouts=2,
+    sft_steps=0,
+    device="cpu",
+    dynamic_sampling=3,
+)
 
 
 class Engine:
-    """No response of its samples is right, so that dynamic sampling draws all the batches that it may."""
+    """No response of its samples is right, so that dynamic sampling draws all the batches that it
+    may.
+    """
 
     def generate(self, prompts, num_samples, sampling, *, seed, step):
         self.seen = [*getattr(self, "seen", []), *prompts.ids.tolist()]
@@ -132,7 +146,9 @@ class Engine:
 def test_dynamic_sampling_takes_the_same_prompts(is_ahead):
     task, engine = RecordedTask(), Engine()
     config = resolve(TINY, task)
-    collector = build_collector(config, task, engine, build_scorer(config.reward, task), objective_of(config))
+    collector = build_collector(
+        config, task, engine, build_scorer(config.reward, task), objective_of(config)
+    )
     if is_ahead:
         collector = dataclasses.replace(collector, make_prompts=PromptPrefetcher(task).take)
     first = 0
@@ -151,5 +167,7 @@ def test_prompts_that_take_time_are_made_ahead_on_a_gpu(task_name, device, is_ah
     task = build_task(config.task, 0)
     resolved = resolve(config, task)
     resolved = resolved.replace(device=device)
-    collector = build_collector(resolved, task, Engine(), build_scorer(resolved.reward, task), objective_of(resolved))
+    collector = build_collector(
+        resolved, task, Engine(), build_scorer(resolved.reward, task), objective_of(resolved)
+    )
     assert (collector.make_prompts is not None) == is_ahead

@@ -1,4 +1,6 @@
-"""Objectives that take several rewards one by one: what the collector keeps of them, and which options they refuse."""
+"""Objectives that take several rewards one by one: what the collector keeps of them, and which
+options they refuse.
+"""
 
 import pytest
 import torch
@@ -26,18 +28,24 @@ class Source(RewardSource):
         self.name, self.values = name, values
 
     def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
-        failures = [Failure(i, "exception", "no") for i, value in enumerate(self.values) if value is None]
+        failures = [
+            Failure(i, "exception", "no") for i, value in enumerate(self.values) if value is None
+        ]
         parts = [{"half": 0.0 if value is None else value / 2} for value in self.values]
         return Scores([value or 0.0 for value in self.values], failures, 0, parts)
 
 
 def collect(first, second, needs_parts=True):
     task = MazeTask(5)
-    source = WeightedRewards([Source("a.py:first", first), Source("a.py:second", second)], [1.0, 0.5])
+    source = WeightedRewards(
+        [Source("a.py:first", first), Source("a.py:second", second)], [1.0, 0.5]
+    )
     sampling = Sampling(1.0, 32, task.stop_ids)
     sizes = {"num_prompts": 2, "num_rollouts": 3}
     scorer = Scorer(task, source)
-    return RolloutCollector(task, NumberedEngine(), scorer, sampling, **sizes, needs_parts=needs_parts).collect(1, 0)
+    return RolloutCollector(
+        task, NumberedEngine(), scorer, sampling, **sizes, needs_parts=needs_parts
+    ).collect(1, 0)
 
 
 def test_each_reward_is_kept_beside_the_sum():
@@ -52,7 +60,9 @@ def test_each_reward_is_kept_beside_the_sum():
         objective = GroupObjective(name, {})
         assert objective.needs == Needs(parts=True)
         objective.begin(step, None)
-        by_hand = ops.group_advantage(step.rewards, name, reward_parts=expected, reward_weights=[1.0, 0.5])
+        by_hand = ops.group_advantage(
+            step.rewards, name, reward_parts=expected, reward_weights=[1.0, 0.5]
+        )
         assert torch.equal(objective.advantages(torch.arange(6)), by_hand.flatten())
         assert by_hand.abs().max() > 0.1
 
@@ -82,12 +92,30 @@ def test_a_verifier_that_gives_other_numbers_ends_the_run_with_a_sentence():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--objective gdpo", "gdpo uses several rewards one by one: --reward needs 2 or more, got 0"),
-        ("--objective hero --reward a.py:f", "hero uses several rewards one by one: --reward needs 2 or more, got 1"),
-        ("--objective gdpo --reward a.py:f a.py:g --reward-threshold .5", "reward_threshold would change none of them"),
-        ("--objective gdpo --reward a.py:f a.py:g --overlong-buffer 4", "overlong_buffer would change none of them"),
-        ("--objective hero --reward a.py:f a.py:g --reward-weights 2 1", "hero needs 1 as the weight of the verifier"),
-        ("--objective gdpo --reward a.py:f a.py:g --dynamic-sampling 2", "rewards are equal, from which gdpo learns"),
+        (
+            "--objective gdpo",
+            "gdpo uses several rewards one by one: --reward needs 2 or more, got 0",
+        ),
+        (
+            "--objective hero --reward a.py:f",
+            "hero uses several rewards one by one: --reward needs 2 or more, got 1",
+        ),
+        (
+            "--objective gdpo --reward a.py:f a.py:g --reward-threshold .5",
+            "reward_threshold would change none of them",
+        ),
+        (
+            "--objective gdpo --reward a.py:f a.py:g --overlong-buffer 4",
+            "overlong_buffer would change none of them",
+        ),
+        (
+            "--objective hero --reward a.py:f a.py:g --reward-weights 2 1",
+            "hero needs 1 as the weight of the verifier",
+        ),
+        (
+            "--objective gdpo --reward a.py:f a.py:g --dynamic-sampling 2",
+            "rewards are equal, from which gdpo learns",
+        ),
         (
             "--objective hero --reward a.py:f a.py:g --score-range 0.7",
             "score_range of hero must be above 0 and below .5",
@@ -97,4 +125,8 @@ def test_a_verifier_that_gives_other_numbers_ends_the_run_with_a_sentence():
 def test_options_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(InputError, match=message):
         check(parse(flags.split()))
-    check(parse(["--objective", "gdpo", "--reward", "a.py:f", "a.py:g", "--reward-weights", "1", ".5"]))
+    check(
+        parse(
+            ["--objective", "gdpo", "--reward", "a.py:f", "a.py:g", "--reward-weights", "1", ".5"]
+        )
+    )

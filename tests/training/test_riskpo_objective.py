@@ -1,4 +1,6 @@
-"""RiskPO: its advantages paper by paper as the authors write them, the tracked quantiles, and a run that resumes."""
+"""RiskPO: its advantages paper by paper as the authors write them, the tracked quantiles, and a run
+that resumes.
+"""
 
 import statistics
 
@@ -17,7 +19,16 @@ from tests.test_train import base, read
 from tests.training.test_collect import CHAIN
 
 REWARDS = torch.tensor(
-    [[1.0, 0, 1, 0.5], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0], [0.25, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
+    [
+        [1.0, 0, 1, 0.5],
+        [0, 0, 1, 1],
+        [1, 1, 1, 1],
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0.25, 0, 0, 1],
+        [1, 1, 1, 1],
+        [0, 0, 0, 0],
+    ]
 )
 
 
@@ -70,7 +81,9 @@ def test_every_paper_has_the_authors_advantage(size):
         low, high = objective.quantiles.tolist()
         has_score = keep.view(-1, size, 4).all(1)
         scores = (REWARDS * keep).view(-1, size, 4).sum(1)[has_score].double()
-        assert [low, high] == torch.quantile(scores, torch.tensor([0.2, 0.9], dtype=torch.float64)).tolist()
+        assert [low, high] == torch.quantile(
+            scores, torch.tensor([0.2, 0.9], dtype=torch.float64)
+        ).tolist()
         assert low < high
         expected = paper_by_paper(REWARDS.tolist(), keep.tolist(), size, low, high)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -86,11 +99,17 @@ def test_the_quantiles_follow_the_scores_by_gradient_descent():
     low, high = objective.quantiles.tolist()
     scores = REWARDS.view(4, 2, 4).sum(1).flatten()
     metrics = objective.end()
-    expected = [q + 0.1 * (level - float((scores < q).float().mean())) for q, level in ((low, 0.2), (high, 0.9))]
+    expected = [
+        q + 0.1 * (level - float((scores < q).float().mean()))
+        for q, level in ((low, 0.2), (high, 0.9))
+    ]
     assert [*metrics.values()] == pytest.approx(expected)
     second = begun(objective, REWARDS.flip(0))
     torch.testing.assert_close(
-        second, paper_by_paper(REWARDS.flip(0).tolist(), [[True] * 4] * 8, 2, *expected), rtol=1e-4, atol=1e-5
+        second,
+        paper_by_paper(REWARDS.flip(0).tolist(), [[True] * 4] * 8, 2, *expected),
+        rtol=1e-4,
+        atol=1e-5,
     )
     before = objective.quantiles.clone()
     begun(objective, 100 + REWARDS)
@@ -110,13 +129,24 @@ def test_equal_scores_have_advantages_of_ordinary_size():
 
 
 def test_options():
-    assert objective_of(parse(["--objective", "riskpo", "--bundle-size", "4"])) == RiskpoObjective(4)
+    assert objective_of(parse(["--objective", "riskpo", "--bundle-size", "4"])) == RiskpoObjective(
+        4
+    )
     check(parse(["--objective", "riskpo", "--prompts", "40"]))
     for flags, message in (
         ([], "prompts must be a multiple of bundle_size, got 32 and 5"),
-        (["--prompts", "5", "--bundle-size", "0"], "bundle_size of riskpo must be at least 1, got 0"),
-        (["--prompts", "5", "--rollouts", "1"], "riskpo needs at least 2 rollouts per prompt, got 1"),
-        (["--prompts", "5", "--dynamic-sampling", "2"], "rewards are equal, from which riskpo learns"),
+        (
+            ["--prompts", "5", "--bundle-size", "0"],
+            "bundle_size of riskpo must be at least 1, got 0",
+        ),
+        (
+            ["--prompts", "5", "--rollouts", "1"],
+            "riskpo needs at least 2 rollouts per prompt, got 1",
+        ),
+        (
+            ["--prompts", "5", "--dynamic-sampling", "2"],
+            "rewards are equal, from which riskpo learns",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             check(parse(["--objective", "riskpo", *flags]))

@@ -1,4 +1,6 @@
-"""RL-ZVP: the advantage of every token against the paper's formula, and the gradient of an update with it."""
+"""RL-ZVP: the advantage of every token against the paper's formula, and the gradient of an update
+with it.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ REWARDS = torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1]])
 
 
 def by_token(rewards, valid, entropies, alpha):
-    """Return the advantages of each token of each response, from the entropies [G][N][tokens], as the paper writes them."""
+    """Return the advantages of each token of each response, from the entropies [G][N][tokens], as
+    the paper writes them.
+    """
     advantages = []
     for r, keep, group in zip(rewards.double(), valid, entropies, strict=True):
         known = r[keep]
@@ -36,9 +40,15 @@ def by_token(rewards, valid, entropies, alpha):
 
 
 def entropies_of(model, rollouts):
-    """Return the entropy of each sampled token's distribution, in float64, as lists by group and response."""
+    """Return the entropy of each sampled token's distribution, in float64, as lists by group and
+    response.
+    """
     with torch.no_grad():
-        logprobs = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).double().log_softmax(-1)
+        logprobs = (
+            response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
+            .double()
+            .log_softmax(-1)
+        )
     parts = (-(logprobs.exp() * logprobs).sum(-1)).split(rollouts.lengths.tolist())
     return [parts[g * 4 : g * 4 + 4] for g in range(3)]
 
@@ -55,7 +65,10 @@ def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy(alpha):
         objective = ZvpObjective(alpha)
         learned = objective.begin(samples, learner(model))
         advantages = objective.advantages(samples.sequences)
-        actual = advantages.double().repeat_interleave(rollouts.lengths) * learned.rollouts.importance_weights
+        actual = (
+            advantages.double().repeat_interleave(rollouts.lengths)
+            * learned.rollouts.importance_weights
+        )
         expected = by_token(REWARDS, keep, entropies_of(model, rollouts), alpha)
         assert expected.abs().max() > 0.05
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -67,11 +80,17 @@ def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy(alpha):
 def test_an_update_has_the_gradient_of_advantages_per_token(loss, is_corrected):
     model = tiny_decoder()
     rollouts = sampled(model)
-    weights = torch.rand(len(rollouts.tokens), generator=torch.Generator().manual_seed(2)) if is_corrected else None
+    weights = (
+        torch.rand(len(rollouts.tokens), generator=torch.Generator().manual_seed(2))
+        if is_corrected
+        else None
+    )
     samples = collected(Samples(PROMPTS, rollouts), REWARDS)
     if is_corrected:
         samples = samples.weighted(weights)
-    by_hand = by_token(REWARDS, torch.ones(3, 4, dtype=torch.bool), entropies_of(model, rollouts), 0.5)
+    by_hand = by_token(
+        REWARDS, torch.ones(3, 4, dtype=torch.bool), entropies_of(model, rollouts), 0.5
+    )
     batch = one_batch(PROMPTS, rollouts)
     expected, _ = ops.policy_gradient_loss(
         response_logits(model, batch, torch.float32),
@@ -88,9 +107,13 @@ def test_an_update_has_the_gradient_of_advantages_per_token(loss, is_corrected):
     trained = learner(model, LossSettings(loss=loss, aggregation="token_mean"))
     objective = ZvpObjective(0.5)
     learned = objective.begin(samples, trained)
-    trained.update(learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0)
+    trained.update(
+        learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0
+    )
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-7)
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-7
+        )
 
 
 def test_without_a_group_of_equal_rewards_it_is_grpo_and_needs_no_forward_pass():
@@ -98,7 +121,9 @@ def test_without_a_group_of_equal_rewards_it_is_grpo_and_needs_no_forward_pass()
     objective = ZvpObjective()
     batch = collected(Samples(PROMPTS, sampled(tiny_decoder())), rewards)
     assert objective.begin(batch, None) is batch
-    assert torch.equal(objective.advantages(torch.arange(12)), ops.grpo_advantage(rewards).flatten())
+    assert torch.equal(
+        objective.advantages(torch.arange(12)), ops.grpo_advantage(rewards).flatten()
+    )
 
 
 def test_options():
@@ -106,11 +131,17 @@ def test_options():
     assert made == ZvpObjective(0.3, 1e-3, 1)
     assert made.needs == Needs(binary=True, token_weights=True, logprob_passes=1)
     for flags, message in (
-        *((f"--loss {loss}", f"so loss cannot be {loss}, whose ratio is one of whole responses") for loss in OF_SEQUENCES),
+        *(
+            (f"--loss {loss}", f"so loss cannot be {loss}, whose ratio is one of whole responses")
+            for loss in OF_SEQUENCES
+        ),
         ("--alpha 0", "alpha of rl_zvp must be a finite number above 0, got 0"),
         ("--ddof 2", "ddof of rl_zvp must be 0 or 1, got 2"),
         ("--dynamic-sampling 2", "rewards are equal, from which rl_zvp learns"),
-        ("--overlong-buffer 2", "overlong_buffer makes rewards other than 0 and 1, which rl_zvp does not support"),
+        (
+            "--overlong-buffer 2",
+            "overlong_buffer makes rewards other than 0 and 1, which rl_zvp does not support",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             check(parse(["--objective", "rl_zvp", *flags.split()]))

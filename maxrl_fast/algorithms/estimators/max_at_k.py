@@ -1,9 +1,20 @@
-"""Estimators of max@k by sums over subsets of the group, which are sums over the gaps of its ascending rewards."""
+"""Estimators of max@k by sums over subsets of the group, which are sums over the gaps of its
+ascending rewards.
+"""
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimator import K, KBelowN, Kernel, KOfPairs, KOfPairsBelowN, Order, alias, estimator
+from maxrl_fast.algorithms.estimator import (
+    K,
+    KBelowN,
+    Kernel,
+    KOfPairs,
+    KOfPairsBelowN,
+    Order,
+    alias,
+    estimator,
+)
 from maxrl_fast.algorithms.estimators import tables
 from maxrl_fast.algorithms.group import Group
 
@@ -43,13 +54,23 @@ def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     return g.below(g.within(k - 1, g.n - 1)[:, 1:-1] * g.gaps)
 
 
-@estimator(source="MaxPO, section 3.1, eq. 6", weight="0", kernel=Kernel(tables.leave_two_out), scales_by_k=True)
+@estimator(
+    source="MaxPO, section 3.1, eq. 6",
+    weight="0",
+    kernel=Kernel(tables.leave_two_out),
+    scales_by_k=True,
+)
 def leave_two_out(g: Group, *, k: KOfPairsBelowN) -> Tensor:
     """L2O_i = S_-i - M_-i = mean over j != i of EI_j computed without i: a baseline."""
     return expected_improvement(g, k=k) - maxpo(g, k=k)
 
 
-@estimator(source="MaxPO, section 3.1, against eq. 6", kernel=Kernel(tables.ei_l1o), centred=True, scales_by_k=True)
+@estimator(
+    source="MaxPO, section 3.1, against eq. 6",
+    kernel=Kernel(tables.ei_l1o),
+    centred=True,
+    scales_by_k=True,
+)
 def ei_l1o(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i - mean over j != i of EI_j; biased, an ablation."""
     return g.centre(expected_improvement(g, k=k)) * g.n / (g.n - 1).clamp_min(1)
@@ -62,20 +83,30 @@ def ei_l1o(g: Group, *, k: KOfPairs) -> Tensor:
     centred=True,
 )
 def maxrl(g: Group, *, order: Order = None) -> Tensor:
-    """(r - mean)/mean for rewards 0 or 1 at order N-1, 0 where mean = 0; else the sum of maxpo over k = 1..order."""
+    """(r - mean)/mean for rewards 0 or 1 at order N-1, 0 where mean = 0; else the sum of maxpo over
+    k = 1..order.
+    """
     # sum_{k=1..T} C(j,k)/C(N-1,k) = N/(N-j) (1 - C(j,T+1)/C(N,T+1)) - 1
     missed = g.within(g.n if order is None else order + 1, g.n)[:, 1:-1]
     slope = g.n / g.j * (g.n / (g.n - g.j).clamp_min(1) * (1 - missed) - 1)
     return g.centre(g.below(slope * g.gaps))
 
 
-@estimator(source="PKPO, Walder & Karkhanis 2025, sloo_minus_one", weight="(k/N) (1-p)^(k-1)", kernel=Kernel(tables.pkpo))
+@estimator(
+    source="PKPO, Walder & Karkhanis 2025, sloo_minus_one",
+    weight="(k/N) (1-p)^(k-1)",
+    kernel=Kernel(tables.pkpo),
+)
 def pkpo(g: Group, *, k: KOfPairs) -> Tensor:
     """(k/N) EI_i = (k/N) (S_i - M_-i)."""
     return k / g.n * expected_improvement(g, k=k)
 
 
-@estimator(source="PKPO, Walder & Karkhanis 2025, sloo", weight="(k/N) (1-p)^(k-1)", kernel=Kernel(tables.pkpo_sloo))
+@estimator(
+    source="PKPO, Walder & Karkhanis 2025, sloo",
+    weight="(k/N) (1-p)^(k-1)",
+    kernel=Kernel(tables.pkpo_sloo),
+)
 def pkpo_sloo(g: Group, *, k: KBelowN) -> Tensor:
     """(k/N) S_i - (k/(N-1)) S_-i; not centred."""
     with_i = g.largest(g.rewards) - shortfall(g, k)
@@ -89,8 +120,11 @@ def pkpo_sloo(g: Group, *, k: KBelowN) -> Tensor:
     centred=True,
 )
 def passk_training(g: Group, *, k: K) -> Tensor:
-    """mean over the size-k subsets with i of (max - rho)/(sqrt(rho (1-rho)) + 1e-6), rho = 1 - C(F,k)/C(N,k)."""
-    # rho is the mean of S. 1 - rho comes from C(F,k)/C(N,k) itself: near rho = 1 the difference would lose it.
+    """mean over the size-k subsets with i of (max - rho)/(sqrt(rho (1-rho)) + 1e-6), rho = 1 -
+    C(F,k)/C(N,k).
+    """
+    # rho is the mean of S. 1 - rho comes from C(F,k)/C(N,k) itself: near rho = 1 the difference
+    # would lose it.
     wrong = (g.valid & (g.rewards == 0)).sum(1, keepdim=True)
     missed = g.within(k, g.n).gather(1, wrong)
     return g.centre(-shortfall(g, k)) / ((missed * (1 - missed)).sqrt() + 1e-6)

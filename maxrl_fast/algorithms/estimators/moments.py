@@ -12,17 +12,27 @@ from maxrl_fast.algorithms.group import Group, ratio
 from maxrl_fast.algorithms.options import Help, Limit, Share
 
 _RATE = Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
-FalsePositiveRate = Annotated[float, _RATE, Help("Probability that the verifier accepts a wrong rollout.")]
-FalseNegativeRate = Annotated[float, _RATE, Help("Probability that the verifier rejects a correct rollout.")]
+FalsePositiveRate = Annotated[
+    float, _RATE, Help("Probability that the verifier accepts a wrong rollout.")
+]
+FalseNegativeRate = Annotated[
+    float, _RATE, Help("Probability that the verifier rejects a correct rollout.")
+]
 
 
-@estimator(source="MaxRL, Algorithm 1", weight="(1-(1-p)^(N-1))/p at eps 0", kernel=Kernel(centred=True, scale="mean"))
+@estimator(
+    source="MaxRL, Algorithm 1",
+    weight="(1-(1-p)^(N-1))/p at eps 0",
+    kernel=Kernel(centred=True, scale="mean"),
+)
 def maxrl_ratio(g: Group, *, eps: Eps = 0.0) -> Tensor:
     """(r - mean)/(mean + eps), 0 where mean + eps = 0; eps 0."""
     return ratio(g.centre(g.rewards), g.mean(g.rewards) + eps)
 
 
-@estimator(source="MaxRL, eq. 6", weight="(1-(1-p)^N)/p", kernel=Kernel(scale="mean"), min_rollouts=1)
+@estimator(
+    source="MaxRL, eq. 6", weight="(1-(1-p)^N)/p", kernel=Kernel(scale="mean"), min_rollouts=1
+)
 def maxrl_conditional(g: Group) -> Tensor:
     """r/mean, 0 where mean = 0; r N/C for rewards 0 or 1."""
     return ratio(g.rewards, g.mean(g.rewards))
@@ -44,7 +54,11 @@ def rloo(g: Group) -> Tensor:
     return g.centre(g.rewards) * g.n / (g.n - 1).clamp_min(1)
 
 
-@estimator(source="MaxRL, section 2: REINFORCE with the group's mean", weight="(N-1)/N", kernel=Kernel(centred=True))
+@estimator(
+    source="MaxRL, section 2: REINFORCE with the group's mean",
+    weight="(N-1)/N",
+    kernel=Kernel(centred=True),
+)
 def reinforce(g: Group) -> Tensor:
     """r - mean."""
     return g.centre(g.rewards)
@@ -65,7 +79,8 @@ def grpo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
 @estimator(source="The Best of N Worlds, Bagirov et al. 2025, eq. 9, BoN mean", centred=True)
 def bon_mean(g: Group, *, k: K, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     """(x - mean of x)/(std of x + eps), x_i = (k/N) S_i; eps 1e-6, ddof 1."""
-    return grpo(Group(-k / g.n * shortfall(g, k), g.valid), eps=eps, ddof=ddof)  # the largest reward shifts all x alike
+    # the largest reward shifts all x alike
+    return grpo(Group(-k / g.n * shortfall(g, k), g.valid), eps=eps, ddof=ddof)
 
 
 @estimator(
@@ -74,7 +89,9 @@ def bon_mean(g: Group, *, k: K, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     binary=True,
 )
 def grpo_nemo(g: Group) -> Tensor:
-    """(r - mean of the others)/(std of the others + 1e-6), r - mean of the others where these are all equal; ddof 1."""
+    """(r - mean of the others)/(std of the others + 1e-6), r - mean of the others where these are
+    all equal; ddof 1.
+    """
     others = (g.n - 1).clamp_min(1)
     correct = g.rewards.sum(1, keepdim=True) - g.rewards  # among the others
     # From counts, so that it is exactly 0 where the others are all equal.
@@ -90,11 +107,19 @@ def grpo_nemo(g: Group) -> Tensor:
     binary=True,
 )
 def pacs_first_update(
-    g: Group, *, beta: Annotated[float, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")] = 1.0
+    g: Group,
+    *,
+    beta: Annotated[
+        float, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")
+    ] = 1.0,
 ) -> Tensor:
-    """beta N^2/(4 (N-1) C) where r = 1, -beta N^2/(4 (N-1) F) where r = 0, 0 where all r are equal; beta 1."""
+    """beta N^2/(4 (N-1) C) where r = 1, -beta N^2/(4 (N-1) F) where r = 0, 0 where all r are equal;
+    beta 1.
+    """
     share = g.mean(g.rewards)  # C/N
-    return ratio(beta * g.n / (4 * (g.n - 1).clamp_min(1)) * (g.rewards - share), share * (1 - share))
+    return ratio(
+        beta * g.n / (4 * (g.n - 1).clamp_min(1)) * (g.rewards - share), share * (1 - share)
+    )
 
 
 @estimator(source="Quantile Advantage Estimation, Wu et al. 2025, arXiv:2509.22611")
@@ -105,8 +130,11 @@ def qae(
     eps: Eps = 1e-6,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """(r - b)/(std + eps), b = inf{x : F(x) >= quantile}, F the distribution function of r; quantile .4, eps 1e-6, ddof 1."""
-    index = (quantile * g.n).round(decimals=9).ceil().long() - 1  # rounded: .1 * 30 is a little above 3
+    """(r - b)/(std + eps), b = inf{x : F(x) >= quantile}, F the distribution function of r;
+    quantile .4, eps 1e-6, ddof 1.
+    """
+    # rounded: .1 * 30 is a little above 3
+    index = (quantile * g.n).round(decimals=9).ceil().long() - 1
     baseline = g.rewards.gather(1, g.order).gather(1, index.clamp_min(0))
     return ratio(g.rewards - baseline, g.std(g.rewards, ddof) + eps)
 
@@ -117,8 +145,14 @@ def nsr(g: Group) -> Tensor:
     return g.rewards - 1
 
 
-@estimator(source="Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347", weight="1 + correct_weight", min_rollouts=1)
-def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct rollouts.")] = 0.1) -> Tensor:
+@estimator(
+    source="Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347",
+    weight="1 + correct_weight",
+    min_rollouts=1,
+)
+def w_reinforce(
+    g: Group, *, correct_weight: Annotated[float, Help("Weight of correct rollouts.")] = 0.1
+) -> Tensor:
     """correct_weight r - (1 - r); correct_weight .1."""
     return correct_weight * g.rewards - (1 - g.rewards)
 
@@ -142,7 +176,11 @@ def noisy_verifier_backward(
     return g.centre(g.rewards) / (1 - false_positive_rate - false_negative_rate)
 
 
-@estimator(source="RLVR under Imperfect Verifiers 2025, forward (derived, not compared)", weight="1", min_rollouts=1)
+@estimator(
+    source="RLVR under Imperfect Verifiers 2025, forward (derived, not compared)",
+    weight="1",
+    min_rollouts=1,
+)
 def noisy_verifier_forward(g: Group, *, false_negative_rate: FalseNegativeRate) -> Tensor:
     """rho1 where r = 1, rho1 - 1 where r = 0."""
     return g.rewards - 1 + false_negative_rate

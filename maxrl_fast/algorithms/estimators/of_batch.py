@@ -16,7 +16,11 @@ def lite_ppo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     return ratio(g.centre(g.rewards), g.std(g.rewards, ddof, over=BATCH) + eps)
 
 
-@estimator(source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262", weight="depends on the batch", over_batch=True)
+@estimator(
+    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262",
+    weight="depends on the batch",
+    over_batch=True,
+)
 def reinforce_pp(g: Group, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
     """x = r - mean, then x/(std of x over the batch + eps); eps 1e-8, ddof 1."""
     x = g.centre(g.rewards)
@@ -29,6 +33,8 @@ def reinforce_pp(g: Group, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
     over_batch=True,
 )
 def reinforce_pp_tokens(g: Group, lengths: Tensor, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
-    """x = r - mean, then (x - m)/(s + eps), m and s: mean and std of x over all tokens of the batch; eps 1e-8, ddof 1."""
+    """x = r - mean, then (x - m)/(s + eps), m and s: mean and std of x over all tokens of the
+    batch; eps 1e-8, ddof 1.
+    """
     x = g.centre(g.rewards)
     return ratio(g.centre(x, lengths, over=BATCH), g.std(x, ddof, lengths, over=BATCH) + eps)

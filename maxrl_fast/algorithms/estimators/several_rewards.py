@@ -1,4 +1,6 @@
-"""Estimators that take several rewards one by one, reward_parts [R, G, N], NaN where one does not apply to a rollout."""
+"""Estimators that take several rewards one by one, reward_parts [R, G, N], NaN where one does not
+apply to a rollout.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -18,8 +20,17 @@ from maxrl_fast.algorithms.options import Help, Limit
     weight="depends on the rewards that are summed",
     over_batch=True,
 )
-def gdpo(g: Group, reward_parts: Tensor, *, reward_weights: Sequence[float], eps: Eps = 1e-4, ddof: Ddof = 1) -> Tensor:
-    """x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k; eps 1e-4, ddof 1."""
+def gdpo(
+    g: Group,
+    reward_parts: Tensor,
+    *,
+    reward_weights: Sequence[float],
+    eps: Eps = 1e-4,
+    ddof: Ddof = 1,
+) -> Tensor:
+    """x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k;
+    eps 1e-4, ddof 1.
+    """
     x = torch.zeros_like(g.rewards)
     for part, weight in zip(reward_parts, reward_weights, strict=True):
         applies = g.valid & ~part.isnan()
@@ -45,11 +56,14 @@ def hero(
     eps: Eps = 1e-6,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min and max over equal v;
-    w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a = score_range .05, eps 1e-6, ddof 1."""
+    """w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min
+    and max over equal v; w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a =
+    score_range .05, eps 1e-6, ddof 1."""
     if len(reward_parts) < 2 or reward_weights[0] != 1:
         got = f"{len(reward_parts)} with the weights {' '.join(f'{weight:g}' for weight in reward_weights)}"
-        raise ValueError(f"hero takes a verifier of weight 1 and one or more scores as reward_parts, got {got}")
+        raise ValueError(
+            f"hero takes a verifier of weight 1 and one or more scores as reward_parts, got {got}"
+        )
     verified, scores = reward_parts[0], reward_parts[1:].nan_to_num(0.0)
     other = g.valid & (verified != 0) & (verified != 1)
     if is_host_readable(other) and bool(other.any()):

@@ -1,15 +1,16 @@
 """The tables that the kernel computes estimators by, for each group size n: float64, by recurrence.
 
-A rank table [2, n] holds `offset` and `slope`: for ascending rewards r_(1) <= ... <= r_(n), gaps d_0 = r_(1),
-d_j = r_(j+1) - r_(j),
+A rank table [2, n] holds `offset` and `slope`: for ascending rewards r_(1) <= ... <= r_(n), gaps
+d_0 = r_(1), d_j = r_(j+1) - r_(j),
 
     v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j.
 
-The table of a sum of estimators is therefore the sum of their tables, and centring is a choice of offset. A binary table
-[2, n+1] holds the advantages of a wrong and of a correct rollout, by the number of correct rollouts.
+The table of a sum of estimators is therefore the sum of their tables, and centring is a choice of
+offset. A binary table [2, n+1] holds the advantages of a wrong and of a correct rollout, by the
+number of correct rollouts.
 
-Notation: S_i the mean of the maximum over the size-k subsets that contain i, S_-i over those without i, M_-i over the
-size-(k-1) subsets of the others.
+Notation: S_i the mean of the maximum over the size-k subsets that contain i, S_-i over those
+without i, M_-i over the size-(k-1) subsets of the others.
 """
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 
 
 def subset_ratios(n: int, k: int) -> Tensor:
-    """Return q_j = C(j, k) / C(n, k) for j = 0..n, float64: q_n = 1, q_{j-1} = q_j (j - k) / j. Underflow to 0 is harmless."""
+    """Return q_j = C(j, k) / C(n, k) for j = 0..n, float64: q_n = 1, q_{j-1} = q_j (j - k) / j.
+    Underflow to 0 is harmless.
+    """
     j = torch.arange(1, n + 1, dtype=torch.float64)
     factors = ((j - k).clamp_min(0) / j).flip(0)  # from q_n down
     return torch.cat([factors.new_ones(1), factors.cumprod(0)]).flip(0)
@@ -29,14 +32,20 @@ def _gaps(n: int) -> Tensor:
 
 
 def _uncentred(slope: Tensor, offset: Tensor | None = None, lowest: float = 0.0) -> Tensor:
-    """Return the table of slopes [n-1] and offsets [n-1] for the gaps; `lowest` is the weight of r_(1) itself."""
+    """Return the table of slopes [n-1] and offsets [n-1] for the gaps; `lowest` is the weight of
+    r_(1) itself.
+    """
     slopes = torch.cat([slope.new_zeros(1), slope])
-    offsets = torch.cat([slope.new_tensor([lowest]), torch.zeros_like(slope) if offset is None else offset])
+    offsets = torch.cat(
+        [slope.new_tensor([lowest]), torch.zeros_like(slope) if offset is None else offset]
+    )
     return torch.stack([offsets, slopes])
 
 
 def _centred(slope: Tensor) -> Tensor:
-    """Return the table whose values have mean 0 in every group: gap j raises the n - j rollouts above it."""
+    """Return the table whose values have mean 0 in every group: gap j raises the n - j rollouts
+    above it.
+    """
     n = len(slope) + 1
     return _uncentred(slope, -slope * (n - _gaps(n)) / n)
 
@@ -74,7 +83,8 @@ def pkpo(n: int, k: int) -> Tensor:
 
 def conditional_max(n: int, k: int) -> Tensor:
     """S_i."""
-    below = subset_ratios(n - 1, k - 1)[:-1]  # C(j-1, k-1) / C(n-1, k-1): the k-1 others are below gap j, as i is
+    # C(j-1, k-1) / C(n-1, k-1): the k-1 others are below gap j, as i is
+    below = subset_ratios(n - 1, k - 1)[:-1]
     return _uncentred(below, 1 - below, lowest=1.0)
 
 
@@ -97,15 +107,18 @@ def max_minus_second(n: int, _: int) -> Tensor:
 
 
 def pacs_first_update(n: int, _: int, beta: float) -> Tensor:
-    """Return the binary table of -B beta dL/dr at reward proxies r = 0, for the balanced loss of PACS with rloo scores."""
-    correct = torch.arange(1, n, dtype=torch.float64)  # groups with both outcomes; the others have 0
+    """Return the binary table of -B beta dL/dr at reward proxies r = 0, for the balanced loss of
+    PACS with rloo scores.
+    """
+    # groups with both outcomes; the others have 0
+    correct = torch.arange(1, n, dtype=torch.float64)
     scale = beta * n * n / (4 * max(n - 1, 1))
     return torch.nn.functional.pad(torch.stack([-scale / (n - correct), scale / correct]), (1, 1))
 
 
 def over_others_std(n: int, _: int) -> Tensor:
-    """Return the binary table of (r_i - m)/(s + 1e-6), m and s the mean and sample standard deviation of the other rollouts; of
-    r_i - m where these are all equal."""
+    """Return the binary table of (r_i - m)/(s + 1e-6), m and s the mean and sample standard
+    deviation of the other rollouts; of r_i - m where these are all equal."""
     others = max(n - 1, 1)
 
     def of_reward(reward: float, correct: Tensor) -> Tensor:
@@ -120,7 +133,9 @@ def over_others_std(n: int, _: int) -> Tensor:
 
 
 def passk_training(n: int, k: int) -> Tensor:
-    """Return the binary table of Chen et al.: the standardised reward of groups of k, averaged over the groups of a rollout."""
+    """Return the binary table of Chen et al.: the standardised reward of groups of k, averaged over
+    the groups of a rollout.
+    """
     correct = torch.arange(n + 1, dtype=torch.float64)
     wrong_groups = subset_ratios(n, k).flip(0)  # 1 - rho = C(F, k) / C(n, k), by C = n - F
     divisor = (wrong_groups * (1 - wrong_groups)).sqrt() + 1e-6

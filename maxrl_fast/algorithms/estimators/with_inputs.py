@@ -21,7 +21,10 @@ def remax(g: Group, greedy_rewards: Tensor) -> Tensor:
     return g.rewards - greedy_rewards
 
 
-@estimator(source="SELF, Nguyen et al. 2025, as compared in MaxRL, Table 3", weight="depends on the greedy rollout")
+@estimator(
+    source="SELF, Nguyen et al. 2025, as compared in MaxRL, Table 3",
+    weight="depends on the greedy rollout",
+)
 def self_(g: Group, greedy_correct: Tensor, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     """grpo, 0 for prompts whose greedy rollout is correct."""
     return torch.where(greedy_correct, 0.0, grpo(g, eps=eps, ddof=ddof))
@@ -40,15 +43,22 @@ def differential_smoothing(
     return grpo(g, eps=eps, ddof=ddof) + tau * (1 - 2 * g.rewards) * logprobs
 
 
-@estimator(source="Rewarding the Unlikely, He et al. 2025, arXiv:2506.02355", weight="depends on the log-probs")
+@estimator(
+    source="Rewarding the Unlikely, He et al. 2025, arXiv:2506.02355",
+    weight="depends on the log-probs",
+)
 def unlikeliness(
     g: Group,
     logprobs: Tensor,
     *,
-    penalty: Annotated[float, Help("Share of the reward that the most probable rollout of a group loses.")] = 0.25,
+    penalty: Annotated[
+        float, Help("Share of the reward that the most probable rollout of a group loses.")
+    ] = 0.25,
     eps: Eps = 1e-6,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """grpo of r (1 - penalty rank/N), rank of the mean logp, 0 for the least likely; penalty .25."""
+    """grpo of r (1 - penalty rank/N), rank of the mean logp, 0 for the least likely; penalty
+    .25.
+    """
     rewards = g.rewards * (1 - penalty * (g.rank(logprobs) / g.n.clamp_min(1)))
     return grpo(Group(rewards, g.valid), eps=eps, ddof=ddof)

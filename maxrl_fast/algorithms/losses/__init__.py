@@ -1,4 +1,6 @@
-"""The token losses, one function each, by family. Whoever imports this package has all of them in LOSSES."""
+"""The token losses, one function each, by family. Whoever imports this package has all of them in
+LOSSES.
+"""
 
 from maxrl_fast.algorithms.losses import chosen_tokens as chosen_tokens
 from maxrl_fast.algorithms.losses import core as core

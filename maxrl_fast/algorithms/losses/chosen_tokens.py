@@ -1,4 +1,6 @@
-"""Losses that treat a few tokens of an update differently: by covariance, probability or entropy under the present policy."""
+"""Losses that treat a few tokens of an update differently: by covariance, probability or entropy
+under the present policy.
+"""
 
 import math
 from typing import Annotated
@@ -16,14 +18,18 @@ _COVARIANCE = "Cui et al. 2025, arXiv:2505.22617, the authors' code; verl"
 
 
 def covariance(t: Tokens) -> Tensor:
-    """Return (A - mean A)(logp - mean logp) [T] over the tokens of the update; -inf for masked ones."""
+    """Return (A - mean A)(logp - mean logp) [T] over the tokens of the update; -inf for masked
+    ones.
+    """
     n = t.mask.sum().clamp_min(1)
     a, logp = (torch.where(t.mask, x.detach(), 0.0) for x in (t.advantages, t.logprobs))
     return ((a - a.sum() / n) * (logp - logp.sum() / n)).masked_fill(~t.mask, -torch.inf)
 
 
 def number_of(share: float, among: Tensor) -> int:
-    """Return the share of the tokens `among` [T] bool, rounded down; on a GPU the host waits for their number."""
+    """Return the share of the tokens `among` [T] bool, rounded down; on a GPU the host waits for
+    their number.
+    """
     return int(round(share * int(among.sum()), 6))  # .29 x 100 is 28.999999999999996
 
 
@@ -34,10 +40,14 @@ def choose(t: Tokens, index: Tensor) -> Tensor:
     return chosen
 
 
-@token_loss(_COVARIANCE, weight="rho; on the chosen tokens also a pull of coef towards rho = 1", over_batch=True)
+@token_loss(
+    _COVARIANCE,
+    weight="rho; on the chosen tokens also a pull of coef towards rho = 1",
+    over_batch=True,
+)
 def kl_cov(t: Tokens, *, share: Share = 2e-4, coef: NotNegative = 1.0) -> Tensor:
-    """-A rho, and for the chosen tokens -A rho + coef |log rho|; chosen is the share of tokens with the greatest covariance
-    (A - mean A)(logp - mean logp)."""
+    """-A rho, and for the chosen tokens -A rho + coef |log rho|; chosen is the share of tokens with
+    the greatest covariance (A - mean A)(logp - mean logp)."""
     most = covariance(t).argsort(descending=True, stable=True)[: max(number_of(share, t.mask), 1)]
     return -t.advantages * t.ratio + torch.where(choose(t, most), coef * t.log_ratio.abs(), 0.0)
 
@@ -53,21 +63,28 @@ def clip_cov(
     clip_high: NotNegative = 0.2,
     dual_clip: NotNegative = math.inf,
 ) -> Tensor:
-    """ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is between low and high."""
+    """ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is
+    between low and high.
+    """
     if not low < high:
         raise ValueError(f"low of clip_cov must be below its high, {high:g}, got {low:g}")
     between = covariance(t)
     candidates = ((between > low) & (between < high)).nonzero()[:, 0]
-    drawn = torch.randperm(len(candidates), generator=t.generator)[: max(number_of(share, t.mask), 1)]
+    drawn = torch.randperm(len(candidates), generator=t.generator)[
+        : max(number_of(share, t.mask), 1)
+    ]
     chosen = choose(t, candidates[drawn.to(candidates.device)])
     value = clipped(t, t.ratio, t.advantages, clip_low, clip_high, dual_clip)
-    t.mark_clipped(torch.where(chosen, t.advantages < 0, t.clipped_low), torch.where(chosen, t.advantages > 0, t.clipped_high))
+    t.mark_clipped(
+        torch.where(chosen, t.advantages < 0, t.clipped_low),
+        torch.where(chosen, t.advantages > 0, t.clipped_high),
+    )
     return value.masked_fill(chosen, 0.0)
 
 
 def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
-    """Return the log-prob [C, 1] of each target where tokens below min_p times the greatest probability are left out and the
-    others renormalised; -inf for those left out."""
+    """Return the log-prob [C, 1] of each target where tokens below min_p times the greatest
+    probability are left out and the others renormalised; -inf for those left out."""
     least = log_p.detach().amax(-1) + math.log(min_p)
     kept = log_p.detach().masked_fill(log_p < least[:, None], -torch.inf)
     return kept.log_softmax(-1).gather(-1, targets[:, None])
@@ -79,25 +96,40 @@ def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
     over_batch=True,
     rows=log_proxy,
 )
-def lp_reg(t: Tokens, *, share: Share = 0.01, min_p: Share = 0.02, low: NotNegative = 1.0, high: NotNegative = 9.0) -> Tensor:
-    """-A rho + k3(pi || proxy) for protected tokens with pi < proxy, others max(-A rho, -A clip(rho, 1 - low, 1 + high));
-    protected is the share of the tokens with A < 0 that has the lowest log-probs; the proxy is pi without the tokens below
-    min_p times its greatest probability, renormalised."""
+def lp_reg(
+    t: Tokens,
+    *,
+    share: Share = 0.01,
+    min_p: Share = 0.02,
+    low: NotNegative = 1.0,
+    high: NotNegative = 9.0,
+) -> Tensor:
+    """-A rho + k3(pi || proxy) for protected tokens with pi < proxy, others max(-A rho, -A
+    clip(rho, 1 - low, 1 + high)); protected is the share of the tokens with A < 0 that has the
+    lowest log-probs; the proxy is pi without the tokens below min_p times its greatest probability,
+    renormalised."""
     assert t.rows is not None
     proxy = t.rows[:, 0]
     negative = t.mask & (t.advantages < 0)
-    lowest = t.logprobs.detach().masked_fill(~negative, torch.inf).argsort(stable=True)[: number_of(share, negative)]
-    lowest = lowest[proxy[lowest] > -torch.inf]  # min-p leaves the others out: they have no protection
+    lowest = (
+        t.logprobs.detach()
+        .masked_fill(~negative, torch.inf)
+        .argsort(stable=True)[: number_of(share, negative)]
+    )
+    # min-p leaves the others out: they have no protection
+    lowest = lowest[proxy[lowest] > -torch.inf]
     is_protected = choose(t, lowest) & (t.logprobs < proxy)
     value = clipped(t, t.ratio, t.advantages, low, high)
     t.mark_clipped(t.clipped_low & ~is_protected, t.clipped_high & ~is_protected)
     to_proxy = limited(t.logprobs - torch.where(is_protected, proxy, t.logprobs.detach()))
-    return torch.where(is_protected, -t.advantages * t.ratio + (-to_proxy).expm1() + to_proxy, value)
+    return torch.where(
+        is_protected, -t.advantages * t.ratio + (-to_proxy).expm1() + to_proxy, value
+    )
 
 
 def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:
-    """Return the log-probs of the k most probable tokens, of all in a smaller vocabulary, and whether the target is the first
-    of them: [C, k + 1]."""
+    """Return the log-probs of the k most probable tokens, of all in a smaller vocabulary, and
+    whether the target is the first of them: [C, k + 1]."""
     top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)
     return torch.cat([top.values, (top.indices[:, :1] == targets[:, None]).to(log_p.dtype)], -1)
 
@@ -119,9 +151,10 @@ def simko(
     clip_high: NotNegative = 0.2,
     dual_clip: NotNegative = math.inf,
 ) -> Tensor:
-    """ppo with (1 - alpha) rho + (alpha / k) sum_j [sg(rho) / sg(rho_j)] rho_j in place of rho for A > 0, j over the k most
-    probable tokens; penalty A in place of A where A < 0 and the token is the most probable one; both only for tokens whose
-    entropy is above the quantile tau of their response, the others have ppo."""
+    """ppo with (1 - alpha) rho + (alpha / k) sum_j [sg(rho) / sg(rho_j)] rho_j in place of rho for
+    A > 0, j over the k most probable tokens; penalty A in place of A where A < 0 and the token is
+    the most probable one; both only for tokens whose entropy is above the quantile tau of their
+    response, the others have ppo."""
     assert t.rows is not None
     entropy, is_top = t.entropy.detach(), t.rows[:, -1] > 0
     is_high = t.mask & (entropy > t.sequence_quantile(entropy, tau))

@@ -1,4 +1,6 @@
-"""What any loss can be combined with: the mask of the tokens with the highest entropies, and SIREN's term."""
+"""What any loss can be combined with: the mask of the tokens with the highest entropies, and
+SIREN's term.
+"""
 
 import math
 
@@ -9,12 +11,15 @@ from maxrl_fast.algorithms.tokens import Tokens
 
 SIREN_NUCLEUS = 0.8  # the probability of the tokens whose entropy SIREN is about
 SIREN_QUANTILE = 0.8  # of a response's entropies, above which they count
-_TIE = 1e-5  # nats; entropies this near may be equal but for rounding, as those of the first tokens of a prompt's responses
+# nats; entropies this near may be equal but for rounding, as those of the first tokens of a
+# prompt's responses
+_TIE = 1e-5
 
 
 def highest_entropies(t: Tokens, share: float) -> Tensor:
-    """Return which tokens [T] bool have a policy gradient: the ceil(share n) with the highest entropies of the n tokens of the
-    update, and all that equal the lowest of these up to rounding (Wang et al. 2025, arXiv:2506.01939).
+    """Return which tokens [T] bool have a policy gradient: the ceil(share n) with the highest
+    entropies of the n tokens of the update, and all that equal the lowest of these up to rounding
+    (Wang et al. 2025, arXiv:2506.01939).
 
     This is what TRL's top_entropy_quantile keeps where share n is an integer.
     """
@@ -28,8 +33,9 @@ def highest_entropies(t: Tokens, share: float) -> Tensor:
 
 
 def nucleus_entropy(log_p: Tensor) -> Tensor:
-    """Return the entropy [C], in nats, of the nucleus of each row, renormalised: the fewest most probable tokens that have
-    SIREN_NUCLEUS of the probability together. The nucleus is taken as constant."""
+    """Return the entropy [C], in nats, of the nucleus of each row, renormalised: the fewest most
+    probable tokens that have SIREN_NUCLEUS of the probability together. The nucleus is taken as
+    constant."""
     ordered, order = log_p.detach().sort(dim=-1, descending=True, stable=True)
     p = ordered.exp()
     is_in = p.cumsum(-1) - p < SIREN_NUCLEUS  # what comes before has less; the first always is
@@ -42,13 +48,13 @@ def nucleus_entropy(log_p: Tensor) -> Tensor:
 def siren(t: Tokens, entropies: Tensor, coef: float, anchor: Tensor) -> Tensor:
     """Return SIREN's term coef (H - anchor)^2, [] (arXiv:2509.25133).
 
-    H is the mean over the update's responses of the mean nucleus entropy of some of their tokens: of those above the
-    SIREN_QUANTILE of their response, as in the authors' code. A response without such a token, as one of one token, counts with
-    0.
+    H is the mean over the update's responses of the mean nucleus entropy of some of their tokens:
+    of those above the SIREN_QUANTILE of their response, as in the authors' code. A response without
+    such a token, as one of one token, counts with 0.
 
     Args:
-        entropies: [T], nucleus_entropy of each token, with a gradient.
-        anchor: float64 [1], H at the first update of the run; NaN in that update, which takes its own H. What it has taken is
+        entropies: [T], nucleus_entropy of each token, with a gradient. anchor: float64 [1], H at
+        the first update of the run; NaN in that update, which takes its own H. What it has taken is
             the metric siren_anchor, for the learner to keep.
     """
     entropies = entropies.double()

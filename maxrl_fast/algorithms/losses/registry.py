@@ -15,16 +15,19 @@ from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.options import Option, check_options, formula_of, options_of
 from maxrl_fast.algorithms.tokens import Tokens
 
-CLIPS = ("clip_low", "clip_high", "dual_clip")  # numbers of several losses: arguments of ops.policy_gradient_loss
+# numbers of several losses: arguments of ops.policy_gradient_loss
+CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """A token loss: a function of Tokens that returns the loss of each token [T], and what its signature says of it.
+    """A token loss: a function of Tokens that returns the loss of each token [T], and what its
+    signature says of it.
 
     Args:
-        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor, without a gradient.
-        weight: the factor of A grad logp in the descent direction; at rho = 1 it is 1 for every loss, except for the tokens
+        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor, without a
+        gradient. weight: the factor of A grad logp in the descent direction; at rho = 1 it is 1 for
+        every loss, except for the tokens
             that clip_cov, lp_reg and simko choose.
         source: the publication, and the code that the formula was compared with.
         options: its numbers by name.
@@ -32,8 +35,9 @@ class TokenLoss:
         aggregation: that is a part of the loss.
         by_sequence: whether it has a ratio of whole responses.
         over_batch: whether the loss of a token depends on other responses of the update.
-        rows: what it needs of rows of logits: a function of log_p [C, V] and targets [C], and of those of its options that
-            it names, that returns [C, R], with a gradient where the loss needs one.
+        rows: what it needs of rows of logits: a function of log_p [C, V] and targets [C], and of
+            those of its options that it names, that returns [C, R], with a gradient where the loss
+            needs one.
         fused: whether a kernel computes it.
     """
 
@@ -51,31 +55,48 @@ class TokenLoss:
     fused: bool = False
 
     def resolve(self, given: Mapping[str, float] | None) -> dict[str, float]:
-        """Return all options; raise ValueError or TypeError where one is unknown, missing or out of its range."""
+        """Return all options; raise ValueError or TypeError where one is unknown, missing or out of
+        its range.
+        """
         if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"loss_options must be a mapping of names to numbers, got {type(given).__name__}")
+            raise TypeError(
+                f"loss_options must be a mapping of names to numbers, got {type(given).__name__}"
+            )
         return check_options(f"loss {self.name}", self.options, given or {})
 
     def bind(self, options: Mapping[str, float], **clips: float) -> Callable[[Tokens], Tensor]:
         """Return the function with its options, and with those of the given clips that it takes."""
-        taken = {name: value for name, value in clips.items() if name in inspect.signature(self.function).parameters}
+        taken = {
+            name: value
+            for name, value in clips.items()
+            if name in inspect.signature(self.function).parameters
+        }
         return partial(self.function, **options, **taken)
 
 
 LOSSES: dict[str, TokenLoss] = {}
 
 
-def token_loss(source: str, *, weight: str = "", **more: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function in LOSSES under its name; `more` are further fields of its TokenLoss.
+def token_loss(
+    source: str, *, weight: str = "", **more: Any
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the decorated function in LOSSES under its name; `more` are further fields of its
+    TokenLoss.
 
     Raises:
-        ValueError: if a loss of maxrl_fast has the name, or the function has parameters that nothing gives.
+        ValueError: if a loss of maxrl_fast has the name, or the function has parameters that
+        nothing gives.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        row, known = _row_of(function, source=source, weight=weight, **more), LOSSES.get(function.__name__)
+        row, known = (
+            _row_of(function, source=source, weight=weight, **more),
+            LOSSES.get(function.__name__),
+        )
         if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(f"there is a loss {row.name} already, in {known.function.__module__}: choose another name")
+            raise ValueError(
+                f"there is a loss {row.name} already, in {known.function.__module__}: choose another name"
+            )
         LOSSES[row.name] = row
         return function
 
@@ -90,10 +111,15 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
         raise ValueError(f"loss {name} must have a signature that Python can read") from None
     options = {key: option for key, option in options_of(function).items() if key not in CLIPS}
     known = {*options, *CLIPS}
-    if not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+    if not parameters or parameters[0].kind not in (
+        parameters[0].POSITIONAL_ONLY,
+        parameters[0].POSITIONAL_OR_KEYWORD,
+    ):
         raise ValueError(f"loss {name} must take Tokens as its first parameter")
     if others := [x.name for x in parameters[1:] if x.name not in known and x.default is x.empty]:
-        raise ValueError(f"the parameters of loss {name} after Tokens must be keyword-only numbers, got {', '.join(others)}")
+        raise ValueError(
+            f"the parameters of loss {name} after Tokens must be keyword-only numbers, got {', '.join(others)}"
+        )
     return TokenLoss(
         name,
         function,
@@ -109,12 +135,15 @@ def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
     """Return the row of a name in LOSSES, or of a function of Tokens.
 
     Raises:
-        ValueError: if there is no loss of this name, or the function has parameters that nothing gives.
+        ValueError: if there is no loss of this name, or the function has parameters that nothing
+        gives.
     """
     if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
     if isinstance(loss, str) or not callable(loss):
-        raise ValueError(f"loss must be one of {', '.join(LOSSES)}, or a function of ops.Tokens, got {loss!r:.80}")
+        raise ValueError(
+            f"loss must be one of {', '.join(LOSSES)}, or a function of ops.Tokens, got {loss!r:.80}"
+        )
     registered = LOSSES.get(getattr(loss, "__name__", ""))
     if registered is not None and registered.function is loss:
         return registered
@@ -127,26 +156,33 @@ def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
 
 
 def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    """Return whether the loss has a gradient for tokens with advantage 0, which are not computed otherwise.
+    """Return whether the loss has a gradient for tokens with advantage 0, which are not computed
+    otherwise.
 
     The function is tried on seven tokens in three responses.
 
     Raises:
-        ValueError: if it fails on them, or does not return finite losses [T] float64 with a gradient.
+        ValueError: if it fails on them, or does not return finite losses [T] float64 with a
+        gradient.
     """
     if loss.fused:
         return False
-    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():  # the call may be in vmap
+    # the call may be in vmap
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():
         return _learns_without_advantage(loss, options)
 
 
-# What torch.compiler.assume_constant_result does; that would import the compiler, and sympy, with this module.
+# What torch.compiler.assume_constant_result does; that would import the compiler, and sympy, with
+# this module.
 learns_without_advantage._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
 def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    function, has_gradient = loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf), False
+    function, has_gradient = (
+        loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
+        False,
+    )
     for scale in (1.0, 0.0):
         tokens = _example(loss, dict(options), scale)
         try:
@@ -154,18 +190,26 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
         except ValueError:
             raise
         except Exception as error:  # whatever a user's function raises becomes one sentence
-            raise ValueError(f"loss {loss.name} fails on seven tokens: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"loss {loss.name} fails on seven tokens: {type(error).__name__}: {error}"
+            ) from error
         if not values.requires_grad:
-            raise ValueError(f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, got none")
-        inputs = [x for x in (tokens.logprobs, tokens.entropy, tokens.rows) if x is not None and x.requires_grad]
+            raise ValueError(
+                f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, got none"
+            )
+        inputs = [
+            x
+            for x in (tokens.logprobs, tokens.entropy, tokens.rows)
+            if x is not None and x.requires_grad
+        ]
         gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
         has_gradient = any(x is not None and bool(x.any()) for x in gradients)
     return has_gradient
 
 
 def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
-    """Return what a loss function has returned; raise ValueError where it is not a loss of each token [T]. On a CPU a
-    user's must be finite for tokens that are not masked."""
+    """Return what a loss function has returned; raise ValueError where it is not a loss of each
+    token [T]. On a CPU a user's must be finite for tokens that are not masked."""
     wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
     if not isinstance(values, Tensor):
         raise ValueError(f"{wanted}, got {type(values).__name__}")
@@ -173,10 +217,15 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
         raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
     is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
     if is_users and is_host_readable(values):
-        # NaN log-probs are those of a policy that is NaN: as with the losses here, the loss is NaN then.
-        wrong = (tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()).nonzero()[:, 0].tolist()
+        # NaN log-probs are those of a policy that is NaN: as with the losses here, the loss is NaN
+        # then.
+        wrong = (
+            (tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()).nonzero()[:, 0].tolist()
+        )
         if wrong:
-            raise ValueError(f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token {wrong[0]}")
+            raise ValueError(
+                f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token {wrong[0]}"
+            )
     return values
 
 
@@ -184,8 +233,13 @@ def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tok
     """Return seven tokens with advantages of both signs, times `scale`."""
     place = torch.arange(7, dtype=torch.float64)
     logprobs = -0.3 - (place * 1.7).sin().square()
-    targets, log_p = torch.arange(7) % 16, torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1)
-    rows = call_rows(loss, options, log_p.requires_grad_(), targets) if loss.rows is not None else None
+    targets, log_p = (
+        torch.arange(7) % 16,
+        torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1),
+    )
+    rows = (
+        call_rows(loss, options, log_p.requires_grad_(), targets) if loss.rows is not None else None
+    )
     return Tokens(
         logprobs=logprobs.requires_grad_(),
         entropy=(0.5 + (place * 0.9).cos().square()).requires_grad_(),
@@ -200,7 +254,9 @@ def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tok
     )
 
 
-def call_rows(loss: TokenLoss, options: Mapping[str, float], log_p: Tensor, targets: Tensor) -> Tensor:
+def call_rows(
+    loss: TokenLoss, options: Mapping[str, float], log_p: Tensor, targets: Tensor
+) -> Tensor:
     """Return what the loss needs of rows of log-probs [C, V] with these targets [C]."""
     assert loss.rows is not None
     return loss.rows(log_p, targets, **{name: options[name] for name in options_of(loss.rows)})

@@ -18,7 +18,13 @@ from maxrl_fast.algorithms.tokens import Tokens
     by_sequence=True,
     aggregation="seq_mean_token_sum",
 )
-def luspo(t: Tokens, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.2, dual_clip: NotNegative = math.inf) -> Tensor:
+def luspo(
+    t: Tokens,
+    *,
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    dual_clip: NotNegative = math.inf,
+) -> Tensor:
     """gspo times the number of the response's tokens: aggregation seq_mean_token_sum."""
     return gspo(t, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
@@ -29,10 +35,15 @@ def luspo(t: Tokens, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.
     by_sequence=True,
 )
 def gmpo(t: Tokens, *, low: NotNegative = 0.4, high: NotNegative = 0.4) -> Tensor:
-    """-A s, s = exp(mean_t x_t), x_t = min(log rho_t, high) for A >= 0 and max(log rho_t, -low) below."""
+    """-A s, s = exp(mean_t x_t), x_t = min(log rho_t, high) for A >= 0 and max(log rho_t, -low)
+    below.
+    """
     x = (t.logprobs - t.old_logprobs).detach()
-    # By the sign bit: a factor of 0 makes an advantage below 0 a -0, and its token is clipped as before.
-    s = t.sequence_ratio(t.sequence_mean(torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high))))
+    # By the sign bit: a factor of 0 makes an advantage below 0 a -0, and its token is clipped as
+    # before.
+    s = t.sequence_ratio(
+        t.sequence_mean(torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high)))
+    )
     below, above = (t.advantages < 0) & (x < -low), (t.advantages > 0) & (x > high)
     t.mark_clipped(below, above)
     return -t.advantages * torch.where(below | above, s.detach(), s)
@@ -47,7 +58,9 @@ def vespo(
     k_negative: NotNegative = 3.0,
     lambda_negative: NotNegative = 2.0,
 ) -> Tensor:
-    """-sg(phi(w)) A logp, w = prod_t rho_t, phi(w) = e^lambda w^k e^(-lambda w), k and lambda by the sign of A."""
+    """-sg(phi(w)) A logp, w = prod_t rho_t, phi(w) = e^lambda w^k e^(-lambda w), k and lambda by
+    the sign of A.
+    """
     w = t.sequence_ratio(t.sequence_sum(t.log_ratio)).detach()
     k, rate = t.by_sign(k_positive, k_negative), t.by_sign(lambda_positive, lambda_negative)
     return -(rate + k * w.log() - rate * w).exp() * t.advantages * t.logprobs
@@ -64,11 +77,12 @@ def topr(t: Tokens) -> Tensor:
 
 
 def far_responses(t: Tokens, delta: float) -> Tensor:
-    """Return which tokens [T] are of responses with A < 0 that the policy has moved away from: the mean over the response of
-    log(pi_old / pi) is above delta, in nats per token.
+    """Return which tokens [T] are of responses with A < 0 that the policy has moved away from: the
+    mean over the response of log(pi_old / pi) is above delta, in nats per token.
 
-    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has the advantage 0, so that the policy is not
-    pushed further. The loss's denominator still counts it, and its divergence and entropy terms stay.
+    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has the advantage 0,
+    so that the policy is not pushed further. The loss's denominator still counts it, and its
+    divergence and entropy terms stay.
     """
     is_far = (t.advantages < 0) & (t.sequence_mean(t.old_logprobs - t.logprobs.detach()) > delta)
     lengths = t.cu_seqlens.diff()

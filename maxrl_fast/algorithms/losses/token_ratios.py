@@ -22,11 +22,19 @@ def sapo(t: Tokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.
     "DPPO 2026, arXiv:2602.04879, with the KL term of Kimi K2.5, as prime-rl's default loss",
     weight="rho, and 0 where the probability has moved too far; and the pull of (log rho)^2 on every token",
 )
-def dppo(t: Tokens, *, low: NotNegative = 0.2, high: NotNegative = 0.2, kl: NotNegative = 1e-3) -> Tensor:
-    """-A rho, 0 where A > 0 and pi - pi_old > high, or A < 0 and pi - pi_old < -low; plus kl (log rho)^2."""
+def dppo(
+    t: Tokens, *, low: NotNegative = 0.2, high: NotNegative = 0.2, kl: NotNegative = 1e-3
+) -> Tensor:
+    """-A rho, 0 where A > 0 and pi - pi_old > high, or A < 0 and pi - pi_old < -low; plus kl (log
+    rho)^2.
+    """
     ratio = t.ratio.detach()
-    change = t.logprobs.detach().exp() * (ratio - 1)  # (pi - pi_old) rho, compared with the bounds times rho
-    below, above = (t.advantages < 0) & (change < -low * ratio), (t.advantages > 0) & (change > high * ratio)
+    # (pi - pi_old) rho, compared with the bounds times rho
+    change = t.logprobs.detach().exp() * (ratio - 1)
+    below, above = (
+        (t.advantages < 0) & (change < -low * ratio),
+        (t.advantages > 0) & (change > high * ratio),
+    )
     t.mark_clipped(below, above)
     return torch.where(below | above, 0.0, -t.advantages * t.ratio) + kl * t.log_ratio.square()
 
@@ -44,9 +52,14 @@ def dispo(
     high_negative: NotNegative = 101.0,
 ) -> Tensor:
     """-sg(clip(rho, low, high)) A logp, bounds by the sign of A."""
-    for sign, low, high in (("positive", low_positive, high_positive), ("negative", low_negative, high_negative)):
+    for sign, low, high in (
+        ("positive", low_positive, high_positive),
+        ("negative", low_negative, high_negative),
+    ):
         if low > high:
-            raise ValueError(f"low_{sign} of dispo must be at most its high_{sign}, {high:g}, got {low:g}")
+            raise ValueError(
+                f"low_{sign} of dispo must be at most its high_{sign}, {high:g}, got {low:g}"
+            )
     ratio = t.ratio.detach()
     least, most = t.by_sign(low_positive, low_negative), t.by_sign(high_positive, high_negative)
     t.mark_clipped(ratio < least, ratio > most)

@@ -1,4 +1,6 @@
-"""Generalized advantage estimation over packed responses (Schulman et al. 2016, arXiv:1506.02438)."""
+"""Generalized advantage estimation over packed responses (Schulman et al. 2016,
+arXiv:1506.02438).
+"""
 
 import torch
 from torch import Tensor
@@ -7,12 +9,16 @@ _EPS = 1e-8  # added to the variance, as in verl
 _ROUNDING = 1e-12  # relative, of sums of squares in float64
 
 
-def gae_advantages(values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+def gae_advantages(
+    values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
     """Return the advantage of every token, float64 [T].
 
-    The reward r is given at each response's last token. The value after it is 0, also if the response was truncated:
+    The reward r is given at each response's last token. The value after it is 0, also if the
+    response was truncated:
 
-        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum_l (gamma gae_lambda)^l delta_{t+l}  (eqs. 11 and 16).
+        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum_l (gamma gae_lambda)^l delta_{t+l}  (eqs. 11
+        and 16).
 
     Args:
         values: [T], V of the state before each token.
@@ -22,11 +28,16 @@ def gae_advantages(values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: f
     """
     lengths, size = cu_seqlens.diff(), len(values)
     # [T] number of later tokens in the same response
-    behind = cu_seqlens[1:].repeat_interleave(lengths, output_size=size) - 1 - torch.arange(size, device=values.device)
+    behind = (
+        cu_seqlens[1:].repeat_interleave(lengths, output_size=size)
+        - 1
+        - torch.arange(size, device=values.device)
+    )
     values, is_last = values.double(), behind == 0
     given = rewards.double().repeat_interleave(lengths, output_size=size)
     sums = torch.where(is_last, given, gamma * values.roll(-1)) - values  # [T], delta_t
-    # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places later.
+    # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places
+    # later.
     longest = int(lengths.max()) if size else 0
     shift, factor = 1, gamma * gae_lambda
     while shift < longest:
@@ -47,7 +58,8 @@ def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, counts: Tensor) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns), float64, over the tokens in `counts`, bool [T].
+    """Return 1 - Var(returns - values) / Var(returns), float64, over the tokens in `counts`, bool
+    [T].
 
     It is 0 if the returns are equal up to rounding.
     """

@@ -1,4 +1,6 @@
-"""Objectives with the advantages of an estimator (algorithms/estimators/), computed once per step."""
+"""Objectives with the advantages of an estimator (algorithms/estimators/), computed once per
+step.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs
 
-AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}  # the others: token_mean
+# the others: token_mean
+AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}
 
 
 @dataclass
@@ -30,7 +33,8 @@ class GroupObjective:
     options: dict[str, Any]
     loss: str = "ppo"
     owns_loss: bool = False
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
+    # [G, N]
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @property
     def row(self) -> Estimator:
@@ -38,7 +42,11 @@ class GroupObjective:
 
     @property
     def aggregation(self) -> str:
-        return AGGREGATIONS.get(self.estimator, "token_mean") if isinstance(self.estimator, str) else "token_mean"
+        return (
+            AGGREGATIONS.get(self.estimator, "token_mean")
+            if isinstance(self.estimator, str)
+            else "token_mean"
+        )
 
     @property
     def needs(self) -> Needs:
@@ -58,17 +66,23 @@ class GroupObjective:
             "logprobs": -torch.arange(1.0, num_rollouts + 1).expand(shape),
             "greedy_correct": torch.tensor([False, False]),
             "greedy_rewards": torch.tensor([0.5, 0.5]),
-            "reward_parts": torch.stack([wrong_then_correct, torch.arange(float(num_rollouts)).expand(shape)]),
+            "reward_parts": torch.stack(
+                [wrong_then_correct, torch.arange(float(num_rollouts)).expand(shape)]
+            ),
             "prompts": [0, 1],
             "log_ratios": torch.zeros(shape),
         }
         inputs: dict[str, Any] = {name: known[name] for name in self.row.inputs}
-        return bool(group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any())
+        return bool(
+            group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any()
+        )
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         rewards, rollouts, greedy = batch.rewards, batch.rollouts, batch.greedy_rewards
-        valid = batch.valid if self.row.takes_valid else None  # a custom function may take failed rewards as 0
-        # Computed on demand: an estimator takes few of these, and reading the prompts' indices waits for the device.
+        # a custom function may take failed rewards as 0
+        valid = batch.valid if self.row.takes_valid else None
+        # Computed on demand: an estimator takes few of these, and reading the prompts' indices
+        # waits for the device.
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
@@ -79,7 +93,9 @@ class GroupObjective:
         }
         inputs = {name: known[name]() for name in self.row.inputs}
         try:
-            values = group_advantage(rewards, self.estimator, valid=valid, **inputs, **self.options_for(batch))
+            values = group_advantage(
+                rewards, self.estimator, valid=valid, **inputs, **self.options_for(batch)
+            )
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}") from error
         self._values = values if batch.valid is None else values.masked_fill(~batch.valid, 0.0)

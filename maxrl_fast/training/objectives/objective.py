@@ -1,4 +1,6 @@
-"""The interface of objectives: the advantages that multiply each response's log-probs in the loss."""
+"""The interface of objectives: the advantages that multiply each response's log-probs in the
+loss.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,17 +17,19 @@ class Needs:
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
     parts: bool = False  # each of several rewards, not only their sum
-    answers: bool = False  # the reward is the probability of the reference answer, which replaces each response's own
+    # the reward is the probability of the reference answer, which replaces each response's own
+    answers: bool = False
     token_weights: bool = False  # a factor per token in the loss
-    critic: bool = False  # a value function V of the state before each token, trained with the policy
+    # a value function V of the state before each token, trained with the policy
+    critic: bool = False
     logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
 
 
 class Objective(Protocol):
     """An objective of a run.
 
-    The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another loss of the log-prob ratios
-    with the same A_i. An objective chooses A_i.
+    The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another
+    loss of the log-prob ratios with the same A_i. An objective chooses A_i.
     """
 
     @property
@@ -41,12 +45,14 @@ class Objective(Protocol):
 
     @property
     def owns_loss(self) -> bool:
-        """Whether loss and aggregation are fixed by the objective. Then options cannot change them, and importance weights do
-        not apply."""
+        """Whether loss and aggregation are fixed by the objective. Then options cannot change them,
+        and importance weights do not apply."""
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Host tensors, by name, that the next step needs. Checkpoints store them and load them in place."""
+        """Host tensors, by name, that the next step needs. Checkpoints store them and load them in
+        place.
+        """
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         """Return whether a group of all-0 or all-1 rewards has nonzero advantages."""
@@ -54,16 +60,18 @@ class Objective(Protocol):
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         """Take a step's samples and rewards before its first update; return the batch to train on.
 
-        An objective with an advantage for every token, of either sign, returns batch.weighted(advantages [T]) and gives every
-        response the advantage 1.
+        An objective with an advantage for every token, of either sign, returns
+        batch.weighted(advantages [T]) and gives every response the advantage 1.
         """
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        """Return the advantages [S] of all samples for an update on `sequences`: whole groups' samples with a reward, int64 on
-        the host.
+        """Return the advantages [S] of all samples for an update on `sequences`: whole groups'
+        samples with a reward, int64 on the host.
 
         Samples that no update has used yet may have the advantage 0.
         """
 
     def end(self) -> dict[str, float]:
-        """After the last update: train what the objective trains besides the policy, and return its metrics of the step."""
+        """After the last update: train what the objective trains besides the policy, and return its
+        metrics of the step.
+        """

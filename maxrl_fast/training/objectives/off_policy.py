@@ -1,7 +1,9 @@
-"""Objectives that weight whole responses by the ratio of the policy to the sampler: estimators with the input log_ratios.
+"""Objectives that weight whole responses by the ratio of the policy to the sampler: estimators with
+the input log_ratios.
 
-Every update changes the ratios, so each update recomputes the advantages with one more forward pass over its samples. The
-gradient equals the gradient of -(1/S) sum_i A_i log pi(y_i), with log pi(y_i) summed over the response.
+Every update changes the ratios, so each update recomputes the advantages with one more forward pass
+over its samples. The gradient equals the gradient of -(1/S) sum_i A_i log pi(y_i), with log pi(y_i)
+summed over the response.
 """
 
 from dataclasses import dataclass, field
@@ -28,9 +30,11 @@ class _Step:
     learner: Learner
     options: dict[str, Any]
     cu_seqlens: Tensor  # [S+1] of the responses, on the host
-    learns: Tensor  # [G] bool on the host: groups with an advantage other than 0; no ratio changes that
+    # [G] bool on the host: groups with an advantage other than 0; no ratio changes that
+    learns: Tensor
     values: Tensor  # [S] advantages, filled in by each update
-    ratios: list[Tensor] = field(default_factory=list)  # one tensor per update, one ratio per response
+    # one tensor per update, one ratio per response
+    ratios: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -53,7 +57,9 @@ class OffPolicyObjective(GroupObjective):
         rewards, options = batch.rewards, self.options_for(batch)
         at_one = self._estimate(batch, rewards, batch.valid, torch.zeros_like(rewards), options)
         cu_seqlens, learns = to_host(batch.rollouts.cu_seqlens, at_one.any(1))
-        self._step = _Step(batch, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten()))
+        self._step = _Step(
+            batch, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten())
+        )
         return batch
 
     def advantages(self, sequences: Tensor) -> Tensor:
@@ -71,19 +77,29 @@ class OffPolicyObjective(GroupObjective):
         )
         own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
         if is_host_readable(own_ratios) and bool(own_ratios.isnan().any()):
-            step.values[chosen] = torch.nan  # as on a GPU; the update then reports the non-finite value
+            # as on a GPU; the update then reports the non-finite value
+            step.values[chosen] = torch.nan
             return step.values
         log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)
         valid = None if batch.valid is None else batch.valid[groups]
-        step.values.view(shape)[groups] = self._estimate(batch, batch.rewards[groups], valid, log_ratios[groups], step.options)
+        step.values.view(shape)[groups] = self._estimate(
+            batch, batch.rewards[groups], valid, log_ratios[groups], step.options
+        )
         step.ratios.append(own_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         return step.values
 
     def _estimate(
-        self, batch: RolloutBatch, rewards: Tensor, valid: Tensor | None, log_ratios: Tensor, options: dict[str, Any]
+        self,
+        batch: RolloutBatch,
+        rewards: Tensor,
+        valid: Tensor | None,
+        log_ratios: Tensor,
+        options: dict[str, Any],
     ) -> Tensor:
         try:
-            return group_advantage(rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options)
+            return group_advantage(
+                rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options
+            )
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}") from error
 
@@ -94,4 +110,7 @@ class OffPolicyObjective(GroupObjective):
             return {}
         ratios = torch.cat(step.ratios)
         numbers = to_host(ratios.mean(), ratios.amin(), ratios.amax())
-        return {f"sequence_ratio_{name}": float(x) for name, x in zip(("mean", "min", "max"), numbers, strict=True)}
+        return {
+            f"sequence_ratio_{name}": float(x)
+            for name, x in zip(("mean", "min", "max"), numbers, strict=True)
+        }

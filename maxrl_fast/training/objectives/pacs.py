@@ -1,8 +1,10 @@
-"""PACS in the trainer: advantages with which the learner's REINFORCE loss has the gradient of the PACS loss.
+"""PACS in the trainer: advantages with which the learner's REINFORCE loss has the gradient of the
+PACS loss.
 
-The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of each group. It has the gradient of
--(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages depend on the policy, so each update computes them
-from whole groups. `pacs_paper` adds the actor term of the paper's eq. 5, the log-likelihood of the outcome.
+The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of each group.
+It has the gradient of -(1/B) sum_i A_i sum_t logp_t with A_i = -beta B dL/dr_i. These advantages
+depend on the policy, so each update computes them from whole groups. `pacs_paper` adds the actor
+term of the paper's eq. 5, the log-likelihood of the outcome.
 """
 
 from dataclasses import dataclass, field
@@ -33,13 +35,13 @@ class PacsObjective:
     """The objectives pacs and pacs_paper.
 
     Args:
-        beta: scale of the reward proxies, in reward per nat of log-ratio.
-        score, class_weight: score and weight of ops.pacs_loss.
-        updates_per_step: with one, the policy is its own reference and no forward pass is needed.
-        has_actor: `pacs_paper`, with the actor term and a frozen reference policy; otherwise the reference is the sampling
+        beta: scale of the reward proxies, in reward per nat of log-ratio. score, class_weight:
+        score and weight of ops.pacs_loss. updates_per_step: with one, the policy is its own
+        reference and no forward pass is needed. has_actor: `pacs_paper`, with the actor term and a
+        frozen reference policy; otherwise the reference is the sampling
             policy.
-        ref_reset_interval: number of steps after which the policy becomes the reference policy and the optimizer restarts; 0:
-            never.
+        ref_reset_interval: number of steps after which the policy becomes the reference policy and
+            the optimizer restarts; 0: never.
     """
 
     beta: float = 1.0
@@ -66,18 +68,33 @@ class PacsObjective:
         return False
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
-        reference = learner.reference if self.has_actor else learner.model if self.updates_per_step > 1 else None
-        # Computed by the learner, not taken from the rollout engine: rounding differences would add up over a response.
-        ref_logprobs = None if reference is None else learner.passes.logprobs(reference, batch, batch.sequences)
+        reference = (
+            learner.reference
+            if self.has_actor
+            else learner.model
+            if self.updates_per_step > 1
+            else None
+        )
+        # Computed by the learner, not taken from the rollout engine: rounding differences would add
+        # up over a response.
+        ref_logprobs = (
+            None
+            if reference is None
+            else learner.passes.logprobs(reference, batch, batch.sequences)
+        )
         cu_seqlens = torch.zeros(0) if ref_logprobs is None else batch.rollouts.cu_seqlens.cpu()
-        self._step = _Step(batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten()))
+        self._step = _Step(
+            batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten())
+        )
         return batch
 
     def advantages(self, sequences: Tensor) -> Tensor:
         step = self._step
         assert step is not None, "begin comes first"
         device, sequences = step.values.device, sequences.cpu()
-        group_sizes = (sequences // step.batch.num_rollouts).unique_consecutive(return_counts=True)[1]
+        group_sizes = (sequences // step.batch.num_rollouts).unique_consecutive(return_counts=True)[
+            1
+        ]
         offsets, chosen = to_device(device, cumulative(group_sizes), sequences)
         if step.ref_logprobs is None:
             proxies = torch.zeros(len(sequences), device=device)
@@ -97,8 +114,8 @@ class PacsObjective:
         (grad_proxies,) = torch.autograd.grad(loss, proxies)
         cross_entropy = metrics.pop("cross_entropy")
         metrics["loss"] = loss.detach() / max(len(sequences), 1)
-        # The actor term takes the log-likelihood without class weights: with them it would push rare correct rollouts down by
-        # more than the critic's term pushes them up.
+        # The actor term takes the log-likelihood without class weights: with them it would push
+        # rare correct rollouts down by more than the critic's term pushes them up.
         actor = -cross_entropy if self.has_actor else 0.0
         step.values[chosen] = actor - self.beta * grad_proxies
         step.metrics.append(metrics)
@@ -107,8 +124,18 @@ class PacsObjective:
     def end(self) -> dict[str, float]:
         step, self._step = self._step, None
         assert step is not None, "begin comes first"
-        if self.has_actor and self.ref_reset_interval and step.batch.step % self.ref_reset_interval == 0:
+        if (
+            self.has_actor
+            and self.ref_reset_interval
+            and step.batch.step % self.ref_reset_interval == 0
+        ):
             step.learner.restart_from_reference()
         metrics = step.metrics
-        means = {name: sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics) for name in metrics[0]}
-        return {f"pacs_{name}": float(value) for name, value in zip(means, to_host(*means.values()), strict=True)}
+        means = {
+            name: sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics)
+            for name in metrics[0]
+        }
+        return {
+            f"pacs_{name}": float(value)
+            for name, value in zip(means, to_host(*means.values()), strict=True)
+        }

@@ -1,4 +1,6 @@
-"""PPO with a critic: token advantages from a learned value function, which is trained after each step's policy updates."""
+"""PPO with a critic: token advantages from a learned value function, which is trained after each
+step's policy updates.
+"""
 
 import contextlib
 import math
@@ -44,10 +46,12 @@ class _Step:
 class PpoObjective:
     """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347).
 
-    Token advantages come from gae.gae_advantages and are whitened over the step's tokens whose reward is known. The critic
-    learns the returns A + V, with A before whitening, after the policy updates and on the same minibatches.
+    Token advantages come from gae.gae_advantages and are whitened over the step's tokens whose
+    reward is known. The critic learns the returns A + V, with A before whitening, after the policy
+    updates and on the same minibatches.
 
-    The learner takes an advantage per response, here 1, and a factor per token, here the token's advantage.
+    The learner takes an advantage per response, here 1, and a factor per token, here the token's
+    advantage.
     """
 
     gamma: float = 1.0
@@ -73,7 +77,9 @@ class PpoObjective:
         values = state_values(learner, batch)
         _check_finite(values, batch)
         counts = batch.known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
-        advantages = gae_advantages(values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda)
+        advantages = gae_advantages(
+            values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda
+        )
         self._step = _Step(batch, learner, values, (advantages + values).float(), counts)
         return batch.weighted(whitened(advantages, counts).float())
 
@@ -90,7 +96,9 @@ class PpoObjective:
         update = partial(update_critic, learner, step.batch, step.values, step.returns, when=when)
         done = [update(sequences) for sequences in step.minibatches]
         mean = torch.where(step.counts, step.values, 0.0).sum() / step.counts.sum().clamp_min(1)
-        value_mean, explained = to_host(mean, explained_variance(step.values, step.returns, step.counts))
+        value_mean, explained = to_host(
+            mean, explained_variance(step.values, step.returns, step.counts)
+        )
         return {
             "value_loss": sum(loss for loss, _ in done) / len(done),
             "explained_variance": float(explained),
@@ -100,7 +108,9 @@ class PpoObjective:
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
-    """Return the critic's value of the state before each token, float32 [T], the same on all ranks; all must call this."""
+    """Return the critic's value of the state before each token, float32 [T], the same on all ranks;
+    all must call this.
+    """
     assert learner.critic is not None
 
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -110,13 +120,20 @@ def state_values(learner: Learner, samples: Samples) -> Tensor:
 
 
 def update_critic(
-    learner: Learner, samples: Samples, old_values: Tensor, returns: Tensor, sequences: Tensor, *, when: str
+    learner: Learner,
+    samples: Samples,
+    old_values: Tensor,
+    returns: Tensor,
+    sequences: Tensor,
+    *,
+    when: str,
 ) -> tuple[float, float]:
-    """Take one optimizer step of the critic on some of the samples, the same step on all ranks, which must all call this.
+    """Take one optimizer step of the critic on some of the samples, the same step on all ranks,
+    which must all call this.
 
     Args:
-        old_values, returns: [T] of all samples.
-        sequences: int64 on the host, ascending: the samples of this update. The loss is the mean over their tokens; without
+        old_values, returns: [T] of all samples. sequences: int64 on the host, ascending: the
+        samples of this update. The loss is the mean over their tokens; without
             tokens there is no step.
 
     Returns:
@@ -136,8 +153,15 @@ def update_critic(
     total = torch.zeros((), dtype=torch.float64, device=returns.device)
     for batch, is_padding, is_last in learner.passes.micro_batches(packer, sequences):
         with contextlib.nullcontext() if is_last else gradients_stay(critic.module):
-            values = values_of(run_batch(critic.module, batch, learner.dtype), critic.model.output_matrix)
-            of_tokens = value_loss(values, old_values[batch.target_index], returns[batch.target_index], critic.value_clip)
+            values = values_of(
+                run_batch(critic.module, batch, learner.dtype), critic.model.output_matrix
+            )
+            of_tokens = value_loss(
+                values,
+                old_values[batch.target_index],
+                returns[batch.target_index],
+                critic.value_clip,
+            )
             part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
             (0 * part if is_padding else part).backward()
         if not is_padding:
@@ -145,7 +169,9 @@ def update_critic(
     before_clipping = full_tensor(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
     loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise CriticError(f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}")
+        raise CriticError(
+            f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}"
+        )
     for group in critic.optimizer.param_groups:
         group["lr"] = critic.lr
     critic.optimizer.step()
@@ -158,4 +184,6 @@ def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
         token = int(broken[0])
         sequence = int(torch.searchsorted(batch.rollouts.cu_seqlens, token, right=True)) - 1
         prompt = int(batch.prompts.ids[sequence // batch.num_rollouts])
-        raise CriticError(f"step {batch.step}: the critic's value of a token is {float(values[token])} for prompt {prompt}")
+        raise CriticError(
+            f"step {batch.step}: the critic's value of a token is {float(values[token])} for prompt {prompt}"
+        )

@@ -43,10 +43,9 @@ class ObjectiveRow:
     """An objective that is not an estimator.
 
     Args:
-        make: builds the objective from the updates per step; its keyword-only parameters are the objective's options.
-        formula, needs, source: texts that `python -m maxrl_fast.objectives` prints, as for estimators.
-        loss: its token loss without --loss.
-        min_rollouts: smallest N.
+        make: builds the objective from the updates per step; its keyword-only parameters are the
+        objective's options. formula, needs, source: texts that `python -m maxrl_fast.objectives`
+        prints, as for estimators. loss: its token loss without --loss. min_rollouts: smallest N.
         takes_one_naive: whether N = 1 is allowed with --score naive.
     """
 
@@ -66,15 +65,22 @@ class ObjectiveRow:
 Beta = Annotated[Positive, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")]
 Score = Annotated[
     Literal["rloo", "grpo", "dr_grpo", "naive"],
-    Help("Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."),
+    Help(
+        "Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."
+    ),
 ]
 ClassWeight = Annotated[
-    Literal["balanced", "none"], Help("PACS's weights of correct and wrong rollouts: balanced in every group, or none.")
+    Literal["balanced", "none"],
+    Help("PACS's weights of correct and wrong rollouts: balanced in every group, or none."),
 ]
 
 
 def _pacs(
-    updates_per_step: int, *, beta: Beta = 1.0, score: Score = "rloo", class_weight: ClassWeight = "balanced"
+    updates_per_step: int,
+    *,
+    beta: Beta = 1.0,
+    score: Score = "rloo",
+    class_weight: ClassWeight = "balanced",
 ) -> Objective:
     return PacsObjective(beta, score, class_weight, updates_per_step)
 
@@ -87,10 +93,19 @@ def _pacs_paper(
     class_weight: ClassWeight = "balanced",
     ref_reset_interval: Annotated[
         CountOrZero,
-        Help("Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."),
+        Help(
+            "Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."
+        ),
     ] = 50,
 ) -> Objective:
-    return PacsObjective(beta, score, class_weight, updates_per_step, has_actor=True, ref_reset_interval=ref_reset_interval)
+    return PacsObjective(
+        beta,
+        score,
+        class_weight,
+        updates_per_step,
+        has_actor=True,
+        ref_reset_interval=ref_reset_interval,
+    )
 
 
 def _rl_zvp(
@@ -104,7 +119,9 @@ def _rl_zvp(
 
 
 def _riskpo(
-    _: int, *, bundle_size: Annotated[Count, Help("Prompts in a bundle of riskpo; it divides --prompts.")] = 5
+    _: int,
+    *,
+    bundle_size: Annotated[Count, Help("Prompts in a bundle of riskpo; it divides --prompts.")] = 5,
 ) -> Objective:
     return RiskpoObjective(bundle_size)
 
@@ -119,12 +136,16 @@ def _ppo(
     ] = 1.0,
     gae_lambda: Annotated[
         UnitInterval,
-        Help("Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."),
+        Help(
+            "Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."
+        ),
         Aka("lam lambd lambda_ gae_lam"),
     ] = 1.0,
     value_clip: Annotated[
         NotNegative,
-        Help("Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."),
+        Help(
+            "Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."
+        ),
         Aka("cliprange_value value_clip_range clip_range_vf clip_range_value"),
     ] = 0.2,
     critic_lr: Annotated[
@@ -203,7 +224,9 @@ def objective_options(name: str) -> dict[str, Option]:
     Raises InputError if there is no such objective, or a custom one cannot be loaded.
     """
     if name not in OBJECTIVES and not is_custom(name):
-        raise InputError(f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}")
+        raise InputError(
+            f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}"
+        )
     if name in OWN:
         return OWN[name].options
     row = _row(name)
@@ -211,8 +234,8 @@ def objective_options(name: str) -> dict[str, Option]:
 
 
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
-    """Return the defaults of an objective's options at N rollouts; None where one must be given or the configuration works it
-    out.
+    """Return the defaults of an objective's options at N rollouts; None where one must be given or
+    the configuration works it out.
 
     Raises InputError as `objective_options`.
     """
@@ -243,7 +266,9 @@ def default_loss(name: str) -> str:
     return OffPolicyObjective.loss if takes_ratios else GroupObjective.loss
 
 
-def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1) -> Objective:
+def make_objective(
+    name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1
+) -> Objective:
     """Build the objective of a run; options that are not `given` take their defaults.
 
     Raises:
@@ -253,17 +278,27 @@ def make_objective(name: str, given: Mapping[str, Any], num_rollouts: int, updat
     options = objective_defaults(name, num_rollouts) | dict(given)
     if name in OWN:
         own = OWN[name]
-        if num_rollouts < own.min_rollouts and not (own.takes_one_naive and options["score"] == "naive"):
+        if num_rollouts < own.min_rollouts and not (
+            own.takes_one_naive and options["score"] == "naive"
+        ):
             but = ", but with --score naive" if own.takes_one_naive else ""
-            raise ValueError(f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got {num_rollouts}")
+            raise ValueError(
+                f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got {num_rollouts}"
+            )
         check_options(name, own.options, options)
         return own.make(updates_per_step, **options)
     row = _row(name)
     if num_rollouts < row.min_rollouts:
-        raise ValueError(f"{row.name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}")
+        raise ValueError(
+            f"{row.name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}"
+        )
     row.resolve_size(num_rollouts, options.get("k"), options.get("order"))
-    given = {key: value for key, value in options.items() if key in row.options and value is not None}
+    given = {
+        key: value for key, value in options.items() if key in row.options and value is not None
+    }
     check_options(row.name, row.options, given)
     estimator = name if name in ESTIMATORS else row
     try_out(row, estimator, num_rollouts, **options)
-    return (OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective)(estimator, options)
+    return (OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective)(
+        estimator, options
+    )

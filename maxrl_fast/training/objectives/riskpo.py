@@ -1,4 +1,6 @@
-"""RiskPO: advantages from the scores of bundles of prompts, relative to quantiles that are tracked over the run."""
+"""RiskPO: advantages from the scores of bundles of prompts, relative to quantiles that are tracked
+over the run.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -18,17 +20,19 @@ _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts
 
 @dataclass
 class RiskpoObjective:
-    """RiskPO (arXiv:2510.00911), mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO).
+    """RiskPO (arXiv:2510.00911), mixed value at risk, with the settings of the authors' script
+    (RTkenny/RiskPO).
 
-    A bundle is `bundle_size` consecutive prompts. Its n-th paper is the n-th rollout of each prompt; the paper's score s is the
-    sum of their rewards. With the tracked quantiles a and b of all scores at the levels LOW and HIGH,
+    A bundle is `bundle_size` consecutive prompts. Its n-th paper is the n-th rollout of each
+    prompt; the paper's score s is the sum of their rewards. With the tracked quantiles a and b of
+    all scores at the levels LOW and HIGH,
 
-        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW,
-        A_i = (1.5 c + x) / 2.5 / (std of s over the papers of the bundle) / (std of r over the group of i),
+        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW, A_i = (1.5 c + x) /
+        2.5 / (std of s over the papers of the bundle) / (std of r over the group of i),
 
-    where a standard deviation of 0 counts as 1. The authors' code does so only for r, which gives a bundle of equal scores
-    advantages of 1e6. The first step sets a and b to the quantiles of its own scores; every step ends with q += .1 (level -
-    share of scores below q).
+    where a standard deviation of 0 counts as 1. The authors' code does so only for r, which gives a
+    bundle of equal scores advantages of 1e6. The first step sets a and b to the quantiles of its
+    own scores; every step ends with q += .1 (level - share of scores below q).
 
     Attributes:
         quantiles: float64 [2], a and b; NaN before the first step. Checkpoints store them.
@@ -38,9 +42,13 @@ class RiskpoObjective:
     loss: str = "ppo"
     aggregation: str = "token_mean"
     owns_loss: bool = False
-    quantiles: Tensor = field(default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False)
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
-    _scores: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [papers with a score]
+    quantiles: Tensor = field(
+        default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False
+    )
+    # [G, N]
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    # [papers with a score]
+    _scores: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @property
     def needs(self) -> Needs:
@@ -54,7 +62,8 @@ class RiskpoObjective:
         return True
 
     def begin(self, batch: RolloutBatch, learner: Learner | None) -> RolloutBatch:
-        rewards = batch.rewards.double().cpu()  # to the host: they are few, and the quantiles are there
+        # to the host: they are few, and the quantiles are there
+        rewards = batch.rewards.double().cpu()
         known = batch.known.cpu()
         bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
@@ -62,7 +71,9 @@ class RiskpoObjective:
         self._scores = scores[has_score]
         self._start()
         low, high = self.quantiles
-        within = ((scores - low).clamp_min(0) - (scores - high).clamp_min(0) + low - high) / (HIGH - LOW + _EPS)
+        within = ((scores - low).clamp_min(0) - (scores - high).clamp_min(0) + low - high) / (
+            HIGH - LOW + _EPS
+        )
         below = -(low - scores).clamp_min(0) / (LOW + _EPS)
         mixed = (_MIX * below + within) / (_MIX + 1) / (_spread(scores, has_score) + _EPS)
         spreads = _spread(rewards, known).view(*bundles.shape[:2], 1)  # [G/B, B, 1]
@@ -88,7 +99,9 @@ class RiskpoObjective:
 
 
 def _spread(values: Tensor, known: Tensor) -> Tensor:
-    """Return the sample standard deviation [..., 1] of each row's known values, 1 if it is 0 or undefined."""
+    """Return the sample standard deviation [..., 1] of each row's known values, 1 if it is 0 or
+    undefined.
+    """
     count = known.sum(-1, keepdim=True)
     mean = (values * known).sum(-1, keepdim=True) / count.clamp_min(1)
     squares = ((values - mean).square() * known).sum(-1, keepdim=True)

@@ -1,4 +1,6 @@
-"""VeriFree: the probability of the reference answer is the reward of the reasoning, and is itself trained."""
+"""VeriFree: the probability of the reference answer is the reward of the reasoning, and is itself
+trained.
+"""
 
 from dataclasses import dataclass, field
 
@@ -13,21 +15,24 @@ from maxrl_fast.training.objectives.objective import Needs
 
 @dataclass
 class VerifreeObjective:
-    """VeriFree (Zhou et al. 2025, arXiv:2505.21493). The gradient of E_z pi(y* | x, z) is the mean over responses of
+    """VeriFree (Zhou et al. 2025, arXiv:2505.21493). The gradient of E_z pi(y* | x, z) is the mean
+    over responses of
 
         A grad log pi(z | x) + R grad log pi(y* | x, z),
 
-    where z is the sampled reasoning, y* the reference answer, R = pi(y* | x, z) without a gradient, and A the rloo advantage of
-    R. The update trains on z + y* instead of the sampled response. A response that does not lead to an answer has R = 0 and
-    counts as z entirely.
+    where z is the sampled reasoning, y* the reference answer, R = pi(y* | x, z) without a gradient,
+    and A the rloo advantage of R. The update trains on z + y* instead of the sampled response. A
+    response that does not lead to an answer has R = 0 and counts as z entirely.
 
-    The learner takes an advantage per response, here 1, or 0 if it has no gradient, and a factor per token.
+    The learner takes an advantage per response, here 1, or 0 if it has no gradient, and a factor
+    per token.
     """
 
     loss: str = "reinforce"
     aggregation: str = "seq_mean_token_sum"
     owns_loss: bool = False
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [S]
+    # [S]
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @property
     def needs(self) -> Needs:
@@ -45,7 +50,8 @@ class VerifreeObjective:
         assert answer_lengths is not None, "the collector scores by the policy"
         rewards = batch.rewards.flatten()  # [S]
         advantages = group_advantage(batch.rewards, "rloo").flatten()
-        factors = torch.stack([advantages, rewards], 1).flatten()  # [2S]: z and y* of each response, alternating
+        # [2S]: z and y* of each response, alternating
+        factors = torch.stack([advantages, rewards], 1).flatten()
         parts = torch.stack([rollouts.lengths - answer_lengths, answer_lengths], 1).flatten()
         self._values = ((parts > 0) & (factors != 0)).view(-1, 2).any(1).float()
         return batch.weighted(factors.repeat_interleave(parts, output_size=len(rollouts.tokens)))

@@ -17,9 +17,10 @@ from maxrl_fast.training.objectives.objective import Needs
 class ZvpObjective:
     """RL-ZVP (Le et al. 2025, arXiv:2509.21880), for rewards 0 or 1.
 
-    If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha (max_s H_s - H_t), with s over
-    the tokens of its response. H_t is the entropy, in nats, of the policy's distribution of token t. Other groups have the
-    advantages of grpo, with its eps and ddof.
+    If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha
+    (max_s H_s - H_t), with s over the tokens of its response. H_t is the entropy, in nats, of the
+    policy's distribution of token t. Other groups have the advantages of grpo, with its eps and
+    ddof.
 
     The learner takes an advantage per response, here 1 or -1, and a factor per token.
     """
@@ -30,11 +31,13 @@ class ZvpObjective:
     loss: str = "ppo"
     aggregation: str = "token_mean"
     owns_loss: bool = False
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)  # [G, N]
+    # [G, N]
+    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @property
     def needs(self) -> Needs:
-        return Needs(binary=True, token_weights=True, logprob_passes=1)  # at most: only groups with equal rewards need it
+        # at most: only groups with equal rewards need it
+        return Needs(binary=True, token_weights=True, logprob_passes=1)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -55,14 +58,22 @@ class ZvpObjective:
     def _by_entropy(self, batch: RolloutBatch, learner: Learner, sequences: Tensor) -> Tensor:
         """Return the factor of each token [T], 1 outside the chosen sequences."""
         rollouts, chosen = batch.rollouts, sequences.cpu()
-        entropies = learner.passes.entropies(learner.model, batch, chosen)  # [tokens of the sequences]
-        index, cu_seqlens = to_device(entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen))
+        # [tokens of the sequences]
+        entropies = learner.passes.entropies(learner.model, batch, chosen)
+        index, cu_seqlens = to_device(
+            entropies.device, *gather_sequences(rollouts.cu_seqlens.cpu(), chosen)
+        )
         lengths = cu_seqlens.diff()
-        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)  # [sequences]
-        is_correct = (batch.rewards.flatten()[sequences] == 1).repeat_interleave(lengths, output_size=len(index))
+        # [sequences]
+        largest = torch.segment_reduce(entropies, "max", lengths=lengths, unsafe=True)
+        is_correct = (batch.rewards.flatten()[sequences] == 1).repeat_interleave(
+            lengths, output_size=len(index)
+        )
         below = largest.repeat_interleave(lengths, output_size=len(index)) - entropies
         factors = self.alpha * torch.where(is_correct, entropies, below)
-        return torch.ones(len(rollouts.tokens), device=entropies.device).index_copy(0, index, factors)
+        return torch.ones(len(rollouts.tokens), device=entropies.device).index_copy(
+            0, index, factors
+        )
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()

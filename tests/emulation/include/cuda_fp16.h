@@ -22,7 +22,9 @@ Element greater(Element a, Element b) {
 }
 }  // namespace emulation
 using __half2 = emulation::Pair<maxrl::Float16>;
-inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {__float2half_rn(x), __float2half_rn(y)};
+}
 template <typename Element>
 emulation::Pair<Element> __hmax2(emulation::Pair<Element> a, emulation::Pair<Element> b) {
   return {emulation::greater(a.x, b.x), emulation::greater(a.y, b.y)};

@@ -1,12 +1,15 @@
-// Emulates the parts of CUDA that csrc/cuda/ uses on a CPU, so that the kernels can be tested on any machine.
+// Emulates the parts of CUDA that csrc/cuda/ uses on a CPU, so that the kernels can be tested on
+// any machine.
 //
-// Every thread of a block is a fiber that runs until a barrier or an exchange within its warp; then the next fiber runs. With
-// MAXRL_EMULATED_ORDER=reverse the last fiber runs first: a result that depends on the order shows a missing barrier. The
-// blocks of a cluster are threads of the operating system, each with its own shared memory; clusters run one after the other.
-// If not all threads reach a barrier, a thread writes past the requested shared memory, or 16 bytes at another address than a
-// multiple of 16 are accessed, the process ends with a message.
-// Not emulated: the memory model (other threads see every write at once), speed, and the rounding of 2^x on the hardware. Under
-// ThreadSanitizer (test_races.py) accesses that no barrier orders are reported, in whatever order they happened.
+// Every thread of a block is a fiber that runs until a barrier or an exchange within its warp; then
+// the next fiber runs. With MAXRL_EMULATED_ORDER=reverse the last fiber runs first: a result that
+// depends on the order shows a missing barrier. The blocks of a cluster are threads of the
+// operating system, each with its own shared memory; clusters run one after the other. If not all
+// threads reach a barrier, a thread writes past the requested shared memory, or 16 bytes at another
+// address than a multiple of 16 are accessed, the process ends with a message. Not emulated: the
+// memory model (other threads see every write at once), speed, and the rounding of 2^x on the
+// hardware. Under ThreadSanitizer (test_races.py) accesses that no barrier orders are reported, in
+// whatever order they happened.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -49,9 +52,13 @@ void sync_warp();
 void sync_cluster();
 void fence();
 unsigned long long add_atomically(unsigned long long* to, unsigned long long value);
-uint64_t exchange(uint64_t value, int from_lane);  // returns the value of a lane of the same warp; the whole warp must call it
-void* of_rank(void* mine, unsigned rank);  // the same shared variable of another block of the cluster
-void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes, const std::function<void()>& kernel);
+uint64_t exchange(
+    uint64_t value,
+    int from_lane);  // returns the value of a lane of the same warp; the whole warp must call it
+void* of_rank(void* mine,
+              unsigned rank);  // the same shared variable of another block of the cluster
+void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes,
+         const std::function<void()>& kernel);
 
 template <typename T>
 T exchange_any(T value, int from_lane) {
@@ -78,7 +85,9 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int delta) {
-  return emulation::exchange_any(value, std::max(emulation::lane() - delta, emulation::lane() < delta ? emulation::lane() : 0));
+  return emulation::exchange_any(
+      value,
+      std::max(emulation::lane() - delta, emulation::lane() < delta ? emulation::lane() : 0));
 }
 template <typename T>
 T __shfl_down_sync(unsigned, T value, int delta) {
@@ -164,10 +173,12 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLau
   return cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Arguments&... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
   const cudaError_t error = emulation::check(*config, reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return error;
   const unsigned cluster_size = config->numAttrs > 0 ? config->attrs[0].val.clusterDim.x : 1;
-  emulation::run(config->gridDim, config->blockDim, cluster_size, config->dynamicSmemBytes, [&] { kernel(arguments...); });
+  emulation::run(config->gridDim, config->blockDim, cluster_size, config->dynamicSmemBytes,
+                 [&] { kernel(arguments...); });
   return cudaSuccess;
 }

@@ -43,7 +43,8 @@ OPTIONS = {
     "noisy_verifier_forward": {"false_negative_rate": 0.05},
 }
 SCHEMA = (
-    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, str estimator, int size, float[] options, "
+    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, str estimator, int size, "
+    "float[] options, "
     "int max_group_size) -> Tensor"
 )
 
@@ -289,7 +290,8 @@ def report(result: dict[str, Any]) -> None:
             for floor in ("an operator that does nothing", "a copy of the rewards")
         )
         print(
-            f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, copying {copy:.1f}"
+            f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, "
+            f"copying {copy:.1f}"
         )
         families: dict[str, list[str]] = defaultdict(list)
         for name in (name for name in times if name in ESTIMATORS):
@@ -300,7 +302,8 @@ def report(result: dict[str, Any]) -> None:
             if name.startswith("peer: "):
                 ours = "maxpo" if "maxpo" in name else "grpo"
                 print(
-                    f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times {ours} here"
+                    f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times "
+                    f"{ours} here"
                 )
             elif name not in ESTIMATORS and not name.startswith("floor"):
                 print(f"  {name}: {times[name]:.1f}")

@@ -150,7 +150,8 @@ class Side:
             seconds = time.perf_counter() - start
             if done.returncode:
                 raise RuntimeError(
-                    f"{self.name} ended the job with exit code {done.returncode}: {done.stderr[-500:]}"
+                    f"{self.name} ended the job with exit code {done.returncode}: "
+                    f"{done.stderr[-500:]}"
                 )
             first = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()[0]
             return (
@@ -254,7 +255,8 @@ def agree(what: str, results: Mapping[str, Mapping[str, float]], tolerance: floa
     for name in mine:
         if not math.isclose(mine[name], other[name], rel_tol=tolerance, abs_tol=tolerance / 10):
             raise RuntimeError(
-                f"{what}: the {name} of {ours} is {mine[name]}, that of {theirs} {other[name]}: nothing is timed"
+                f"{what}: the {name} of {ours} is {mine[name]}, that of {theirs} {other[name]}: "
+                "nothing is timed"
             )
 
 
@@ -388,7 +390,8 @@ def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     ours, theirs = times.values()
     medians = {side: statistics.median(x) for side, x in times.items()}
     print(
-        f"{name}: {', '.join(f'{side} {x:.1f} s' for side, x in medians.items())}, {ratio(theirs, ours):.2f} x",
+        f"{name}: {', '.join(f'{side} {x:.1f} s' for side, x in medians.items())}, "
+        f"{ratio(theirs, ours):.2f} x",
         flush=True,
     )
     return {
@@ -410,7 +413,8 @@ def operators(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     case = update_case("update") | {"dtype": "float32"}
     counts = {side.name: side.ask(do="operators", case=case) for side in sides}
     print(
-        f"{name} of a layer, forward and backward: {', '.join(f'{side} {n}' for side, n in counts.items())}"
+        f"{name} of a layer, forward and backward: "
+        f"{', '.join(f'{side} {n}' for side, n in counts.items())}"
     )
     return counts
 

@@ -143,8 +143,10 @@ def measure_cases(dtype: torch.dtype, rounds: int) -> dict[str, Any]:
         for way in ("forward", "backward"):
             x = figures[way]
             print(
-                f"{name}, {way}: {x['milliseconds']:.2f} ms, FlashAttention calls {x['flash_calls_milliseconds']:.2f} ms "
-                f"({x['ratio']:.2f} x), floor {x['floor_milliseconds']:.2f} ms ({x['share_of_floor']:.0%})"
+                f"{name}, {way}: {x['milliseconds']:.2f} ms, FlashAttention calls "
+                f"{x['flash_calls_milliseconds']:.2f} ms "
+                f"({x['ratio']:.2f} x), floor {x['floor_milliseconds']:.2f} ms "
+                f"({x['share_of_floor']:.0%})"
             )
     return cases
 

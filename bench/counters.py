@@ -130,8 +130,10 @@ def main() -> int:
     result["kernels"] = kernels(counted.stdout)
     for name, x in result["kernels"].items():
         print(
-            f"  {x['nanoseconds'] / 1e3:10.1f} us  memory {x['memory_percent']:5.1f}%  multiprocessors "
-            f"{x['multiprocessor_percent']:5.1f}%  {x['registers']:4.0f} registers  {x['launches']:4.0f} x {name:.90}"
+            f"  {x['nanoseconds'] / 1e3:10.1f} us  memory {x['memory_percent']:5.1f}%  "
+            "multiprocessors "
+            f"{x['multiprocessor_percent']:5.1f}%  {x['registers']:4.0f} registers  "
+            f"{x['launches']:4.0f} x {name:.90}"
         )
     print(json.dumps(result))
     return 0

@@ -98,13 +98,15 @@ def machine(device: torch.device) -> dict[str, Any]:
 def check(device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
-            f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} finds none; --device cpu is a "
+            f"bench.gpu needs a GPU and a PyTorch that sees it, and torch {torch.__version__} "
+            "finds none; --device cpu is a "
             "dry run without one"
         )
     absent = [package for package in NEEDED if missing(package)]
     if absent:
         raise InputError(
-            f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install {' '.join(absent)}"
+            f"bench.gpu installs nothing and needs {', '.join(absent)}: pip install "
+            f"{' '.join(absent)}"
         )
 
 
@@ -156,7 +158,8 @@ def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: floa
             print(f"{about}: not run, {step.absent}", flush=True)
         else:
             print(
-                f"{about}: at most {step.seconds * stretch:.0f} s; {passed:.0f} of at most {limit:.0f} s have passed",
+                f"{about}: at most {step.seconds * stretch:.0f} s; {passed:.0f} of at most "
+                f"{limit:.0f} s have passed",
                 flush=True,
             )
         record = run_step(step, step.seconds * stretch, log)
@@ -199,7 +202,8 @@ def chosen_steps(steps: list[Step], part: str, only: list[str] | None) -> list[S
     names = [step.name for step in steps]
     if unknown := set(only or ()) - set(names):
         raise InputError(
-            f"--only must name steps of --part {part}, {', '.join(names)}; got {', '.join(sorted(unknown))}"
+            f"--only must name steps of --part {part}, {', '.join(names)}; got "
+            f"{', '.join(sorted(unknown))}"
         )
     return [step for step in steps if only is None or step.name in only]
 
@@ -260,7 +264,8 @@ def main() -> int:
         file.with_suffix(".log").unlink(missing_ok=True)
     about = result["machine"]
     print(
-        f"{name}, driver {about['driver']}, torch {about['torch']}, CUDA {about['cuda']}; results in {file}",
+        f"{name}, driver {about['driver']}, torch {about['torch']}, CUDA {about['cuda']}; results "
+        f"in {file}",
         flush=True,
     )
     try:

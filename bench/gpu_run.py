@@ -97,7 +97,8 @@ def _follow(
                 return True
             if now - last_output > QUIET_SECONDS:
                 print(
-                    f"    ... running for {now - start:.0f} s, {limit - (now - start):.0f} s are left",
+                    f"    ... running for {now - start:.0f} s, {limit - (now - start):.0f} s are "
+                    "left",
                     flush=True,
                 )
                 last_output = now

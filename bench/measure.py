@@ -91,7 +91,8 @@ def machine(device: torch.device, dtype: torch.dtype | None = None) -> dict[str,
 def describe(machine: Mapping[str, Any]) -> str:
     return ", ".join(
         [
-            f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
+            f"{machine['platform']}, {machine['processor']}, {machine['threads']} threads, torch "
+            f"{machine['torch']}",
             machine["device"],
             *([machine["dtype"]] if "dtype" in machine else []),
         ]

@@ -221,11 +221,14 @@ def main() -> int:
     about = result["machine"]
     print(describe(about))
     print(
-        f"TRL {about['trl']}, transformers {about['transformers']}; {result['parameters']:,} parameters"
+        f"TRL {about['trl']}, transformers {about['transformers']}; {result['parameters']:,} "
+        "parameters"
     )
     print(
-        f"{result['prompts']} prompts x {result['rollouts']} rollouts of {result['maze_size']}x{result['maze_size']} mazes, "
-        f"{result['response_tokens']:,.0f} response tokens; mean reward {result['reward_mean']['ours']:.3f}, "
+        f"{result['prompts']} prompts x {result['rollouts']} rollouts of "
+        f"{result['maze_size']}x{result['maze_size']} mazes, "
+        f"{result['response_tokens']:,.0f} response tokens; mean reward "
+        f"{result['reward_mean']['ours']:.3f}, "
         f"TRL {result['reward_mean']['trl']:.3f}"
     )
     print(f"{'':<12}{'s a step':>10}{'x ours':>10}")

@@ -111,7 +111,8 @@ CASES = {"maze": (maze, (32, 128)), "qwen-0.5b": (qwen_update, (4, 16))}
 
 def report(name: str, figures: dict[str, Any]) -> None:
     print(
-        f"\n{name}: {figures['milliseconds']:,.1f} ms, {figures['busy']:.0%} busy, {figures['launches']:,} launches"
+        f"\n{name}: {figures['milliseconds']:,.1f} ms, {figures['busy']:.0%} busy, "
+        f"{figures['launches']:,} launches"
     )
     for kernel in figures["kernels"]:
         us, share = kernel["microseconds"], kernel["share"]

@@ -253,7 +253,8 @@ def decoding(engine: Engine) -> dict[str, float]:
 
 def report(name: str, case: dict[str, Any]) -> None:
     print(
-        f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['samples']} samples, "
+        f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x "
+        f"{case['samples']} samples, "
         f"{case['prompt_tokens']:,} prompt and {case['tokens']:,} response tokens; floor "
         f"{case['floor_milliseconds']:,.1f} ms at {case['matrix_gflops']:,.0f} GFLOP/s; weights "
         f"to the engine {case['load_weights_milliseconds']:.1f} ms"

@@ -166,7 +166,8 @@ def main() -> int:
     parameters = Decoder.count(learner.model.config)
     print(describe(place))
     print(
-        f"{parameters:,} parameters: {state_bytes / 1e9:.2f} GB of state, {policy_bytes / 1e9:.2f} GB of bfloat16 weights"
+        f"{parameters:,} parameters: {state_bytes / 1e9:.2f} GB of state, {policy_bytes / 1e9:.2f} "
+        "GB of bfloat16 weights"
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         disk, copy = disk_bandwidth(Path(folder)), copy_bandwidth(device)
@@ -175,11 +176,13 @@ def main() -> int:
     print(f"disk {disk / 1e9:.2f} GB/s, copies {copy / 1e9:.2f} GB/s")
     for name, floor in floors.items():
         print(
-            f"{name:<12}blocks {seconds[name]:6.2f} s, floor {floor:6.2f} s, {seconds[name] / floor:.2f} x the floor"
+            f"{name:<12}blocks {seconds[name]:6.2f} s, floor {floor:6.2f} s, "
+            f"{seconds[name] / floor:.2f} x the floor"
         )
     print(f"the thread blocks {seconds['foreground'] / seconds['thread']:.1f} times less")
     print(
-        f"it has written everything after {seconds['thread_until_written']:.2f} s, and until then matrix multiplications are"
+        f"it has written everything after {seconds['thread_until_written']:.2f} s, and until then "
+        "matrix multiplications are"
     )
     print(f"{seconds['slowdown']:.2f} times slower")
     sizes = {"parameters": parameters, "state_bytes": state_bytes, "policy_bytes": policy_bytes}

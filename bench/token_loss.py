@@ -439,18 +439,21 @@ def report(result: dict[str, Any]) -> None:
     for dtype, case in result["linear"].items():
         size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
         print(
-            f"\nfrom hidden states, {size}, {dtype}: GEMM throughput {case['matrix_product_tflops']:.3f} TFLOP/s"
+            f"\nfrom hidden states, {size}, {dtype}: GEMM throughput "
+            f"{case['matrix_product_tflops']:.3f} TFLOP/s"
         )
         for name, ms in case["milliseconds"].items():
             peak = case["peak_mib"][name]
             print(
-                f"  {name:<44}{ms:9.1f} ms, {case['useful_tflops'][name]:.3f} useful TFLOP/s, {case['times_ours'][name]:.2f} x "
+                f"  {name:<44}{ms:9.1f} ms, {case['useful_tflops'][name]:.3f} useful TFLOP/s, "
+                f"{case['times_ours'][name]:.2f} x "
                 f"ours, peak {'unknown' if peak is None else f'{peak:.0f} MiB'}"
             )
     for dtype, case in result["linear_logprobs"].items():
         size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
         print(
-            f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, {case['tflops']:.3f} TFLOP/s"
+            f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, "
+            f"{case['tflops']:.3f} TFLOP/s"
         )
     print(
         "\n1024 prompts x 16 rollouts x 64 tokens: "
@@ -466,7 +469,8 @@ def main() -> int:
         "--other-vocabs",
         type=int,
         nargs="*",
-        help="more V, in the first dtype, without torch.compile (default: none; 32000 262144 on a GPU)",
+        help="more V, in the first dtype, without torch.compile (default: none; 32000 262144 on a "
+        "GPU)",
     )
     parser.add_argument(
         "--hidden", type=int, help="H of the linear loss (default: 512, 4096 on a GPU)"

@@ -199,7 +199,8 @@ def made_up(tokens: Tensor, cu_seqlens: Tensor) -> Rollouts:
 
 def report(name: str, case: dict[str, Any]) -> None:
     print(
-        f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x {case['rollouts']} rollouts, "
+        f"\n{name}: {case['parameters']:,} parameters, {case['prompts']} prompts x "
+        f"{case['rollouts']} rollouts, "
         f"{case['prompt_tokens']:,} prompt and {case['response_tokens']:,} response tokens; "
         f"GEMM throughput {case['matrix_gflops']:,.0f} GFLOP/s"
     )
@@ -207,7 +208,8 @@ def report(name: str, case: dict[str, Any]) -> None:
         print(f"  {stage:<20}{value:9.1f} ms")
     if "milliseconds_by_stage" in case:
         print(
-            f"  response tokens/s: {case['rollout_tokens_per_second']:,.0f} in rollout, {case['step_tokens_per_second']:,.0f} "
+            f"  response tokens/s: {case['rollout_tokens_per_second']:,.0f} in rollout, "
+            f"{case['step_tokens_per_second']:,.0f} "
             f"in the whole step; {case['rollouts_that_teach']} rollouts have a gradient; "
             f"rollout with repeated prompts takes {case['rollout_ratio']:.2f} times as long"
         )
@@ -224,8 +226,10 @@ def report(name: str, case: dict[str, Any]) -> None:
 
 def report_step(case: dict[str, Any]) -> None:
     print(
-        f"\nwhole step of {case['maze_size']}x{case['maze_size']} mazes, {case['prompts']} x {case['rollouts']} rollouts, "
-        f"{case['response_tokens']:,.0f} response tokens, every rollout with a gradient: {case['step_milliseconds']:,.1f} ms, "
+        f"\nwhole step of {case['maze_size']}x{case['maze_size']} mazes, {case['prompts']} x "
+        f"{case['rollouts']} rollouts, "
+        f"{case['response_tokens']:,.0f} response tokens, every rollout with a gradient: "
+        f"{case['step_milliseconds']:,.1f} ms, "
         f"floor {case['floor_milliseconds']:,.1f} ms, "
         f"{case['step_tokens_per_second']:,.0f} tokens/s"
     )

@@ -91,7 +91,8 @@ for step in range(options.steps + 1):
     )
     if step % 20 == 0:
         print(
-            f"step {step:3d}: mean reward {rewards.mean():.2f}, for example {PROMPTS[0]!r} {texts[0]!r}"
+            f"step {step:3d}: mean reward {rewards.mean():.2f}, for example {PROMPTS[0]!r} "
+            f"{texts[0]!r}"
         )
     sizes = {"k": options.k} if options.k else {}  # of max@k: --estimator maxpo --k 4
     # [S]

@@ -43,6 +43,7 @@ class RewardError(RuntimeError):
     """
 
     advice = (
-        "Raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate and continue with --resume; or fix the function "
+        "Raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate and continue with "
+        "--resume; or fix the function "
         "and continue with --resume --allow-changes."
     )

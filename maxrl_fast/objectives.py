@@ -26,19 +26,25 @@ from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
 from maxrl_fast.training.objectives.registry import OWN
 
 _NOTATION = (
-    "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and standard deviation; p: the pass "
-    "rate. S_i and S_-i: the mean of the maximum over the size-k subsets of rollouts with and without i; M_-i: the same over "
-    "the size-(k-1) subsets of the others; rho_i: the policy's probability of a response over the sampler's. PACS: R_i the "
+    "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "
+    "standard deviation; p: the pass "
+    "rate. S_i and S_-i: the mean of the maximum over the size-k subsets of rollouts with and "
+    "without i; M_-i: the same over "
+    "the size-(k-1) subsets of the others; rho_i: the policy's probability of a response over the "
+    "sampler's. PACS: R_i the "
     "outcome, B the number of rollouts in the batch."
 )
 _COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
 _LOSS_NOTATION = (
-    "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a gradient; weight: the factor of "
-    "A grad logp, 1 for every loss at rho = 1, except for tokens that clip_cov, lp_reg and simko choose."
+    "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
+    "gradient; weight: the factor of "
+    "A grad logp, 1 for every loss at rho = 1, except for tokens that clip_cov, lp_reg and simko "
+    "choose."
 )
 _LOSS_COLUMNS = ("loss of a token", "weight", "--loss-options", "source")
 _CORRECTION_NOTATION = (
-    "--correction NAME. w_t: a token's probability under the policy before the step's first update over its probability in the "
+    "--correction NAME. w_t: a token's probability under the policy before the step's first update "
+    "over its probability in the "
     "rollout engine, both before top-p."
 )
 _CORRECTION_COLUMNS = (
@@ -57,9 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     protect_output()
     parser = argparse.ArgumentParser(
         prog="python -m maxrl_fast.objectives",
-        description="Print every objective: the formula of its advantage, its effective weight, what it needs, and its source; "
+        description="Print every objective: the formula of its advantage, its effective weight, "
+        "what it needs, and its source; "
         "every token loss of --loss and every correction of --correction. "
-        "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass rate p, exact at finite N.",
+        "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass "
+        "rate p, exact at finite N.",
     )
     parser.add_argument(
         "--weights",
@@ -72,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         default=list(_SHOWN),
         metavar="NAME[:SIZE]",
-        help=f"names of estimators, with k or the order after a colon (default: {' '.join(_SHOWN)})",
+        help="names of estimators, with k or the order after a colon (default: "
+        f"{' '.join(_SHOWN)})",
     )
     parser.add_argument(
         "--rollouts",
@@ -110,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_weights(curves, options.rollouts, options.weights)
         except (OSError, ValueError) as error:
             raise InputError(
-                f"--weights must be a picture file that can be written, got {options.weights}: {error}"
+                f"--weights must be a picture file that can be written, got {options.weights}: "
+                f"{error}"
             ) from error
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

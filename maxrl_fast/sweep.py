@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if Ranks.of_environment().size > 1:
             wanted = "a sweep starts its runs itself and cannot run under torchrun"
             raise InputError(
-                f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can start"
+                f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can "
+                "start"
             )
         runs = sweep_grid(options_of(rest), out)
         if own.dry_run:
@@ -107,7 +108,8 @@ class Sweep:
             found = changes(self._states[run.folder.name]["options"] if has_begun else {}, options)
             if changed := [*found.policy, *found.mathematics]:
                 raise InputError(
-                    f"{run.folder} was begun with other options ({'; '.join(changed)}); use another --out"
+                    f"{run.folder} was begun with other options ({'; '.join(changed)}); use "
+                    "another --out"
                 )
             state = "finished" if _is_finished(run) else "waiting"
             record = {
@@ -143,7 +145,8 @@ class Sweep:
         if not self._stopped:
             return self._report(summary)
         self._screen.say(
-            f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the sweep"
+            f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the "
+            "sweep"
         )
         return 128 + self._stopped
 
@@ -205,7 +208,8 @@ class Sweep:
         code = 0
         if len(folders) > report.MOST_RUNS:
             self._screen.warn(
-                f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has all"
+                f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has "
+                "all"
             )
         elif folders:
             code = report.main([*folders, "--out", str(self._out / "report.html")])
@@ -235,7 +239,8 @@ def _states_in(file: Path) -> dict[str, Any]:
             isinstance(state.get(name), kind) for name, kind in kinds.items()
         ):
             raise InputError(
-                f"{file} must hold the runs of a sweep, got {state!r:.80}; restore it, or use another --out"
+                f"{file} must hold the runs of a sweep, got {state!r:.80}; restore it, or use "
+                "another --out"
             )
     return dict(runs)
 

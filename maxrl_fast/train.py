@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
         Screen().complain(
-            f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last checkpoint"
+            f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last "
+            "checkpoint"
         )
         code = 1
     except InputError as error:

@@ -102,7 +102,8 @@ def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
         "train", *SMALL, "--sft-steps", "0", "--steps", "1", "--out", str(run)
     ) == (
         0,
-        "warning: standard output cannot be written to (Broken pipe); the run continues, and what it prints there is lost\n",
+        "warning: standard output cannot be written to (Broken pipe); the run continues, and what "
+        "it prints there is lost\n",
     )
     arguments = ["--prompts", "4", "--samples", "2", "--out", str(tmp_path / "evaluated")]
     assert run_into_closed_pipe("evaluate", str(run), *arguments) == (0, "")

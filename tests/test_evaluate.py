@@ -405,8 +405,8 @@ def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
     assert evaluate.main(["--compare", *folders, *flags, "--out", str(tmp_path / "three")]) == 0
     text, error = capsys.readouterr()
     assert (
-        "warning: A and C are not of the same prompts, samples and sampling; they differ in samples: 6 and 3"
-        in error
+        "warning: A and C are not of the same prompts, samples and sampling; they differ in "
+        "samples: 6 and 3" in error
     )
     assert "A and B" not in error
     assert (tmp_path / "three" / "coverage.png").read_bytes() != picture
@@ -416,7 +416,8 @@ REFUSALS = {
     "no checkpoint": ((), "CHECKPOINT is missing"),
     "not there": (
         ("{tmp}/none",),
-        "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got {tmp}/none",
+        "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got "
+        "{tmp}/none",
     ),
     "a file": (("{untrained}/config.json",), "which is no directory"),
     "an empty folder": (("{tmp}",), "which has no config.json"),
@@ -579,7 +580,8 @@ def test_several_processes_are_refused(trained, capsys, monkeypatch):
 
 def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
-        "def score(prompt, response):\n    if len(response) % 2:\n        raise ValueError('odd')\n    return -len(response)\n"
+        "def score(prompt, response):\n    if len(response) % 2:\n        raise "
+        "ValueError('odd')\n    return -len(response)\n"
     )
     flags = (
         "--maze-size",

@@ -227,7 +227,8 @@ def test_a_name_of_two_distributions_is_refused_with_both(site, capsys):
     install(site, "second", {"maxrl_fast.tasks": "sorting = elsewhere:Task"}, version="0.3")
     said = refused(capsys, "--task", "sorting")
     assert re.search(
-        r"--task sorting must be of one distribution, got (sorting 1\.2 and second 0\.3|second 0\.3 and .*);",
+        r"--task sorting must be of one distribution, got (sorting 1\.2 and second 0\.3|second "
+        r"0\.3 and .*);",
         said,
     )
 
@@ -253,8 +254,8 @@ def test_a_plugin_that_fails_on_import_says_whose_it_is(
     else:
         said = refused(capsys, f"--{option}", "bad")
     assert (
-        f"--{option} bad is of broken 1.2, whose entry point ({group}: bad = broken_plugin:Thing) cannot be loaded: "
-        in said
+        f"--{option} bad is of broken 1.2, whose entry point ({group}: bad = broken_plugin:Thing) "
+        "cannot be loaded: " in said
     )
     assert "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'" in said
 
@@ -292,8 +293,8 @@ def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     with pytest.raises(InputError, match=r"must be FILE\.py:CLASS: .*own\.py has no Missing"):
         engine_of(f"{file}:Missing")
     assert (
-        "--rollout must be native, vllm, FILE.py:CLASS or the name of an installed engine, got 'vlm'"
-        in refused(capsys, "--rollout", "vlm")
+        "--rollout must be native, vllm, FILE.py:CLASS or the name of an installed engine, got "
+        "'vlm'" in refused(capsys, "--rollout", "vlm")
     )
 
 

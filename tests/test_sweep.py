@@ -183,8 +183,8 @@ def test_a_sweep_under_torchrun_is_refused(capsys, monkeypatch):
     assert sweep.main(["--seeds", "0"]) == 2
     said = capsys.readouterr().err
     assert (
-        "cannot run under torchrun; --dry-run prints the commands of its runs, each of which torchrun can start"
-        in said
+        "cannot run under torchrun; --dry-run prints the commands of its runs, each of which "
+        "torchrun can start" in said
     )
 
 

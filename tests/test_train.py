@@ -216,13 +216,15 @@ def test_a_terminal_shows_progress(tmp_path, monkeypatch):
             f"--objective grpo --loss {loss} --updates-per-step 2"
             for loss in ("luspo", "gmpo", "vespo", "topr", "topr_token")
         ),
-        "--objective grpo --loss sapo --loss-options tau_positive=0.8 tau_negative=1.2 --updates-per-step 2",
+        "--objective grpo --loss sapo --loss-options tau_positive=0.8 tau_negative=1.2 "
+        "--updates-per-step 2",
         "--objective grpo --loss dppo --loss-options high=0.1 --updates-per-step 2",
         "--objective grpo --loss dispo --loss-options high_negative=5 --updates-per-step 2",
         "--objective grpo --correction tis_sequence --top-p 0.9",
         "--objective grpo --correction icepop --loss gspo --updates-per-step 2",
         "--objective rl_zvp --correction mis",
-        "--objective rloo --correction sequence_mask --correction-options delta=0.001 --updates-per-step 2",
+        "--objective rloo --correction sequence_mask --correction-options delta=0.001 "
+        "--updates-per-step 2",
     ],
 )
 def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):

@@ -271,11 +271,13 @@ def check(s: BanditSettings) -> None:
             )
     if not s.rollouts_swept or min(s.actions_swept, default=0) < 2:
         raise InputError(
-            "--rollouts-swept and --actions-swept must name at least one number each, of actions at least 2"
+            "--rollouts-swept and --actions-swept must name at least one number each, of actions "
+            "at least 2"
         )
     if s.k >= (fewest := min(s.num_rollouts, *s.rollouts_swept)):
         raise InputError(
-            f"--k must be below every number of rollouts, for L2O leaves two out; got {s.k} and {fewest} rollouts"
+            f"--k must be below every number of rollouts, for L2O leaves two out; got {s.k} and "
+            f"{fewest} rollouts"
         )
 
 
@@ -336,7 +338,8 @@ def report(results: dict[str, Any], s: BanditSettings) -> None:
     """Print the main findings."""
     error, figure = results["error"], "{mean:.3g} +- {standard_error:.2g}".format_map
     print(
-        f"N = {s.num_rollouts}, K = {s.k}, {s.num_actions} actions; |gradient| {figure(error['gradient_norm'])}"
+        f"N = {s.num_rollouts}, K = {s.k}, {s.num_actions} actions; |gradient| "
+        f"{figure(error['gradient_norm'])}"
     )
     print(f"{'':20}{f'error at M = {s.bias_batches}':26}{'slope, all M':20}slope, last two decades")
     for name, label in LABELS.items():
@@ -346,7 +349,8 @@ def report(results: dict[str, Any], s: BanditSettings) -> None:
         )
     print(f"exact bias of EI + L1O: {figure(error['exact_bias_ei_l1o'])}")
     print(
-        "\nRatio of the variances of EI + L2O and EI, and the number of bandits in which it is above 1"
+        "\nRatio of the variances of EI + L2O and EI, and the number of bandits in which it is "
+        "above 1"
     )
     for key in ("num_actions", "k"):
         for n, row in results[f"variance_by_{key}"].items():
@@ -363,7 +367,8 @@ def report(results: dict[str, Any], s: BanditSettings) -> None:
     for n, row in results["variance_by_k"].items():
         if row["raised_from_k"]["mean"] is not None:
             print(
-                f"N = {n:3} above 1 from K = {figure(row['raised_from_k'])}, in {row['seeds_crossed']} of {s.seeds} bandits"
+                f"N = {n:3} above 1 from K = {figure(row['raised_from_k'])}, in "
+                f"{row['seeds_crossed']} of {s.seeds} bandits"
             )
 
 

@@ -220,7 +220,8 @@ def check(settings: ChainMaze) -> None:
     for name, least in limits.items():
         if getattr(settings, name) < least:
             raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}"
+                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"{getattr(settings, name)}"
             )
     if not 0.5 <= settings.habit < 1:
         raise InputError(f"--habit must be at least 0.5 and below 1, got {settings.habit}")
@@ -326,16 +327,20 @@ def table(results: dict[str, Any]) -> str:
         )
 
     lines = [
-        "Mean ± standard error over mazes after training; for p(rarer) the median. The variance ratio of EI + L2O to EI is the",
+        "Mean ± standard error over mazes after training; for p(rarer) the median. The variance "
+        "ratio of EI + L2O to EI is the",
         "median or the mean over the training.",
         f"Always choosing the habit returns {results['return_of_habit']:.1f}.",
-        f"{'':<19}   N  K  rate          return  L2O's gain     median ratio       mean ratio  p(rarer) by b",
+        f"{'':<19}   N  K  rate          return  L2O's gain     median ratio       mean ratio  "
+        "p(rarer) by b",
     ]
     for row in results["arms"]:
         lines.append(
             f"{row['method']:<19} {row['n']:>3} {row['k'] or '':>2} {row['learning_rate']:>5g}"
-            f"  {cell(row['curves']['return'], '.1f'):>14}  {cell(row.get('gain_over_ei'), '.1f'):>13}"
-            f"  {cell(row.get('median_ratio'), '.3f'):>15}  {cell(row.get('mean_ratio'), '.3f'):>15}"
+            f"  {cell(row['curves']['return'], '.1f'):>14}  "
+            f"{cell(row.get('gain_over_ei'), '.1f'):>13}"
+            f"  {cell(row.get('median_ratio'), '.3f'):>15}  "
+            f"{cell(row.get('mean_ratio'), '.3f'):>15}"
             f"  {row['curves']['rarer']['median'][-1]:>13.1e}"
         )
     return "\n".join(lines)

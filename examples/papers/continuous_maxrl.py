@@ -277,18 +277,21 @@ def check(settings: ContinuousMaxRL) -> None:
     for name, smallest in least.items():
         if getattr(settings, name) < smallest:
             raise InputError(
-                f"--{name.replace('_', '-')} must be at least {smallest}, got {getattr(settings, name)}"
+                f"--{name.replace('_', '-')} must be at least {smallest}, got "
+                f"{getattr(settings, name)}"
             )
     for name in ("rate", "maze_lr"):
         if not 0 < getattr(settings, name) < math.inf:
             raise InputError(
-                f"--{name.replace('_', '-')} must be above 0 and finite, got {getattr(settings, name)}"
+                f"--{name.replace('_', '-')} must be above 0 and finite, got "
+                f"{getattr(settings, name)}"
             )
     if (
         count := math.comb(settings.arms + settings.rollouts - 1, settings.rollouts)
     ) > GROUPS_LIMIT:
         raise InputError(
-            f"--arms and --rollouts must give at most {GROUPS_LIMIT} groups to enumerate, got {count}"
+            f"--arms and --rollouts must give at most {GROUPS_LIMIT} groups to enumerate, got "
+            f"{count}"
         )
     if settings.maze_steps:
         check_mazes(settings)
@@ -313,7 +316,8 @@ def show(results: dict[str, Any]) -> None:
     errors, slopes = results["convergence"]["errors"], results["convergence"]["slopes"]
     learned, exact = results["learning"]["max_at_k"], results["shifts"]["bias_by_order"]
     print(
-        f"{'bandits':<28}exact bias  error at M  slope in M   learned: max@1   max@{len(learned['1'])}"
+        f"{'bandits':<28}exact bias  error at M  slope in M   learned: max@1   "
+        f"max@{len(learned['1'])}"
     )
     for name, error in errors.items():
         after = f"{learned[name][0]:15.3f} {learned[name][-1]:8.3f}" if name in learned else ""

@@ -289,7 +289,8 @@ def check(settings: ExactLikelihood) -> None:
         least = 2 if name in ("classes", "seeds") else 1  # one seed has no standard error
         if getattr(settings, name) < least:
             raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}"
+                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"{getattr(settings, name)}"
             )
     if not settings.rollouts or not all(2 <= n <= 10_000 for n in settings.rollouts):
         raise InputError(

@@ -106,7 +106,8 @@ def experiment(settings: ScalingSettings) -> dict[str, Any]:
     for name, least in (("seeds", 1), ("steps", 1), ("eval_samples", 1)):
         if getattr(settings, name) < least:
             raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}"
+                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"{getattr(settings, name)}"
             )
     if min(settings.rollouts) < 4:
         raise InputError(f"--rollouts must be at least 4 each, got {min(settings.rollouts)}")

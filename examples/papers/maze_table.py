@@ -255,9 +255,12 @@ def markdown(results: dict[str, Any], settings: TableSettings) -> str:
     machines = sorted({f"{piece['device']}, torch {piece['torch']}" for piece in pieces})
     lines = [
         "# The MaxRL paper's maze experiment\n",
-        f"    python examples/papers/maze_table.py --steps {settings.steps} --objectives {' '.join(settings.objectives)}\n",
-        f"{len(pieces)} pieces of {minutes:.1f} minutes in total, on {' and '.join(machines)}. The warm start has seed "
-        f"{settings.seed}. Every objective starts from it with seed {settings.seed + 1}, so that all see the same mazes.\n",
+        f"    python examples/papers/maze_table.py --steps {settings.steps} --objectives "
+        f"{' '.join(settings.objectives)}\n",
+        f"{len(pieces)} pieces of {minutes:.1f} minutes in total, on {' and '.join(machines)}. The "
+        "warm start has seed "
+        f"{settings.seed}. Every objective starts from it with seed {settings.seed + 1}, so that "
+        "all see the same mazes.\n",
     ]
     if not runs:
         return "\n".join([*lines, "No objective has been evaluated yet.\n"])
@@ -288,7 +291,8 @@ def markdown(results: dict[str, Any], settings: TableSettings) -> str:
             )
         )
     lines += [
-        f"Pass@k on held-out mazes after {int(step):,} steps, the last at which all objectives were evaluated:\n"
+        f"Pass@k on held-out mazes after {int(step):,} steps, the last at which all objectives "
+        "were evaluated:\n"
     ]
     lines += [f"| {' | '.join(row)} |" for row in cells]
     lines += [

@@ -52,8 +52,10 @@ LEFT_OUT = {
     "psr": "is reinforce_raw",
     "grpo_trl": "is grpo_verl with another eps",
     "pacs_first_update": "is pacs in the first update of a step",
-    "noisy_verifier_backward": "is for a verifier with known error rates; with an exact one it is reinforce",
-    "noisy_verifier_forward": "is for a verifier with known error rates; with an exact one it is nsr",
+    "noisy_verifier_backward": "is for a verifier with known error rates; with an exact one it is "
+    "reinforce",
+    "noisy_verifier_forward": "is for a verifier with known error rates; with an exact one it is "
+    "nsr",
     "gdpo": "needs several rewards",
     "hero": "needs several rewards",
 }
@@ -236,8 +238,10 @@ def finish(runs: Sequence[LeagueRun], settings: LeagueSettings, end: float) -> N
                 num_done += 1
                 minutes = (time.monotonic() - start) / num_done * (len(missing) - num_done) / 60
                 print(
-                    f"{one.objective}, seed {one.seed}: pass@1 {outcome['pass_at_k']['1']:.3f}, {outcome['seconds']:.0f} s; "
-                    f"{len(runs) - len(missing) + num_done} of {len(runs)} runs, about {minutes:.0f} minutes left",
+                    f"{one.objective}, seed {one.seed}: pass@1 {outcome['pass_at_k']['1']:.3f}, "
+                    f"{outcome['seconds']:.0f} s; "
+                    f"{len(runs) - len(missing) + num_done} of {len(runs)} runs, about "
+                    f"{minutes:.0f} minutes left",
                     flush=True,
                 )
             begin()

@@ -75,7 +75,8 @@ def objective_flags(objective: str, rollouts: int) -> dict[str, Any]:
     row = ESTIMATORS.get(name)
     if row is None or not (size.isdecimal() or not size):
         raise InputError(
-            f"--objectives must be names of estimators, with a dash and a number or without, got {objective!r}"
+            "--objectives must be names of estimators, with a dash and a number or without, got "
+            f"{objective!r}"
         )
     given = {row.size.name if row.size else "k": int(size)} if size else {}
     try:

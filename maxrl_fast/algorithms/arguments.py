@@ -31,7 +31,8 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None, like
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.dtype not in _REAL:
         raise ValueError(
-            f"{name} must be a dense tensor of real numbers, got {value.dtype} with layout {value.layout}"
+            f"{name} must be a dense tensor of real numbers, got {value.dtype} with layout "
+            f"{value.layout}"
         )
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} as {like}, got {value.device}")

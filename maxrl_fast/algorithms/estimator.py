@@ -182,7 +182,8 @@ class Estimator:
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not is_given and not is_variadic and parameter.default is parameter.empty:
                 raise ValueError(
-                    f"{name} may ask for {', '.join(known)} beside the rewards, got the parameter {parameter.name}"
+                    f"{name} may ask for {', '.join(known)} beside the rewards, got the parameter "
+                    f"{parameter.name}"
                 )
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")

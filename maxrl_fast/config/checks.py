@@ -43,7 +43,8 @@ def check(config: Config) -> None:
         and Path(options["out"]).absolute() != Path(options["resume"]).absolute()
     ):
         raise InputError(
-            f"--resume writes into the run's own folder, {options['resume']}, got --out {options['out']}"
+            f"--resume writes into the run's own folder, {options['resume']}, got --out "
+            f"{options['out']}"
         )
     _check_multiples(options)
     if options["model_backend"] == "transformers" and options["compile"]:
@@ -67,7 +68,8 @@ def check_reward_weights(options: Mapping[str, Any]) -> None:
     rewards, weights = as_list(options["reward"]), as_list(options["reward_weights"])
     if weights and len(weights) != len(rewards):
         raise InputError(
-            f"reward_weights must be a number for each of the {len(rewards)} rewards, got {len(weights)}"
+            f"reward_weights must be a number for each of the {len(rewards)} rewards, got "
+            f"{len(weights)}"
         )
     if not all(map(math.isfinite, weights)):
         raise InputError(f"reward_weights must be finite, got {' '.join(map(str, weights))}")
@@ -127,7 +129,8 @@ def _check_correction(config: Config, objective: Objective) -> None:
     options, name, whose = config.rollout, correction_of(config)[0], config.objective.objective
     if name != "none" and objective.owns_loss:
         raise InputError(
-            f"{whose} does not support --correction: its loss does not use token weights, got {name}"
+            f"{whose} does not support --correction: its loss does not use token weights, got "
+            f"{name}"
         )
     if name == "sequence_mask" and objective.needs.token_weights:
         raise InputError(
@@ -135,7 +138,8 @@ def _check_correction(config: Config, objective: Objective) -> None:
         )
     if options.rollout == "vllm" and options.top_p < 1 and options.temperature != 1:
         raise InputError(
-            "vLLM has no log-probs before top-p at another temperature than 1: --rollout vllm with --top-p needs "
+            "vLLM has no log-probs before top-p at another temperature than 1: --rollout vllm with "
+            "--top-p needs "
             f"--temperature 1, got {options.temperature:g}"
         )
 
@@ -157,7 +161,8 @@ def _check_part_of_loss(
 ) -> None:
     if needed and options[option] not in (None, needed):
         raise InputError(
-            f"{option} must be {needed} for {name}, whose loss it is a part of, got {options[option]}"
+            f"{option} must be {needed} for {name}, whose loss it is a part of, got "
+            f"{options[option]}"
         )
 
 
@@ -169,7 +174,8 @@ def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str
         )
     if objective.needs.token_weights and loss.by_sequence:
         raise InputError(
-            f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of whole responses"
+            f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of "
+            "whole responses"
         )
     _check_labels(name, objective, options)
     if objective.needs.parts:
@@ -180,7 +186,8 @@ def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str
         )
     if isinstance(objective, RiskpoObjective) and options["prompts"] % objective.bundle_size:
         raise InputError(
-            f"prompts must be a multiple of bundle_size, got {options['prompts']} and {objective.bundle_size}"
+            f"prompts must be a multiple of bundle_size, got {options['prompts']} and "
+            f"{objective.bundle_size}"
         )
     if not objective.owns_loss:
         return
@@ -202,7 +209,8 @@ def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -
         raise InputError(f"labels cannot be {labels} for {name}, which {what}")
     if labels in LABELS and options["task"] in ("maze", "chain"):
         raise InputError(
-            f"labels cannot be {labels} for task {options['task']}, whose responses are answers without reasoning, so that all "
+            f"labels cannot be {labels} for task {options['task']}, whose responses are answers "
+            "without reasoning, so that all "
             "responses to a prompt have the same reward; --objective verifree learns from them"
         )
     if needs.answers and labels != "given":
@@ -223,7 +231,8 @@ def _check_parts(name: str, options: Mapping[str, Any]) -> None:
     for option, none in (("reward_threshold", None), ("overlong_buffer", 0)):
         if options[option] != none:
             raise InputError(
-                f"{name} uses several rewards one by one, so that {option} would change none of them"
+                f"{name} uses several rewards one by one, so that {option} would change none of "
+                "them"
             )
     weights = as_list(options["reward_weights"]) or [1.0]
     if name == "hero" and weights[0] != 1:
@@ -235,11 +244,13 @@ def _check_parts(name: str, options: Mapping[str, Any]) -> None:
 def _check_multiples(options: Mapping[str, Any]) -> None:
     if options["prompts"] * options["rollouts"] >= 2**31:
         raise InputError(
-            f"prompts x rollouts must be below 2^31, got {options['prompts']} x {options['rollouts']}"
+            f"prompts x rollouts must be below 2^31, got {options['prompts']} x "
+            f"{options['rollouts']}"
         )
     if options["prompts"] % options["updates_per_step"]:
         raise InputError(
-            f"prompts must be a multiple of updates_per_step, got {options['prompts']} and {options['updates_per_step']}"
+            f"prompts must be a multiple of updates_per_step, got {options['prompts']} and "
+            f"{options['updates_per_step']}"
         )
     for whole, part in (("hidden_size", "heads"), ("heads", "kv_heads")):
         if options[whole] % options[part]:

@@ -33,7 +33,8 @@ def loss_of(name: str) -> TokenLoss:
         return LOSSES[name]
     if not is_file(name) and not is_installed("loss", name):
         raise InputError(
-            f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got {name!r}{nearest(name, LOSSES)}"
+            f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got "
+            f"{name!r}{nearest(name, LOSSES)}"
         )
     try:
         return find_loss(load_plugin("loss", name, "FUNCTION"))

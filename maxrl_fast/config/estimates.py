@@ -65,12 +65,14 @@ def describe_run(
     policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder ({model.backend}), "
     policy += f"{count(model):,} parameters"
     return [
-        f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, task {task.name}, "
+        f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, "
+        f"task {task.name}, "
         f"seed {config.run.seed}",
         f"on {where} in {config.run.dtype}; {how}",
         f"policy: {policy}{adapters}, {start}",
         *_describe_critic(config, model),
-        f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in {config.run.out}",
+        f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in "
+        f"{config.run.out}",
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
 
@@ -82,7 +84,8 @@ def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
     what = "its adapters" if config.model.lora_rank else "all its weights"
     number, rate = num_critic_weights(model), config.objective.options["critic_lr"]
     return [
-        f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), learning rate {rate:g}"
+        f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), "
+        f"learning rate {rate:g}"
     ]
 
 
@@ -120,7 +123,8 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     lines += memory_table(estimate_memory(config, task, model, machine), machine, config)
     if config.rollout.rollout not in ENGINES:
         lines += [
-            f"  The memory of the engine {config.rollout.rollout} is not known and not in the table."
+            f"  The memory of the engine {config.rollout.rollout} is not known and not in the "
+            "table."
         ]
     prompt_tokens = config.rollout.prompts * task.prompt_length
     response_tokens = (

@@ -203,7 +203,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         return config, None
     if not words:
         raise InputError(
-            "CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or --compare)"
+            "CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or "
+            "--compare)"
         )
     source = find_source(words[0])
     of_run = {} if source.run is None else training.read_run(source.run, flags)
@@ -246,7 +247,8 @@ def check(config: EvaluationConfig) -> None:
             raise InputError(f"k must be from 1 to the {measure.samples} samples, got {k}")
     if sampling.temperature == 0 and measure.samples > 1:
         raise InputError(
-            f"greedy decoding gives one response: samples must be 1 at temperature 0, got {measure.samples}"
+            "greedy decoding gives one response: samples must be 1 at temperature 0, got "
+            f"{measure.samples}"
         )
     check_task(config.task.task)
     check_engine_name(sampling.rollout)

@@ -302,5 +302,6 @@ def refuse_unknown(
     for word in words:
         name = word.partition("=")[0]
         raise InputError(
-            f"unknown option {name:.80}: options begin with two dashes{hint(name.lstrip('-+'), known)}"
+            f"unknown option {name:.80}: options begin with two "
+            f"dashes{hint(name.lstrip('-+'), known)}"
         )

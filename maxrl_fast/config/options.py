@@ -65,7 +65,8 @@ class ObjectiveOptions:
         str,
         Note.MAY_NAME_CODE,
         Aka(
-            "advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage scale_rewards"
+            "advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage "
+            "scale_rewards"
         ),
         Aka("verifree", value="verifree"),
     ] = "maxpo"
@@ -164,7 +165,8 @@ class RewardOptions:
         when.TASK_IS_NO_REWARD,
         Note.NAMES_CODE,
         Aka(
-            "reward_funcs reward_function custom_reward_function reward_fn remote_rm_url reward_pretrain",
+            "reward_funcs reward_function custom_reward_function reward_fn remote_rm_url "
+            "reward_pretrain",
             "custom_rm_path reward_model_path rm_type reward_model_name_or_path",
         ),
     ] = ()
@@ -273,7 +275,8 @@ class RolloutOptions:
     prompts: Annotated[
         Count,
         Aka(
-            "per_device_train_batch_size train_batch_size batch_size rollout_batch_size global_batch_size",
+            "per_device_train_batch_size train_batch_size batch_size rollout_batch_size "
+            "global_batch_size",
             "prompts_per_step num_prompts generation_batch_size",
         ),
     ] = 32
@@ -281,8 +284,10 @@ class RolloutOptions:
     rollouts: Annotated[
         Count,
         Aka(
-            "num_generations n rollout_n n_samples_per_prompt num_rollouts group_size samples_per_prompt",
-            "n_rollouts num_samples num_return_sequences rollouts_per_prompt samples rollouts_per_example",
+            "num_generations n rollout_n n_samples_per_prompt num_rollouts group_size "
+            "samples_per_prompt",
+            "n_rollouts num_samples num_return_sequences rollouts_per_prompt samples "
+            "rollouts_per_example",
         ),
     ] = 16
     """Rollouts per prompt (N)."""
@@ -294,7 +299,8 @@ class RolloutOptions:
         Count,
         Default("the task's; 32 for 9x9 mazes"),
         Aka(
-            "max_completion_length max_response_length generate_max_len max_tokens max_length response_length",
+            "max_completion_length max_response_length generate_max_len max_tokens max_length "
+            "response_length",
             "rollout_max_response_len max_gen_len max_completion_tokens",
         ),
     ] = WORKED_OUT
@@ -320,7 +326,8 @@ class RolloutOptions:
         Default("none with native or the objective's own loss, else tis"),
         Note.FOLLOWS_OBJECTIVE,
         Aka(
-            "rollout_is rollout_rs vllm_importance_sampling_mode vllm_importance_sampling_correction use_tis",
+            "rollout_is rollout_rs vllm_importance_sampling_mode "
+            "vllm_importance_sampling_correction use_tis",
             "rollout_correction",
         ),
         Aka("off_policy_mask_threshold use_opsm opsm_delta", value="sequence_mask"),
@@ -390,7 +397,8 @@ class OptimizerOptions:
     steps: Annotated[
         CountOrZero,
         Aka(
-            "max_steps num_train_epochs total_training_steps total_epochs num_episodes epochs num_epochs num_steps",
+            "max_steps num_train_epochs total_training_steps total_epochs num_episodes epochs "
+            "num_epochs num_steps",
             "num_rollout iterations train_steps",
         ),
     ] = 90
@@ -409,7 +417,8 @@ class OptimizerOptions:
     warmup_steps: Annotated[
         CountOrZero,
         Aka(
-            "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup num_warmup_steps"
+            "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup "
+            "num_warmup_steps"
         ),
     ] = 25
     """Steps of linear warm-up, while the second moments settle: with few, an early large gradient
@@ -432,7 +441,8 @@ class OptimizerOptions:
         Resume.ROUNDING,
         LessMemory("a lower {}", "update"),
         Aka(
-            "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu max_tokens_per_gpu",
+            "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu "
+            "max_tokens_per_gpu",
             "ppo_max_token_len_per_gpu micro_batch_size ppo_micro_batch_size",
         ),
     ] = 4096
@@ -472,7 +482,8 @@ class LossOptions:
         when.TAKES_LOSS_OPTIONS,
         Note.FOLLOWS_LOSS,
         Aka(
-            "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg vespo_k_pos vespo_k_neg vespo_lambda_pos",
+            "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg vespo_k_pos vespo_k_neg "
+            "vespo_lambda_pos",
             "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
         ),
     ] = ()
@@ -483,7 +494,8 @@ class LossOptions:
         BelowOne,
         when.TAKES_CLIPS,
         Aka(
-            "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low clip_eps",
+            "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low "
+            "clip_eps",
             "clip_range",
         ),
     ] = 0.2
@@ -541,7 +553,8 @@ class ModelOptions:
         str | None,
         Default("none, a new model", "MODEL"),
         Aka(
-            "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model base_model model_id",
+            "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model "
+            "base_model model_id",
             "tokenizer",
         ),
     ] = None
@@ -635,7 +648,8 @@ class RunOptions:
         Default("runs/<objective>-<time>", "DIR"),
         Resume.START,
         Aka(
-            "output_dir save_path ckpt_path default_local_dir run_name experiment_name output save logging_dir",
+            "output_dir save_path ckpt_path default_local_dir run_name experiment_name output save "
+            "logging_dir",
             "out_dir log_dir",
         ),
     ] = WORKED_OUT

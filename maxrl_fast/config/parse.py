@@ -98,7 +98,8 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     given = {**of_run, **file, **flags}
     if "estimator_options" in given:
         raise InputError(
-            "--estimator-options was removed; use --eps, --ddof and others, which --objective NAME --help lists"
+            "--estimator-options was removed; use --eps, --ddof and others, which --objective NAME "
+            "--help lists"
         )
     name = early(
         "objective", given, {"objective": Given(Config().objective.objective, "objective")}

@@ -52,7 +52,8 @@ def resolve(
     ranks = ranks or Ranks()
     if config.rollout.prompts < ranks.size:
         raise InputError(
-            f"prompts must be at least the number of processes, {ranks.size}, got {config.rollout.prompts}"
+            f"prompts must be at least the number of processes, {ranks.size}, got "
+            f"{config.rollout.prompts}"
         )
     if ranks.size % config.rollout.vllm_tensor_parallel:
         number = config.rollout.vllm_tensor_parallel
@@ -137,17 +138,20 @@ def response_limit(
     have = f"{directory} has {positions} positions"
     if longest >= positions:
         raise InputError(
-            f"{have}, which must be more than the tokens of the longest prompt, got {longest} (--max-prompt-tokens leaves out "
+            f"{have}, which must be more than the tokens of the longest prompt, got {longest} "
+            "(--max-prompt-tokens leaves out "
             "longer prompts of a data set)"
         )
     room = positions - longest
     if wanted is not None:
         raise InputError(
-            f"{have}, and prompts have up to {longest} tokens: --max-new-tokens must be at most {room}, got {wanted} "
+            f"{have}, and prompts have up to {longest} tokens: --max-new-tokens must be at most "
+            f"{room}, got {wanted} "
             "(a lower --max-prompt-tokens leaves more)"
         )
     warn(
-        f"responses end after {room} tokens instead of the task's {limit}: {have}, and prompts have up to {longest} tokens "
+        f"responses end after {room} tokens instead of the task's {limit}: {have}, and prompts "
+        f"have up to {longest} tokens "
         "(a lower --max-prompt-tokens leaves more)"
     )
     return room
@@ -162,7 +166,8 @@ def _sft_steps(config: Config, task: Task) -> int:
     if steps and not task.has_demonstrations:
         advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
         raise InputError(
-            f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got {steps}"
+            f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got "
+            f"{steps}"
         )
     return steps
 

@@ -91,7 +91,8 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         folder = out / f"{group}_seed-{config.run.seed}"
         if folder in runs:
             raise InputError(
-                f"the folder {folder} is of two runs of the grid: give every value once, under its own name"
+                f"the folder {folder} is of two runs of the grid: give every value once, under its "
+                "own name"
             )
         command = [
             sys.executable,

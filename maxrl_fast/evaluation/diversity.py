@@ -111,7 +111,8 @@ class EmbeddingDiversity:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token is None:
             raise InputError(
-                f"the tokenizer of --embeddings {directory} must have a padding token or an end-of-text token"
+                f"the tokenizer of --embeddings {directory} must have a padding token or an "
+                "end-of-text token"
             )
 
     def __call__(self, responses: Sequence[Sequence[int]], texts: Sequence[str]) -> float:

@@ -162,7 +162,8 @@ def read_outcome(folder: Path) -> Outcome:
             or outcome.num_samples != outcome.settings["samples"]
         ):
             raise ValueError(
-                f"num_samples must be 1 to {MOST_SAMPLES:,} and equal to samples, got {outcome.num_samples:,}"
+                f"num_samples must be 1 to {MOST_SAMPLES:,} and equal to samples, got "
+                f"{outcome.num_samples:,}"
             )
         counts = outcome.num_correct
         if (

@@ -44,7 +44,8 @@ def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
         found = next((path / link for link in ("best", "latest") if (path / link).is_dir()), None)
         if found is None:
             raise InputError(
-                f"{path} is the folder of a run without a checkpoint: neither best nor latest is there"
+                f"{path} is the folder of a run without a checkpoint: neither best nor latest is "
+                "there"
             )
         path = found
     path = path.resolve()

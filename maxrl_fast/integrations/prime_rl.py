@@ -47,7 +47,8 @@ def policy_loss(
         raise ValueError("kl_coef is not 0, so prime-rl must have ref_logprobs")
     if row.over_batch:
         raise ValueError(
-            f"loss {row.name} compares the tokens of a whole batch, and prime-rl gives one sequence at a time"
+            f"loss {row.name} compares the tokens of a whole batch, and prime-rl gives one "
+            "sequence at a time"
         )
     keep = inputs.loss_mask
 

@@ -47,7 +47,8 @@ def rollout_advantages(
     )
     if keys is None or len(keys) != len(rewards):
         raise ValueError(
-            f"{name} needs the prompt of each of {len(rewards)} rollouts, got {'none' if keys is None else len(keys)}"
+            f"{name} needs the prompt of each of {len(rewards)} rollouts, got "
+            f"{'none' if keys is None else len(keys)}"
         )
     numbers: dict[Hashable, int] = {}
     group_ids = torch.tensor(

@@ -101,5 +101,6 @@ def _check(args: Any) -> None:
         wrong["kl_loss_coef"] = args.kl_loss_coef
     if wrong:
         raise ValueError(
-            f"maxrl_fast's loss has no {', '.join(f'{name}={value}' for name, value in wrong.items())}"
+            "maxrl_fast's loss has no "
+            f"{', '.join(f'{name}={value}' for name, value in wrong.items())}"
         )

@@ -46,7 +46,8 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
         for name in ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss"):
             if not hasattr(GRPOTrainer, name):  # the override would never be called
                 raise RuntimeError(
-                    f"maxrl_fast needs the GRPOTrainer of TRL 1.16, got TRL {trl.__version__}, which has no {name}"
+                    f"maxrl_fast needs the GRPOTrainer of TRL 1.16, got TRL {trl.__version__}, "
+                    f"which has no {name}"
                 )
         super().__init__(*args, **kwargs)
         if self.multi_objective_aggregation != "sum_then_normalize":

@@ -223,7 +223,8 @@ class Checkpoints:
             self._ranks.wait_for_all()
             if not folder.is_dir():
                 raise StorageError(
-                    f"{self.out} must be a folder that all processes share, but rank {self._ranks.rank} does not see it"
+                    f"{self.out} must be a folder that all processes share, but rank "
+                    f"{self._ranks.rank} does not see it"
                 )
             yield folder
             self._ranks.wait_for_all()

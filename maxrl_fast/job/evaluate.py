@@ -225,7 +225,8 @@ def _baseline(
         baseline = _policy(config, source, task, policy)
     if found:
         raise InputError(
-            f"--baseline {path} must be of the same prompts, samples and sampling; it differs in {'; '.join(found)}"
+            f"--baseline {path} must be of the same prompts, samples and sampling; it differs in "
+            f"{'; '.join(found)}"
         )
     return baseline
 
@@ -352,7 +353,8 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
         found = differences(first.settings, outcome.settings)
         if found:
             screen.warn(
-                f"A and {letter} are not of the same prompts, samples and sampling; they differ in {'; '.join(found)}"
+                f"A and {letter} are not of the same prompts, samples and sampling; they differ in "
+                f"{'; '.join(found)}"
             )
         are_paired = len(outcome.num_correct) == len(first.num_correct) and not found
         gains.append(resampling.of_each(outcome.gains(first, ks)) if are_paired else None)

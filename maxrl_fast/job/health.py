@@ -107,7 +107,8 @@ def _no_reward(first: list[Record], recent: list[Record]) -> tuple[float, str] |
     ):
         return None
     return 0.0, (
-        f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some responses, raise --rollouts, use "
+        f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
+        "responses, raise --rollouts, use "
         "easier prompts or a longer warm start"
     )
 
@@ -120,7 +121,8 @@ def _all_solved(first: list[Record], recent: list[Record]) -> tuple[float, str] 
         return None
     return (
         1.0,
-        f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use harder prompts",
+        f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use harder "
+        "prompts",
     )
 
 
@@ -129,7 +131,8 @@ def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] |
     if truncated <= 0.5:
         return None
     return truncated, (
-        f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at --max-new-tokens: raise it, or use "
+        f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
+        "--max-new-tokens: raise it, or use "
         "prompts with shorter solutions"
     )
 
@@ -142,8 +145,10 @@ def _zero_variance_groups(first: list[Record], recent: list[Record]) -> tuple[fl
     if fraction <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
         return None
     return fraction, (
-        f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero advantage (mean reward "
-        f"{reward:.3f}): raise --rollouts, or use prompts that are neither too easy nor too hard for the policy"
+        f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
+        "advantage (mean reward "
+        f"{reward:.3f}): raise --rollouts, or use prompts that are neither too easy nor too hard "
+        "for the policy"
     )
 
 
@@ -152,7 +157,8 @@ def _entropy(first: list[Record], recent: list[Record]) -> tuple[float, str] | N
     if entropy >= 0.1 * start:
         return None
     return entropy, (
-        f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first steps, so rollouts hardly differ: "
+        f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first steps, so "
+        "rollouts hardly differ: "
         "lower --lr, or set --entropy-coef or --kl-coef"
     )
 
@@ -162,7 +168,8 @@ def _logprob_diff(first: list[Record], recent: list[Record]) -> tuple[float, str
     if logprob_diff <= max(0.02, 3 * start):
         return None
     return logprob_diff, (
-        f"log-probs of rollout and training differ by {logprob_diff:.3g} nats per token, {start:.3g} in the first steps: set "
+        f"log-probs of rollout and training differ by {logprob_diff:.3g} nats per token, "
+        f"{start:.3g} in the first steps: set "
         "--correction tis, or --dtype float32"
     )
 
@@ -173,7 +180,8 @@ def _grad_norm(first: list[Record], recent: list[Record]) -> tuple[float, str] |
     if not norm > 10 * usual > 0:
         return None
     return norm, (
-        f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the {len(before)} steps before; it is "
+        f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
+        f"{len(before)} steps before; it is "
         "clipped, but if this happens often, lower --lr"
     )
 

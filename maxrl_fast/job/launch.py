@@ -99,7 +99,8 @@ class Job:
         config, is_resumed = config.replace(out=out), config.run.resume is not None
         if ranks.text_from_first(str(is_resumed)) != str(is_resumed):
             raise InputError(
-                f"--resume auto needs a folder that all processes share, but only some of them see a run in {out}"
+                "--resume auto needs a folder that all processes share, but only some of them see "
+                f"a run in {out}"
             )
         with contextlib.ExitStack() as held:
             held.callback(torch.set_num_threads, torch.get_num_threads())
@@ -143,7 +144,8 @@ class Job:
             )
             for log in files.missing:
                 screen.warn(
-                    f"{log} is missing: a new one begins, without the lines from before the checkpoint"
+                    f"{log} is missing: a new one begins, without the lines from before the "
+                    "checkpoint"
                 )
             described = describe_run(config, task, model, ranks, saved.directory if saved else None)
             described += [own_options(saved.options, config.flat())] if saved else []
@@ -306,7 +308,8 @@ def supervise(
         yield ending
     except Interrupted as error:
         screen.say(
-            f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume {files.out} resumes it"
+            f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume "
+            f"{files.out} resumes it"
         )
         ending.code = 128 + error.signal
     except (NonFiniteError, RewardError, StorageError, ServerError) as error:

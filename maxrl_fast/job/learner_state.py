@@ -213,7 +213,8 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     if ranks.is_first and names != tensors.keys():
         name = min(names ^ tensors.keys())
         raise InputError(
-            f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it was saved with another model or optimizer"
+            f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it was saved with "
+            "another model or optimizer"
         )
     if learner.passes.shares_weights:
         _load_parts(folder, tensors, no_dist=False)

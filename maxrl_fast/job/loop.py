@@ -65,7 +65,8 @@ class RunLoop:
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
         if 0 < self.num_steps <= progress.step:
             self.screen.say(
-                f"the run is finished: it had done all its {self.num_steps} steps; the last evaluation is repeated"
+                f"the run is finished: it had done all its {self.num_steps} steps; the last "
+                "evaluation is repeated"
             )
         learner.copy_policy()
         checkpoints.restore(learner)

@@ -79,18 +79,21 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
             warn(f"the checkpoint {directory} is damaged: {error}; using the one before it")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warn(
-                f"{directory} is not a checkpoint of this version: {type(error).__name__}: {error}; using the one before it"
+                f"{directory} is not a checkpoint of this version: {type(error).__name__}: "
+                f"{error}; using the one before it"
             )
     if found and whole is None:
         raise InputError(
-            f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the warnings above"
+            f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the "
+            "warnings above"
         )
     whole = json.loads(ranks.text_from_first(json.dumps(whole)))
     if whole is None:
         log = out / "metrics.jsonl"
         if ranks.is_first and log.exists() and log.stat().st_size:
             raise InputError(
-                f"{out} has metrics but no checkpoints: restore {out / 'checkpoints'}, or choose another --out"
+                f"{out} has metrics but no checkpoints: restore {out / 'checkpoints'}, or choose "
+                "another --out"
             )
         warn(f"{out} has no checkpoint yet: the run restarts from the beginning")
         return None
@@ -115,18 +118,21 @@ def check_same(
     if changed.policy:
         shape = "; ".join(changed.policy)
         raise InputError(
-            f"the policy in {saved.directory} has another shape ({shape}), which cannot change on resuming"
+            f"the policy in {saved.directory} has another shape ({shape}), which cannot change on "
+            "resuming"
         )
     if saved.fingerprints is None:
         warn(
-            f"{saved.directory} is of a version that did not record fingerprints: whether the files of the prompts, the "
+            f"{saved.directory} is of a version that did not record fingerprints: whether the "
+            "files of the prompts, the "
             "tokenizer, the reward and the objective are the same as before cannot be checked"
         )
     else:
         mathematics += differences(saved.fingerprints, fingerprints)
     if mathematics and not allow_changes:
         raise InputError(
-            f"{saved.directory} was trained with other options or files ({'; '.join(mathematics)}); --allow-changes resumes "
+            f"{saved.directory} was trained with other options or files "
+            f"({'; '.join(mathematics)}); --allow-changes resumes "
             "with the new ones"
         )
     rounding += [
@@ -138,11 +144,13 @@ def check_same(
         warn(f"the run resumes with other options or files ({'; '.join(mathematics)})")
     if rounding:
         warn(
-            f"the run resumes, but its numbers will not be bitwise identical ({'; '.join(rounding)})"
+            "the run resumes, but its numbers will not be bitwise identical "
+            f"({'; '.join(rounding)})"
         )
     if options["steps"] < saved.progress.step and saved.progress.phase == "training":
         raise InputError(
-            f"--steps must be at least {saved.progress.step}, the number of steps done, got {options['steps']}"
+            f"--steps must be at least {saved.progress.step}, the number of steps done, got "
+            f"{options['steps']}"
         )
 
 

@@ -108,7 +108,8 @@ def _inputs(
     """Return the arguments that both kernels take."""
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
         raise ValueError(
-            f"q and k must be {', '.join(DTYPES.values())} [tokens, heads, head size], got {q.dtype} {tuple(q.shape)} and "
+            f"q and k must be {', '.join(DTYPES.values())} [tokens, heads, head size], got "
+            f"{q.dtype} {tuple(q.shape)} and "
             f"{k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]

@@ -246,7 +246,8 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
     # checked first: a huge number must not build a huge model
     if config.num_hidden_layers > min(len(files), MAX_LAYERS):
         raise InputError(
-            f"{_tensor_list(directory)} has {len(files)} tensors, too few for {config.num_hidden_layers} layers"
+            f"{_tensor_list(directory)} has {len(files)} tensors, too few for "
+            f"{config.num_hidden_layers} layers"
         )
     wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
     for name in wanted:
@@ -261,7 +262,8 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
         tensor = files[name].tensors.get_slice(name)
         if tuple(tensor.get_shape()) != shape:
             raise InputError(
-                f"{files[name].path}: {name} must have shape {shape}, got {shown(tuple(tensor.get_shape()))}"
+                f"{files[name].path}: {name} must have shape {shape}, got "
+                f"{shown(tuple(tensor.get_shape()))}"
             )
         if tensor.get_dtype() not in ("F32", "BF16", "F16"):
             raise InputError(
@@ -301,7 +303,8 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
         )
         if not is_map or {"", ".."} & set(listed.values()):
             raise InputError(
-                f"{path}: weight_map must map tensors to files of the same directory, got {listed!r:.80}"
+                f"{path}: weight_map must map tensors to files of the same directory, got "
+                f"{listed!r:.80}"
             )
     opened = (
         [_open(directory / file) for file in sorted(set(listed.values()))]
@@ -360,7 +363,8 @@ def read_config(path: Path) -> DecoderConfig:
     part = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if kind not in ("default", "llama3") or part != 1.0:
         raise UnsupportedModelError(
-            f"{path}: rotary embeddings must be of type default or llama3, and not partial, got {rope!r:.200}"
+            f"{path}: rotary embeddings must be of type default or llama3, and not partial, got "
+            f"{rope!r:.200}"
         )
     tied = fields.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):

@@ -198,7 +198,8 @@ def _flash_attn() -> Any:
             # a package of the same name without FlashAttention-2, such as FlashAttention-4
             return None
         raise InputError(
-            f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch {torch.__version__}, or "
+            f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch "
+            f"{torch.__version__}, or "
             f"uninstall it: torch's own FlashAttention then runs"
         ) from error
 

@@ -77,7 +77,8 @@ def first_right(
         if not reason:
             registry.restore_flash_attention_impl()
         sentences.append(
-            f"attention: {name} of {MODULES[name]} was tried and refused: {reason or 'it failed on another rank'}"
+            f"attention: {name} of {MODULES[name]} was tried and refused: "
+            f"{reason or 'it failed on another rank'}"
         )
     return sentences
 

@@ -91,7 +91,8 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
         ) from error
     if offline:
         warn(
-            f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, of commit {commit}"
+            f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, "
+            f"of commit {commit}"
         )
     return f"{HUB}{repository}@{commit}"
 
@@ -123,7 +124,8 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
         )
     if with_weights and not any(directory.glob("model*.safetensors")):
         raise InputError(
-            f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others are read"
+            f"{model} has no weights in safetensors ({', '.join(WEIGHT_FILES[:2])}), and no others "
+            "are read"
         )
     return directory
 
@@ -217,7 +219,8 @@ def _download(request: dict[str, Any], folder: Path) -> Path:
                     grown, size = time.monotonic(), now
                 if time.monotonic() - grown > STALL_SECONDS:
                     raise InputError(
-                        f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s from the hub"
+                        f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s "
+                        "from the hub"
                     )
             said = child.stdout.read().splitlines()
         finally:

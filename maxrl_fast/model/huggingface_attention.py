@@ -128,7 +128,8 @@ def attend(
         told["a second attention in one layer"] = True
     if told:
         raise InputError(
-            f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention does not do"
+            f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention "
+            "does not do"
         )
     # they differ in multi-head latent attention
     size, largest = value.shape[-1], max(query.shape[-1], value.shape[-1])

@@ -70,14 +70,16 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
         raise
     except Exception as error:  # transformers raises anything
         raise InputError(
-            f"transformers cannot load {directory}: {shown(type(error).__name__)}: {shown(str(error))}"
+            f"transformers cannot load {directory}: {shown(type(error).__name__)}: "
+            f"{shown(str(error))}"
         ) from error
     model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])
             raise InputError(
-                f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} {shown(names)}"
+                f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} "
+                f"{shown(names)}"
             )
     return policy_of(model, sizes)
 
@@ -110,11 +112,13 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
         raise InputError(
-            f"{path}: model_type {model_type!r:.80} needs transformers: pip install 'maxrl_fast[hf]' ({error})"
+            f"{path}: model_type {model_type!r:.80} needs transformers: pip install "
+            f"'maxrl_fast[hf]' ({error})"
         ) from error
     if int(transformers.__version__.split(".")[0]) < 5:
         raise InputError(
-            f"--model-backend transformers needs transformers 5 or later, got {transformers.__version__}"
+            "--model-backend transformers needs transformers 5 or later, got "
+            f"{transformers.__version__}"
         )
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if (
@@ -223,7 +227,8 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
         )
         if one.get("rope_type") in _BY_LENGTH and longest > original:
             yield (
-                f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; sequences have up to {longest} "
+                f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; "
+                f"sequences have up to {longest} "
                 "(--max-prompt-tokens, --max-new-tokens)"
             )
 

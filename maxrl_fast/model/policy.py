@@ -32,7 +32,8 @@ def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
     wanted, memory = 4 * Decoder.count(config), memory_bytes(torch.device("cpu"))
     if wanted > memory:
         raise InputError(
-            f"a new policy of these sizes has {wanted / 1e9:,.0f} GB of weights, this machine {memory / 1e9:,.0f} GB"
+            f"a new policy of these sizes has {wanted / 1e9:,.0f} GB of weights, this machine "
+            f"{memory / 1e9:,.0f} GB"
         )
     model = Decoder(config)
     model.initialise(seed)
@@ -111,7 +112,8 @@ def load_policy(
         model = load_huggingface(directory, longest, is_empty)
     if model.config.vocab_size != vocab_size:
         raise InputError(
-            f"task {task} needs a vocabulary of {vocab_size}, {directory} has {model.config.vocab_size}"
+            f"task {task} needs a vocabulary of {vocab_size}, {directory} has "
+            f"{model.config.vocab_size}"
         )
     check_positions(model, directory, prompt_length, max_new_tokens)
     return model

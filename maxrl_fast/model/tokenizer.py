@@ -169,7 +169,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """
     if tokenizer.chat_template is None:
         raise InputError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text instead"
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text "
+            "instead"
         )
     try:
         text = tokenizer.apply_chat_template(
@@ -228,7 +229,8 @@ class ControlTokens:
         ):
             if token := self._find(text):
                 raise InputError(
-                    f"{what} must not have the special token {token!r} of the tokenizer in its text, got {prompt!r:.200}; "
+                    f"{what} must not have the special token {token!r} of the tokenizer in its "
+                    f"text, got {prompt!r:.200}; "
                     "--allow-special-tokens encodes it as that token"
                 )
 

@@ -75,7 +75,8 @@ def first_order(function: str) -> Callable[[Backward], Backward]:
                 torch.is_grad_enabled() and not torch.compiler.is_compiling()
             ):  # a compiled function never has a second derivative
                 raise RuntimeError(
-                    f"{function} can be differentiated once only, got create_graph=True, which asks for a second derivative"
+                    f"{function} can be differentiated once only, got create_graph=True, which "
+                    "asks for a second derivative"
                 )
             return backward(ctx, *gradients)
 
@@ -101,13 +102,15 @@ def check_mode(function: str, *inputs: Tensor) -> bool:
     for x in inputs:
         if unpack_dual(x).tangent is not None:
             raise RuntimeError(
-                f"{function} can be differentiated in reverse mode only (backward, torch.autograd.grad), got an input with a "
+                f"{function} can be differentiated in reverse mode only (backward, "
+                "torch.autograd.grad), got an input with a "
                 "tangent of the forward mode (torch.func.jvp, torch.autograd.forward_ad)"
             )
     is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_wanted and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"{function} can be differentiated by backward and torch.autograd.grad only, got a transform of torch.func (grad, "
+            f"{function} can be differentiated by backward and torch.autograd.grad only, got a "
+            "transform of torch.func (grad, "
             "vjp, jacrev, hessian)"
         )
     return is_wanted

@@ -94,7 +94,8 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:
         raise ImportError(
-            f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has the fields {compiled}, "
+            f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has "
+            f"the fields {compiled}, "
             f"Python's has {fields}; build the extension again"
         )
 
@@ -131,7 +132,8 @@ class KernelLaunch:
             or tensor.device != self.device
         ):
             raise ValueError(
-                f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on {self.device}, got {tensor.dtype} of "
+                f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on "
+                f"{self.device}, got {tensor.dtype} of "
                 f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
             )
         return self.keep(tensor)
@@ -149,7 +151,8 @@ class KernelLaunch:
             distance *= size
         if not fits:
             raise ValueError(
-                f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got {tensor.dtype} "
+                f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got "
+                f"{tensor.dtype} "
                 f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
             )
         return self.keep(tensor)

@@ -210,7 +210,8 @@ def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]
     weights = tuple(check_finite("each of reward_weights", weight) for weight in given)
     if len(weights) != num_parts:
         raise ValueError(
-            f"reward_weights must be a number for each of the {num_parts} rewards, got {len(weights)}"
+            f"reward_weights must be a number for each of the {num_parts} rewards, got "
+            f"{len(weights)}"
         )
     return weights
 
@@ -230,7 +231,8 @@ def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be {kind}, got {value.dtype}")
         if kind is not None and name != "greedy_correct" and value.shape != rewards.shape:
             raise ValueError(
-                f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got {tuple(value.shape)}"
+                f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got "
+                f"{tuple(value.shape)}"
             )
         if name == "reward_parts" and (
             value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)
@@ -254,7 +256,8 @@ def _by_function(
     """Return the advantages from the estimator's function, of the viewed rewards' shape."""
     if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
         raise ValueError(
-            f"{row.name} takes groups of equal size, got the sizes {padded.present.sum(1)[:8].tolist()}"
+            f"{row.name} takes groups of equal size, got the sizes "
+            f"{padded.present.sum(1)[:8].tolist()}"
         )
     values = {}
     for name, x in given.items():
@@ -270,7 +273,8 @@ def _by_function(
                 x = x.reshape(-1, 1)[: len(padded.exists)]
             elif name.startswith("greedy") and x.shape != shape:
                 raise ValueError(
-                    f"{name} must have one value per group, or the shape of rewards, got the shape {tuple(x.shape)}"
+                    f"{name} must have one value per group, or the shape of rewards, got the shape "
+                    f"{tuple(x.shape)}"
                 )
             else:
                 if x.shape != padded.shape:
@@ -294,7 +298,8 @@ def _by_function(
         or advantages.device != rewards.device
     ):
         raise ValueError(
-            f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on {rewards.device}, got "
+            f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on "
+            f"{rewards.device}, got "
             f"{advantages.dtype} of shape {tuple(advantages.shape)} on {advantages.device}"
         )
     advantages = advantages.double()
@@ -328,7 +333,8 @@ def _check_fit(name: str, advantages: Tensor) -> None:
     if len(beyond):
         value = float(values.flatten()[beyond[0]])
         raise ValueError(
-            f"the advantages of {name} must be finite in {advantages.dtype}, got {value} at index {int(beyond[0])}"
+            f"the advantages of {name} must be finite in {advantages.dtype}, got {value} at index "
+            f"{int(beyond[0])}"
         )
 
 

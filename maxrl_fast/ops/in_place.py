@@ -47,11 +47,13 @@ class _Gradient:
         values, self.values = self.values, None
         if values is None:
             raise RuntimeError(
-                "backward ran already, and in_place keeps one gradient: compute the loss again instead"
+                "backward ran already, and in_place keeps one gradient: compute the loss again "
+                "instead"
             )
         if values._version != self.version:
             raise RuntimeError(
-                "the logits were changed after policy_gradient_loss(in_place=True) left their gradient there"
+                "the logits were changed after policy_gradient_loss(in_place=True) left their "
+                "gradient there"
             )
         return values
 
@@ -84,6 +86,7 @@ class _Spent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise RuntimeError(
-            "the logits were used after policy_gradient_loss(in_place=True) had put its gradient in their place: "
+            "the logits were used after policy_gradient_loss(in_place=True) had put its gradient "
+            "in their place: "
             "use them before and without keeping them, or leave in_place out"
         )

@@ -176,7 +176,8 @@ def linear_token_logprobs(
 
 
 @operator(
-    schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, bool needs_hidden, "
+    schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, "
+    "bool needs_hidden, "
     "bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

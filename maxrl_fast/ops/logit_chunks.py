@@ -43,7 +43,8 @@ def check_hidden(
         or hidden.device != weight.device
     ):
         raise ValueError(
-            f"hidden [T, H] and weight [V, H] must have one H and device, got {tuple(hidden.shape)} on {hidden.device} and "
+            "hidden [T, H] and weight [V, H] must have one H and device, got "
+            f"{tuple(hidden.shape)} on {hidden.device} and "
             f"{tuple(weight.shape)} on {weight.device}"
         )
     if weight.dtype not in (hidden.dtype, torch.float32):

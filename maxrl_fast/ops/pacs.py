@@ -123,7 +123,8 @@ def pacs_loss(
     size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
     if size < 0 or reward_proxy.dtype not in DTYPES:
         raise ValueError(
-            f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} {tuple(reward_proxy.shape)}"
+            f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} "
+            f"{tuple(reward_proxy.shape)}"
         )
     if labels.shape != reward_proxy.shape:
         raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
@@ -150,7 +151,8 @@ def pacs_loss(
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())
         raise ValueError(
-            f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up to {largest:g}"
+            f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up "
+            f"to {largest:g}"
         )
     return loss, {
         "cross_entropy": cross_entropy.detach(),

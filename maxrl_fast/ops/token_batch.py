@@ -178,7 +178,8 @@ def prepare(
     check_choice("aggregation", aggregation, AGGREGATIONS)
     if aggregation != (needed := row.aggregation or aggregation):
         raise ValueError(
-            f"aggregation must be {needed} for {row.name}, whose loss it is a part of, got {aggregation}"
+            f"aggregation must be {needed} for {row.name}, whose loss it is a part of, got "
+            f"{aggregation}"
         )
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
@@ -252,7 +253,8 @@ def _check_tokens(
         check_tensor("mask", mask, device, "the logits are")
         if mask.dtype != torch.bool or mask.shape != (num_tokens,):
             raise ValueError(
-                f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape {tuple(mask.shape)}"
+                f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape "
+                f"{tuple(mask.shape)}"
             )
 
 
@@ -278,7 +280,8 @@ def _is_per_token(
         is_host_readable(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())
     ):
         raise ValueError(
-            f"{name} may have one number per token or one per response, since T = S = {num_tokens}: "
+            f"{name} may have one number per token or one per response, since T = S = "
+            f"{num_tokens}: "
             f"give {keyword}=True or {keyword}=False"
         )
     return len(values) != num_sequences
@@ -333,7 +336,8 @@ def check_rows(
     check_tensor("targets", targets)
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
-            f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of shape "
+            f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of "
+            "shape "
             f"{tuple(targets.shape)} on {targets.device}"
         )
     if isinstance(temperature, Tensor):
@@ -412,7 +416,8 @@ def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tens
     if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
         where = "on the logits' device or a CPU"
         raise ValueError(
-            f"denominator must be one number {where}, got the shape {tuple(given.shape)} on {given.device}"
+            f"denominator must be one number {where}, got the shape {tuple(given.shape)} on "
+            f"{given.device}"
         )
     if is_host_readable(given):
         return None, check_number(

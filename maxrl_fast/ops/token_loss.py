@@ -185,7 +185,8 @@ def policy_gradient_loss(
     in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
     if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError(
-            "in_place needs logits that were computed, got a leaf or a view of one, a parameter's own value"
+            "in_place needs logits that were computed, got a leaf or a view of one, a parameter's "
+            "own value"
         )
     if not has_kernels(logits.device) or not row.fused:
         return loss_and_metrics(_by_function(logits, batch, terms, row, options, in_place), logits)
@@ -221,7 +222,8 @@ def _by_function(
     """Return the LossSums [10] of a loss that is a function of token_logprobs."""
     if in_place and row.rows is not None:
         raise ValueError(
-            f"in_place must be False for {row.name}, which needs whole rows of logits for its gradient"
+            f"in_place must be False for {row.name}, which needs whole rows of logits for its "
+            "gradient"
         )
     targets, has_kernel = batch.targets.where(batch.counted(), 0), has_kernels(logits.device)
 
@@ -261,7 +263,8 @@ def shape_of(logits: Tensor) -> tuple[int, int]:
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
         raise ValueError(
-            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}"
+            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
+            f"{tuple(logits.shape)}"
         )
     return logits.shape[0], logits.shape[1]
 

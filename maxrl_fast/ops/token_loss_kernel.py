@@ -82,7 +82,8 @@ class LogitsLaunch(KernelLaunch):
         super().__init__(logits.device)
         if logits.dim() != 2 or logits.dtype not in DTYPES:
             raise ValueError(
-                f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} {tuple(logits.shape)}"
+                f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
+                f"{tuple(logits.shape)}"
             )
         self.shape, self.real, self.dtype = (
             (logits.shape[0], logits.shape[1]),
@@ -132,9 +133,12 @@ class LogitsLaunch(KernelLaunch):
 # The arguments of token_loss and token_loss_ after the logits: the fields of TokenBatch and
 # LossTerms.
 LOSS_SCHEMA = (
-    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor advantages, bool advantages_per_token, "
-    "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
-    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str loss, float clip_low, "
+    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor "
+    "advantages, bool advantages_per_token, "
+    "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? "
+    "ref_logprobs, "
+    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str "
+    "loss, float clip_low, "
     "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef"
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
@@ -174,7 +178,8 @@ def register_loss(op: Any, function: str, num_gradients: int) -> None:
             return (None,) * num_gradients
         if ctx.is_spent and grad_sums.device.type == "cuda":
             raise RuntimeError(
-                "backward ran already, and scaled the gradient in place: compute the loss again instead"
+                "backward ran already, and scaled the gradient in place: compute the loss again "
+                "instead"
             )
         ctx.is_spent = True
         return tuple(

@@ -67,7 +67,8 @@ def read_folder(path: Path, name: str) -> Folder:
     try:
         if not path.is_dir():
             raise InputError(
-                f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is not a folder"
+                f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is "
+                "not a folder"
             )
         folder = Folder(name)
         is_run, is_evaluation = (path / "metrics.jsonl").exists(), (path / "eval.json").exists()
@@ -116,7 +117,8 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
     if not rows:
         why = f" ({folder.notes[-1]})" if folder.notes else ""
         raise InputError(
-            f"{shown(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, and does not{why}"
+            f"{shown(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, and "
+            f"does not{why}"
         )
     folder.coverage = [{"step": None, "rows": rows}]
     options = record.get("options")
@@ -180,7 +182,8 @@ def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator
             else f"{len(damaged):,} lines, the first of them {damaged[0]:,},"
         )
         folder.notes.append(
-            f"{lines} of {path.name} cannot be read and {'was' if len(damaged) == 1 else 'were'} skipped"
+            f"{lines} of {path.name} cannot be read and {'was' if len(damaged) == 1 else 'were'} "
+            "skipped"
         )
 
 
@@ -338,7 +341,8 @@ def _take_counts(
         evaluations = [*evaluations[:-1:2], evaluations[-1]]  # the first and the last stay
     if len(evaluations) < num_read:
         folder.notes.append(
-            f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are many"
+            f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are "
+            "many"
         )
     total = records[-1][1].get("num_prompts")
     total = total if is_count(total) else len(known[-1])

@@ -53,7 +53,8 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     return [
         {
             "runs": places,
-            "name": f"{name if names.count(name) == 1 else folders[places[0]].name}, {len(places)} seeds",
+            "name": f"{name if names.count(name) == 1 else folders[places[0]].name}, {len(places)} "
+            "seeds",
         }
         for name, places in zip(names, found, strict=True)
     ]

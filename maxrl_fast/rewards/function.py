@@ -270,7 +270,8 @@ def to_result(result: Any, is_optional: bool = False) -> dict[str, Any]:
         isinstance(name, str) and len(name) <= NAME_LENGTH for name in result
     ):
         raise InvalidReward(
-            f"a dict of components must have at most {MOST_COMPONENTS} names of at most {NAME_LENGTH} characters, "
+            f"a dict of components must have at most {MOST_COMPONENTS} names of at most "
+            f"{NAME_LENGTH} characters, "
             f"got {SHORT_REPR.repr(result)}"
         )
     values = {name: to_number(value, f"component {name!r}: ") for name, value in result.items()}

@@ -186,7 +186,8 @@ class Judge(RewardSource):
                 return score
         raise RequestError(
             "invalid",
-            f"the judge's reply must have a score as --judge-score finds it, got {reply[-SHOWN:]!r}",
+            "the judge's reply must have a score as --judge-score finds it, got "
+            f"{reply[-SHOWN:]!r}",
         )
 
     def _ask(self, question: str, stop: Event) -> str:
@@ -268,7 +269,8 @@ class Judge(RewardSource):
         rate = f", at most {self._rate:g} a second" if self._rate else ""
         how = f"up to {self._concurrency} requests at a time{rate}"
         return [
-            f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in {self._cache}"
+            f"reward {self.name}: {self._model} at {self._url}, {how}; replies are kept in "
+            f"{self._cache}"
         ]
 
     def faster(self, factor: float) -> str:
@@ -299,7 +301,8 @@ def _parse_name(name: str) -> tuple[str, str]:
         is_url = False
     if not is_url or not model or "@" in parts.netloc or parts.query or parts.fragment:
         raise InputError(
-            f"--reward must be {JUDGE}URL/MODEL, such as {JUDGE}http://localhost:8000/v1/MODEL, got {name}"
+            f"--reward must be {JUDGE}URL/MODEL, such as {JUDGE}http://localhost:8000/v1/MODEL, "
+            f"got {name}"
         )
     return url, model
 

@@ -114,7 +114,8 @@ class RewardPool(RewardSource):
         module, _, attribute = function.rpartition(":")
         if not module or not attribute:
             raise InputError(
-                f'a reward function must be "path/to/file.py:name" or "package.module:name", got "{function}"'
+                'a reward function must be "path/to/file.py:name" or "package.module:name", got '
+                f'"{function}"'
             )
         limits = {
             "number of workers": workers,
@@ -311,7 +312,8 @@ class RewardPool(RewardSource):
         how = STYLES[self.signature["style"]].format(concurrency=self._concurrency)
         contained = "this contains mistakes; run untrusted or model-written code in a container"
         return [
-            f"reward workers: {self._settings['workers']}, a fresh process after {fresh}; {contained}",
+            f"reward workers: {self._settings['workers']}, a fresh process after {fresh}; "
+            f"{contained}",
             f"reward {self.name}: {how}",
         ]
 
@@ -403,7 +405,8 @@ class InProcessReward(RewardSource):
             if self._num_hung >= MAX_HUNG:
                 hung = f"{MAX_HUNG} calls of the reward function {self.name} have not ended after {self._time_limit:g} s"
                 raise RewardError(
-                    f"{hung}, and a thread cannot be killed; a function in a file, FILE.py:FUNCTION, can be"
+                    f"{hung}, and a thread cannot be killed; a function in a file, "
+                    "FILE.py:FUNCTION, can be"
                 )
             self._queues = SimpleQueue(), SimpleQueue()
             # A call that never ends does not keep the process from ending.
@@ -441,8 +444,10 @@ class InProcessReward(RewardSource):
     def lines(self) -> list[str]:
         how = STYLES[self._signature["style"]].format(concurrency=1)
         return [
-            f"reward {self.name}: {how}, in a thread of this process; nothing contains it: a call of more than "
-            f"{self._time_limit:g} s counts as failed but runs on, and a crash ends this process. FILE.py:FUNCTION runs in "
+            f"reward {self.name}: {how}, in a thread of this process; nothing contains it: a call "
+            "of more than "
+            f"{self._time_limit:g} s counts as failed but runs on, and a crash ends this process. "
+            "FILE.py:FUNCTION runs in "
             "processes of its own"
         ]
 

@@ -125,6 +125,7 @@ def _score_gym(
     expected = gym_entry(name, config, seed, index)
     if expected["question"] != question:
         raise ValueError(
-            f"reasoning-gym's {name} must repeat its question for seed {seed} and index {index}, got another one"
+            f"reasoning-gym's {name} must repeat its question for seed {seed} and index {index}, "
+            "got another one"
         )
     return float(gym_dataset(name, config, seed).score_answer(gym_answer(response), expected))

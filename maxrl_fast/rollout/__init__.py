@@ -92,24 +92,29 @@ def check_request(
     lengths = prompts.lengths
     if num_samples < 1 or len(prompts) < 1:
         raise InputError(
-            f"rollout needs at least one prompt and one sample, got {len(prompts)} and {num_samples}"
+            f"rollout needs at least one prompt and one sample, got {len(prompts)} and "
+            f"{num_samples}"
         )
     if sampling.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if int(lengths.min()) < 1:
         raise InputError(
-            f"prompts must have at least one token, got prompt {int(prompts.ids[lengths.argmin()])} with none"
+            "prompts must have at least one token, got prompt "
+            f"{int(prompts.ids[lengths.argmin()])} with none"
         )
     lowest, highest = int(prompts.tokens.min()), int(prompts.tokens.max())
     if lowest < 0 or highest >= model.vocab_size:
         raise InputError(
-            f"prompt tokens must be in the vocabulary, 0 to {model.vocab_size - 1}, got {lowest if lowest < 0 else highest}"
+            f"prompt tokens must be in the vocabulary, 0 to {model.vocab_size - 1}, got "
+            f"{lowest if lowest < 0 else highest}"
         )
     longest = int(lengths.max())
     if longest + sampling.max_new_tokens > model.max_position_embeddings:
         raise InputError(
-            f"a prompt and its response must fit the model's context of {model.max_position_embeddings} tokens, got prompt "
-            f"{int(prompts.ids[lengths.argmax()])} of {longest} tokens and max_new_tokens {sampling.max_new_tokens}"
+            "a prompt and its response must fit the model's context of "
+            f"{model.max_position_embeddings} tokens, got prompt "
+            f"{int(prompts.ids[lengths.argmax()])} of {longest} tokens and max_new_tokens "
+            f"{sampling.max_new_tokens}"
         )
     for stop in sampling.stop_ids:
         if not 0 <= stop < model.vocab_size:
@@ -123,7 +128,8 @@ def check_request(
         and 0 <= sampling.min_p <= 1
     ):
         raise InputError(
-            f"sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1, got "
+            "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p "
+            "<= 1, got "
             f"{sampling.temperature}, {sampling.top_k}, {sampling.top_p} and {sampling.min_p}"
         )
 
@@ -136,7 +142,8 @@ def check_cache(
     """
     if prompt + response > cache_bytes:
         raise InputError(
-            f"kv_cache_gb must hold the longest prompt and a response, {(prompt + response) / 1e9:.3g} GB at {prompt_length} "
+            "kv_cache_gb must hold the longest prompt and a response, "
+            f"{(prompt + response) / 1e9:.3g} GB at {prompt_length} "
             f"and {max_new_tokens} tokens, got {cache_bytes / 1e9:.3g}"
         )
 
@@ -148,7 +155,8 @@ def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
         group, rollout = broken[0].tolist()
         reward = float(rewards[group, rollout])
         raise NonFiniteError(
-            f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is {reward}"
+            f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is "
+            f"{reward}"
         )
 
 

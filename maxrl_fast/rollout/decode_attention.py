@@ -179,7 +179,8 @@ def _rows_address(
     """
     if x.stride(0) * x.element_size() % 16:
         raise ValueError(
-            f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides {x.stride()}"
+            f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
+            f"{x.stride()}"
         )
     return call.rows(name, x, dtype, shape)
 
@@ -188,7 +189,8 @@ def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int
     """Return the address of a float32 tensor with any strides."""
     if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
         raise ValueError(
-            f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} "
+            f"on {x.device}"
         )
     return call.keep(x)
 

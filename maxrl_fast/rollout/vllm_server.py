@@ -93,7 +93,8 @@ class VllmServerEngine:
         if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
             whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
             raise InputError(
-                f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; {start}"
+                f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; "
+                f"{start}"
             )
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
@@ -125,7 +126,8 @@ class VllmServerEngine:
             self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
             if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
                 raise ServerError(
-                    f"the vLLM server at {self.url} could not clear its prefix cache: it has other requests"
+                    f"the vLLM server at {self.url} could not clear its prefix cache: it has other "
+                    "requests"
                 )
         self._ranks.wait_for_all()  # before the others sample
 
@@ -198,7 +200,8 @@ class VllmServerEngine:
             if isinstance(reason, TimeoutError):
                 raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
             raise ServerError(
-                f"{who} cannot be reached, or closed the connection: {reason or type(error).__name__}"
+                f"{who} cannot be reached, or closed the connection: "
+                f"{reason or type(error).__name__}"
             ) from error
         try:
             return read(json.loads(text))

@@ -20,7 +20,8 @@ from maxrl_fast.errors import InputError
 def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError(
-            "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs without one"
+            "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs "
+            "without one"
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -56,7 +56,8 @@ def find(option: str, name: str) -> EntryPoint | None:
     if len(found) > 1:
         owners = " and ".join(map(owner, found))
         raise InputError(
-            f"--{option} {name} must be of one distribution, got {owners}; uninstall all but one of them"
+            f"--{option} {name} must be of one distribution, got {owners}; uninstall all but one "
+            "of them"
         )
     return found[0] if found else None
 
@@ -103,7 +104,8 @@ def load_plugin(option: str, name: str, wanted: str) -> Any:
     except (Exception, SystemExit) as error:
         which = f"{GROUPS[option]}: {point.name} = {point.value}"
         raise InputError(
-            f"--{option} {name} is of {owner(point)}, whose entry point ({which}) cannot be loaded: {type(error).__name__}: "
+            f"--{option} {name} is of {owner(point)}, whose entry point ({which}) cannot be "
+            f"loaded: {type(error).__name__}: "
             f"{error}"
         ) from error
 
@@ -188,7 +190,8 @@ def check_protocol(who: str, plugin: object, protocol: type) -> None:
             )
         if not _is_of(getattr(plugin, name), hint):
             raise InputError(
-                f"{who} must have the attribute {name}, {_shown(hint)}, got {getattr(plugin, name)!r:.80}"
+                f"{who} must have the attribute {name}, {_shown(hint)}, got "
+                f"{getattr(plugin, name)!r:.80}"
             )
 
 

@@ -169,7 +169,8 @@ class Ranks:
                 raise
             cause = (
                 cause
-                or f"another process of the run has ended, or cannot be reached ({str(error).splitlines()[0]:.200})"
+                or "another process of the run has ended, or cannot be reached "
+                f"({str(error).splitlines()[0]:.200})"
             )
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
             exit_process(1)

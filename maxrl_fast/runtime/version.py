@@ -19,6 +19,7 @@ def version_text() -> str:
         kernels = f"C++ built, CUDA {'built' if _C.cuda else 'not built'}"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return (
-        f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, {cuda}, Python {platform.python_version()})\n"
+        f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, {cuda}, Python "
+        f"{platform.python_version()})\n"
         f"kernels: {kernels}"
     )

@@ -62,7 +62,8 @@ class RankMonitor(threading.Thread):
             if silence > SILENCE_LIMIT:
                 self._write_stacks()
                 self._end(
-                    f"the store that connects the ranks, in rank 0 or torchrun, has not answered for {silence:.0f} s"
+                    "the store that connects the ranks, in rank 0 or torchrun, has not answered "
+                    f"for {silence:.0f} s"
                 )
 
     def _write_stacks(self) -> None:

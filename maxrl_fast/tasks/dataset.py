@@ -98,7 +98,8 @@ class DatasetTask:
         for split, kept in self._lines.items():
             if not kept:
                 raise InputError(
-                    f"{source} must have prompts of at most {limit} tokens for the {split} split, got none in "
+                    f"{source} must have prompts of at most {limit} tokens for the {split} split, "
+                    "got none in "
                     f"{len(lines)} training lines and {len(test)} test lines"
                 )
         self.prompt_length = max(len(tokens) for kept in self._lines.values() for tokens, _ in kept)
@@ -157,7 +158,8 @@ class DatasetTask:
         )
         if not self._demonstrations:
             raise InputError(
-                f"{path.name} must have demonstrations with at most {limits}, whose prompts are not held out, got none in "
+                f"{path.name} must have demonstrations with at most {limits}, whose prompts are "
+                "not held out, got none in "
                 f"{len(lines)} lines"
             )
         self._sft_name = f"; {len(self._demonstrations)} demonstrations of {path.name}{left_out}"
@@ -213,7 +215,8 @@ class DatasetTask:
         """
         if not self._demonstrations:
             raise InputError(
-                f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a warm start"
+                f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a "
+                "warm start"
             )
         chosen = [self._shuffled(self._demonstrations, i) for i in range(start, start + count)]
         prompts = prompts_of(
@@ -236,7 +239,8 @@ class DatasetTask:
         """
         if self._spec.form is None:
             raise InputError(
-                f"the reference answer must be known, but only the reward function reads the lines of {self.name}"
+                "the reference answer must be known, but only the reward function reads the lines "
+                f"of {self.name}"
             )
         return text_answers(self._text, self._spec.form, prompts, rollouts)
 

@@ -85,7 +85,8 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
         or not str(value).strip()
     ):
         raise InputError(
-            f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); {keys_of(line)}"
+            f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); "
+            f"{keys_of(line)}"
         )
     return str(value).strip()
 

@@ -79,7 +79,8 @@ class GymTask:
         ]
         if hashed and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
             raise InputError(
-                f"reasoning-gym's {hashed[0]} generates other questions in every process unless Python's hash seed is fixed: "
+                f"reasoning-gym's {hashed[0]} generates other questions in every process unless "
+                "Python's hash seed is fixed: "
                 "set PYTHONHASHSEED=0 in the environment"
             )
         self._dataset, self._config, self._seed = name, config or "{}", seed
@@ -130,8 +131,10 @@ class GymTask:
                     known = {"answer": answer} if isinstance(answer, str) else {}
                     return tokens, {"prompt": prompt, "question": question, **known, **origin}
         raise InputError(
-            f"{self.name} must have questions of at most {self.prompt_length} tokens for the {split} split, got none in "
-            f"{TRIES} draws: its questions are longer (raise --max-prompt-tokens) or too few of them are distinct"
+            f"{self.name} must have questions of at most {self.prompt_length} tokens for the "
+            f"{split} split, got none in "
+            f"{TRIES} draws: its questions are longer (raise --max-prompt-tokens) or too few of "
+            "them are distinct"
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:

@@ -92,7 +92,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
         offline = why_unreachable()
     except ImportError as error:
         raise InputError(
-            f"loading {name} needs datasets (pip install 'maxrl_fast[data]') or a local copy with --data FILE: {error}"
+            f"loading {name} needs datasets (pip install 'maxrl_fast[data]') or a local copy with "
+            f"--data FILE: {error}"
         ) from error
     repository, _, config = name.partition(":")
     # Otherwise it retries for 24 s, and then looks into its cache.
@@ -104,7 +105,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
         if offline:
             cause = f"it cannot be reached ({offline}), and the cache has no copy"
         raise InputError(
-            f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local copy"
+            f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local "
+            "copy"
         ) from error
     places = (f"{name}, {split} row {i}" for i in itertools.count(1))
     return [
@@ -159,7 +161,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     )
                     if remaining < 0:
                         raise InputError(
-                            f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times its size"
+                            f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times "
+                            "its size"
                         )
                     yield from batch.to_pylist()
         except InputError:  # it is a ValueError too
@@ -198,7 +201,8 @@ def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> De
         response = last["content"]
     if not isinstance(response, str) or not response:
         raise InputError(
-            f"{location}: a demonstration must have text at 'response', or messages of which the last is the assistant's, "
+            f"{location}: a demonstration must have text at 'response', or messages of which the "
+            "last is the assistant's, "
             f"got {response!r:.80}; {keys_of(fields)}"
         )
     return location, prompt, response
@@ -207,7 +211,8 @@ def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> De
 def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
     if key not in fields:
         raise InputError(
-            f"{location}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"
+            f"{location}: the line must have a prompt at {key!r} (--prompt-key), but "
+            f"{keys_of(fields)}"
         )
     _check_prompt(fields[key], f"{location}: {key}")
     return fields[key]
@@ -252,5 +257,6 @@ def _check_prompt(prompt: Any, name: str) -> None:
         if message["role"] not in ROLES or not isinstance(message["content"], str):
             roles = ", ".join(ROLES)
             raise InputError(
-                f"{name} must have a role in {roles} and text as content in each message, got {message!r:.80}"
+                f"{name} must have a role in {roles} and text as content in each message, got "
+                f"{message!r:.80}"
             )

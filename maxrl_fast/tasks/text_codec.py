@@ -49,7 +49,8 @@ class TextCodec:
         if len(self.tokenizer) > self.vocab_size:
             needed = len(self.tokenizer)
             raise InputError(
-                f"the policy in {model} must have a vocabulary of at least {needed}, got {self.vocab_size}"
+                f"the policy in {model} must have a vocabulary of at least {needed}, got "
+                f"{self.vocab_size}"
             )
         self.stop_ids = _stop_ids(model, self.tokenizer)
         self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
@@ -169,6 +170,7 @@ def _stop_ids(model: Path, tokenizer: Any) -> tuple[int, ...]:
     stop_ids = tuple(sorted({stop for stop in ids if isinstance(stop, int)}))
     if not stop_ids:
         raise InputError(
-            f"{model} must name a stop token in its tokenizer or in generation_config.json, got none"
+            f"{model} must name a stop token in its tokenizer or in generation_config.json, got "
+            "none"
         )
     return stop_ids

@@ -311,7 +311,8 @@ def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
     if len(broken):
         group, rollout = broken[0].tolist()
         raise InputError(
-            f"{when}: this objective needs rewards of 0 or 1, got {float(rewards[group, rollout]):g} for prompt "
+            f"{when}: this objective needs rewards of 0 or 1, got "
+            f"{float(rewards[group, rollout]):g} for prompt "
             f"{int(prompts.ids[group])}; --reward-threshold makes them so"
         )
 

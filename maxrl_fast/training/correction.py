@@ -59,7 +59,8 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
         {"low": 0.0, "high": 2.0},
     ),
     "sequence_mask": CorrectionSpec(
-        "0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update, pi_old: the engine",
+        "0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update, "
+        "pi_old: the engine",
         "one, before each update",
         "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9",
         {"delta": 0.5},

@@ -45,7 +45,8 @@ def check_exact(policy: HuggingFacePolicy) -> str:
         if isinstance(error, InputError):
             raise
         raise InputError(
-            f"{sizes.model_type} of transformers cannot compute a packed stream: {type(error).__name__}: {error}"
+            f"{sizes.model_type} of transformers cannot compute a packed stream: "
+            f"{type(error).__name__}: {error}"
         ) from error
     parts = []
     for i, response in enumerate(responses):
@@ -59,12 +60,14 @@ def check_exact(policy: HuggingFacePolicy) -> str:
     typical, most = float(difference.quantile(0.98)), float(difference.max())
     if typical > LIMIT:
         raise InputError(
-            f"{sizes.model_type} of transformers cannot be trained here: with the prompt computed once for its responses, "
+            f"{sizes.model_type} of transformers cannot be trained here: with the prompt computed "
+            "once for its responses, "
             f"log-probs differ by up to {most:.2g} nats from the model's own forward pass"
         )
     check_head(policy, tokens)
     return (
-        f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, with their prompts of up to "
+        f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, "
+        "with their prompts of up to "
         f"{longest} tokens)"
     )
 
@@ -98,7 +101,8 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
         raise InputError(
-            f"--rollout {name} samples from another model than this {sizes.model_type}: log-probs differ by {difference:.2g} "
+            f"--rollout {name} samples from another model than this {sizes.model_type}: log-probs "
+            f"differ by {difference:.2g} "
             "nats per token; --rollout native samples it"
         )
     return f"log-probs of the rollout engine differ from the policy's by {difference:.1g} nats per token (2 responses)"
@@ -119,8 +123,10 @@ def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     )
     if not difference <= LIMIT * max(1.0, largest):
         raise InputError(
-            f"{policy.config.model_type} of transformers cannot be trained here: its logits are not a soft cap or a multiple "
-            f"of hidden states times the output matrix, from which they differ by up to {difference:.2g} of {largest:.2g}"
+            f"{policy.config.model_type} of transformers cannot be trained here: its logits are "
+            "not a soft cap or a multiple "
+            "of hidden states times the output matrix, from which they differ by up to "
+            f"{difference:.2g} of {largest:.2g}"
         )
 
 

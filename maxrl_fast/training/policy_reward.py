@@ -177,7 +177,8 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
     """
     if not isinstance(task, AnsweredTask):
         raise InputError(
-            f"{who} needs the reference answer to every prompt, which the task {task.name} does not give"
+            f"{who} needs the reference answer to every prompt, which the task {task.name} does "
+            "not give"
         )
     try:
         task.reference_answers(task.prompts("train", 0, 1), Rollouts.given([[]]))

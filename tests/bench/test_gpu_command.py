@@ -126,7 +126,8 @@ RECORDS = {
     ),
     "counters": done(
         kernels={
-            "void maxrl::cuda::(anonymous namespace)::attend_to_own<__nv_bfloat16, 2>(maxrl::DecodeAttention<T1>, int)": {
+            "void maxrl::cuda::(anonymous namespace)::attend_to_own<__nv_bfloat16, "
+            "2>(maxrl::DecodeAttention<T1>, int)": {
                 "launches": 4,
                 "nanoseconds": 91500.0,
                 "memory_percent": 88.4,
@@ -380,8 +381,10 @@ def is_running(pid):
 @pytest.mark.slow
 def test_a_step_past_its_limit_is_killed_with_its_children(tmp_path, capsys):
     code = (
-        "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); print('begun', flush=True); time.sleep(600)"
+        "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import "
+        "time; time.sleep(600)']);"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); print('begun', flush=True); "
+        "time.sleep(600)"
     )
     record = run_step(Step("slow", [sys.executable, "-c", code], 3), 3, tmp_path / "log")
     assert (record["state"], record["why"], record["exit_code"]) == (
@@ -528,6 +531,6 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
     )
     assert code == 2
     assert (
-        "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got ceilings"
-        in error
+        "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got "
+        "ceilings" in error
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 HOSTILE = (
-    "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror='window.broken = 2'> ]]> &lt; "
+    "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror='window.broken = "
+    "2'> ]]> &lt; "
     "\u2028\u2029 \ud800 \x00 {{data}}"
 )
 CONFIG = {

@@ -224,7 +224,8 @@ def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):
     shown = samples.locator(".response pre").first
     assert shown.evaluate("node => node.children.length") == 0
     codes = shown.evaluate(
-        "node => [...Array(node.textContent.length).keys()].map(i => node.textContent.charCodeAt(i))"
+        "node => [...Array(node.textContent.length).keys()].map(i => "
+        "node.textContent.charCodeAt(i))"
     )
     assert codes == [ord(character) for character in f"needle {HOSTILE}"]
     assert page.evaluate("window.broken") is None

@@ -299,8 +299,8 @@ def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
     text = capsys.readouterr().out
     assert "It does not fit: it needs" in text
     assert (
-        "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more GPUs needs less."
-        in text
+        "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more "
+        "GPUs needs less." in text
     )
     assert train.main(["--dry-run", "1x80", *SEVEN_BILLION, "--kv-cache-gb", "75"]) == 0
     # which the native engine does not use

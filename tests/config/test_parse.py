@@ -172,7 +172,8 @@ def test_a_flag_overrides_the_file(tmp_path):
         ),
         (
             "task.maze_size = 9",
-            r"run.toml, line 1: options must stand at the top .* got the table \[task\]; write its keys there",
+            r"run.toml, line 1: options must stand at the top .* got the table \[task\]; write its "
+            r"keys there",
         ),
         ("[[optimizer]]\nlr = 9", r"run.toml, line 1: .* got the table \[optimizer\]"),
         (

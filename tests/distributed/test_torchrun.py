@@ -164,7 +164,8 @@ def test_components_of_rewards_are_means_over_all_ranks_and_rollouts_of_all_are_
     (tmp_path / "rewards.py").write_text(
         "def length(prompt, response):\n    return len(response.split())\n"
         "def parts(completions, **columns):\n"
-        "    return [{'reward': len(c) / 99, 'odd': 1.0 if len(c) % 2 else None} for c in completions]\n"
+        "    return [{'reward': len(c) / 99, 'odd': 1.0 if len(c) % 2 else None} for c in "
+        "completions]\n"
     )
     flags = [
         "--steps",

@@ -289,7 +289,8 @@ def test_a_launch_refuses_what_it_cannot_read():
             KERNELS.add_rms_norm(x, torch.ones(4, 16)[:, ::2], ones, 1e-6)
         with pytest.raises(
             ValueError,
-            match=r"up must be torch\.float32 \(4, 8\) on cpu with contiguous rows, got torch\.float64",
+            match=r"up must be torch\.float32 \(4, 8\) on cpu with contiguous rows, got "
+            r"torch\.float64",
         ):
             KERNELS.swiglu(x, x.double())
         with pytest.raises(ValueError, match="swiglu needs tensors and rows aligned to 16 bytes"):

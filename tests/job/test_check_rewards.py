@@ -87,12 +87,13 @@ def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(
 
 def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):
     reward.write_text(
-        "calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) - 2)\n"
+        "calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) "
+        "- 2)\n"
     )
     train.main(job(reward, tmp_path / "run"))
     assert (
-        "warning: before the first step: 2 of 4 rewards failed (exception 2), for example: ZeroDivisionError"
-        in capsys.readouterr().err
+        "warning: before the first step: 2 of 4 rewards failed (exception 2), for example: "
+        "ZeroDivisionError" in capsys.readouterr().err
     )
 
 
@@ -104,8 +105,10 @@ def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_comma
     assert train.main(job(reward, tmp_path / "whole")) == 0
     out = tmp_path / "run"
     reward.write_text(
-        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as file:\n        file.write('.')\n"
-        "    if os.path.getsize(__file__ + '.calls') > 4:\n        raise ValueError('later')\n    return 1.0\n"
+        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as "
+        "file:\n        file.write('.')\n"
+        "    if os.path.getsize(__file__ + '.calls') > 4:\n        raise ValueError('later')\n    "
+        "return 1.0\n"
     )
     assert train.main(job(reward, out)) == 1
     assert (out / "checkpoints" / "step-000000").exists()
@@ -186,7 +189,8 @@ def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported(sec
 def test_a_run_with_a_slow_judge_says_so_once(reward, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(health, "SLOW_SECONDS", 0.0)
     reward.write_text(
-        "import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % 2\n"
+        "import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % "
+        "2\n"
     )
     assert train.main([*job(reward, tmp_path / "run"), "--steps", "4", "--eval-prompts", "1"]) == 0
     assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == [

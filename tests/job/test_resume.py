@@ -58,7 +58,8 @@ OBJECTIVES = {
     "lora": "--objective grpo --lora-rank 2 --loss gspo",
     "verifree": "--objective verifree --updates-per-step 2",
     "critic": "--objective ppo --updates-per-step 2 --gae-lambda 0.9",
-    "mask": "--objective grpo --correction sequence_mask --correction-options delta=0.001 --updates-per-step 2",
+    "mask": "--objective grpo --correction sequence_mask --correction-options delta=0.001 "
+    "--updates-per-step 2",
 }
 
 
@@ -414,7 +415,8 @@ def test_the_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
 
     with locked(tmp_path, limit=60, tell=end):
         assert said == [
-            f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}: waiting up to 60 s for it to end"
+            f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}: waiting up "
+            "to 60 s for it to end"
         ]
 
 
@@ -683,7 +685,8 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path,
         (
             "--steps 8",
             2,
-            "(steps: 6 before, 8 now, on which the learning rate of --lr-schedule cosine depends); --allow-changes",
+            "(steps: 6 before, 8 now, on which the learning rate of --lr-schedule cosine depends); "
+            "--allow-changes",
         ),
         (
             "--steps 8 --allow-changes",
@@ -799,7 +802,8 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     assert f"uid {os.stat(out).st_uid}" in first
     assert first.startswith(f"warning: {out} belongs to ")
     assert first.endswith(
-        f"runs with your rights: objective {objective}:advantage, reward {reward}, rollout engine.py:Engine"
+        f"runs with your rights: objective {objective}:advantage, reward {reward}, rollout "
+        "engine.py:Engine"
     )
     assert second == "it runs"
 

@@ -373,7 +373,8 @@ def test_an_index_without_a_valid_map_is_refused(tmp_path, weight_map):
         ),
         (
             "tokenizer.json",
-            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": ["a b"]}}',
+            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": '
+            b'["a b"]}}',
         ),
         ("tokenizer_config.json", b"[" * 10**5),
         ("tokenizer_config.json", b'{"model_max_length": ' + b"9" * 10**5 + b"}"),

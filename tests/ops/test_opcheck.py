@@ -65,7 +65,8 @@ def of_pacs():
         (of_pacs, "log_ratio_reward log_ratio_reward_backward pacs_loss"),
         (
             of_logits,
-            "token_logprobs token_logprobs_backward token_logprobs_backward_ token_loss token_loss_ "
+            "token_logprobs token_logprobs_backward token_logprobs_backward_ token_loss "
+            "token_loss_ "
             "linear_loss linear_logprobs linear_logprobs_backward",
         ),
     ],

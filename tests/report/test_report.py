@@ -276,8 +276,10 @@ def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
     out = tmp_path / "run"
     write_run(out)
     text = (
-        '{"step": 2, "reward_mean": NaN, "loss": Infinity, "kl": "NaN", "entropy": true, "new": 5}\n'
-        '{"step": 1, "reward_mean": 0.1, "loss": -Infinity, "kl": 1e999, "entropy": 0.25, "text": "x"}\n'
+        '{"step": 2, "reward_mean": NaN, "loss": Infinity, "kl": "NaN", "entropy": true, "new": '
+        "5}\n"
+        '{"step": 1, "reward_mean": 0.1, "loss": -Infinity, "kl": 1e999, "entropy": 0.25, "text": '
+        '"x"}\n'
         f'{{"step": 3, "loss": 1{"0" * 400}, "kl": 2}}\n'
         'nonsense\n{"step": 2.5}\n[1]\n{"reward_mean": 1}\n{"step": 4, "loss": '
         + "["

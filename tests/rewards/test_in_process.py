@@ -131,7 +131,8 @@ def test_enough_failures_end_a_batch():
 def test_its_lines_say_that_nothing_contains_it():
     (line,) = source(of_lists).lines()
     assert line.startswith(
-        "reward python:f: called with all responses to a prompt at once, in a thread of this process"
+        "reward python:f: called with all responses to a prompt at once, in a thread of this "
+        "process"
     )
     assert "a call of more than 20 s counts as failed but runs on" in line
 

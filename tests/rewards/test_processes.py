@@ -72,7 +72,8 @@ def test_servers_that_the_module_starts_outlive_calls_but_not_the_pool(tmp_path)
     (tmp_path / "server.py").write_text(
         "import os, subprocess\n"
         "server = subprocess.Popen(['sleep', '1000'])\n"
-        "def f(x):\n    os.getppid()\n    subprocess.Popen(['sleep', '1000'])\n    return server.pid if x else 1 / 0\n"
+        "def f(x):\n    os.getppid()\n    subprocess.Popen(['sleep', '1000'])\n    return "
+        "server.pid if x else 1 / 0\n"
     )
     with pool("f", workers=1, file=tmp_path / "server.py") as one:
         scores = one.score([{"x": 1}, {"x": 0}, {"x": 1}])

@@ -89,7 +89,8 @@ def test_failures_are_nan_and_counted_by_kind_with_an_example(rewards):
         counts, sentence = scorer.failures(Ranks(), "step 7")
     assert counts == {"exception": 2, "timeout": 1, "crash": 1, "memory": 0, "invalid": 1}
     assert sentence.startswith(
-        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), for example: ValueError"
+        "step 7: 5 of 6 rewards failed (exception 2, timeout 1, crash 1, invalid 1), for example: "
+        "ValueError"
     )
     assert "up is not allowed" in sentence
 
@@ -266,7 +267,8 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     error = capsys.readouterr().err
     # The run stops after the third failure of 24 calls.
     assert re.search(
-        r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: KeyError",
+        r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: "
+        r"KeyError",
         error,
     )
     assert (
@@ -304,8 +306,8 @@ def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, ca
     the worker.
     """
     rewards.write_text(
-        REWARDS
-        + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        REWARDS + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), "
+        "daemon=True).start()\n"
         "open(__file__ + '.started', 'a').write('.')\n"
         "if os.path.getsize(__file__ + '.started') > 2:\n    raise RuntimeError('twice only')\n"
     )
@@ -339,7 +341,8 @@ def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch
     """
     rewards.write_text(
         "import os\ncalls = []\ndef judge(prompt, response):\n    calls.append(1)\n"
-        "    assert len(calls) == 1 and os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in os.environ\n    return 1.0\n"
+        "    assert len(calls) == 1 and os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in "
+        "os.environ\n    return 1.0\n"
     )
     for name in ("JUDGE_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "x")

@@ -66,6 +66,7 @@ def test_an_engine_of_other_weights_is_refused_at_the_start_of_a_run():
     other.load_weights = lambda model: None
     with pytest.raises(
         InputError,
-        match=r"--rollout naive\.py:NaiveEngine samples from another model than this .*log-probs differ",
+        match=r"--rollout naive\.py:NaiveEngine samples from another model than this .*log-probs "
+        r"differ",
     ):
         compare_engine(model, other, "naive.py:NaiveEngine")

@@ -174,7 +174,8 @@ def test_a_server_that_is_started_otherwise_is_refused(server, path, answer, mes
 def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
     with pytest.raises(
         InputError,
-        match="--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got processed",
+        match="--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got "
+        "processed",
     ):
         VllmServerEngine(tiny_decoder(), torch.float32, server.url, filters_tokens=True)
     of_all = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
@@ -289,8 +290,8 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
     assert train.main([*flags, "--save-every", "1", "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert (
-        "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint is"
-        in error
+        "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint "
+        "is" in error
     )
     assert "Start the server again, then continue with --resume." in error
     server.answers["/inference/v1/generate"] = generate

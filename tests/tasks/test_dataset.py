@@ -147,7 +147,8 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
     assert task.name.endswith(", 10 longer than 30 tokens left out")
     with pytest.raises(
         InputError,
-        match="must have prompts of at most 3 tokens for the train split, got none in 1 training lines and 0 ",
+        match="must have prompts of at most 3 tokens for the train split, got none in 1 training "
+        "lines and 0 ",
     ):
         task_of(
             written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3
@@ -177,7 +178,8 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         ),
         (
             b'{"question": "1"}',
-            r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the keys 'quest",
+            r"line 2: the line must have a prompt at 'prompt' \(--prompt-key\), but it has the "
+            r"keys 'quest",
         ),
         (b'{"prompt": null}', "line 2: prompt must be text or a list of messages, got None"),
         (b'{"prompt": ""}', "line 2: prompt must be text"),
@@ -222,8 +224,10 @@ def test_other_kinds_of_files_are_refused(tmp_path):
 LLAMA = {
     "special": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "marked": ("<|start_header_id|>", "<|end_header_id|>"),
-    "chat": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "chat": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role "
+    "}}<|end_header_id|>\n\n{{ m.content | trim }}"
+    "<|eot_id|>{% endfor %}{% if add_generation_prompt "
+    "%}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
 }
 UNMARKED = {"special": {"eos_token": "<|endoftext|>"}, "added": ("<|im_start|>", "<|im_end|>")}
 INSTRUCT = {

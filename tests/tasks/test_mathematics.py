@@ -360,7 +360,8 @@ def test_an_unreachable_hub_is_reported_without_retries(policy, offline, monkeyp
     with pytest.raises(
         InputError,
         match=r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
-        r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE reads a local copy",
+        r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE reads a local "
+        r"copy",
     ):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
 

@@ -96,7 +96,8 @@ def test_an_installed_loss_is_listed(site, capsys):
         ("no_tokens", "no_tokens must take Tokens as its first parameter"),
         (
             "asks",
-            "the parameters of loss asks after Tokens must be keyword-only numbers, got temperature",
+            "the parameters of loss asks after Tokens must be keyword-only numbers, got "
+            "temperature",
         ),
         (
             "mean",
@@ -104,12 +105,14 @@ def test_an_installed_loss_is_listed(site, capsys):
         ),
         (
             "single",
-            r"loss single must return torch.float64 \[T\] = \[7\], got torch.float32 of shape \(7,\)",
+            r"loss single must return torch.float64 \[T\] = \[7\], got torch.float32 of shape "
+            r"\(7,\)",
         ),
         ("number", r"loss number must return torch.float64 \[T\] = \[7\], got float"),
         (
             "constant",
-            "loss constant must have a gradient in the logprobs or the entropy of its tokens, got none",
+            "loss constant must have a gradient in the logprobs or the entropy of its tokens, got "
+            "none",
         ),
         ("infinite", "loss infinite must be finite, got -inf at token 0"),
         ("fails", "loss fails fails on seven tokens: KeyError: 'no idea'"),

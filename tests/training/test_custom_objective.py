@@ -117,12 +117,14 @@ def test_samples_without_a_reward_have_no_advantage(file):
         ("integers", "integers must return a floating tensor .* got torch.int64"),
         (
             "divides_by_zero",
-            "advantages of divides_by_zero must be finite in torch.float32, got nan at index 32, on a",
+            "advantages of divides_by_zero must be finite in torch.float32, got nan at index 32, "
+            "on a",
         ),
         ("fails", "fails fails on a small example: KeyError: 'no idea'"),
         (
             "asks",
-            "asks may ask for k, valid, lengths, .* beside the rewards, got the parameter temperature",
+            "asks may ask for k, valid, lengths, .* beside the rewards, got the parameter "
+            "temperature",
         ),
         ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),
     ],
@@ -139,7 +141,8 @@ def test_bad_options_of_a_custom_objective_are_refused(file, tmp_path):
         check(parse(["--objective", f"{file}:raw", "--k", "3"]))
     with pytest.raises(
         InputError,
-        match=r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw learns",
+        match=r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw "
+        r"learns",
     ):
         check(parse(["--objective", f"{file}:raw", "--dynamic-sampling", "2"]))
 

@@ -352,8 +352,8 @@ def test_a_run_on_such_a_task_ends_before_its_folder_is_made(tmp_path, capfd):
     ]
     assert train.main(flags) == 2
     assert (
-        "--objective verifree needs the reference answer to every prompt, which the task sort 6 digits"
-        in capfd.readouterr().err
+        "--objective verifree needs the reference answer to every prompt, which the task sort 6 "
+        "digits" in capfd.readouterr().err
     )
     assert not (tmp_path / "run").exists()
 

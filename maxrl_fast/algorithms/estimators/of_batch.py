@@ -7,7 +7,8 @@ from maxrl_fast.algorithms.group import BATCH, Group, ratio
 
 
 @estimator(
-    source="Lite PPO, Liu et al. 2025, arXiv:2508.08221, as ROLL computes it; TRL's scale_rewards=batch has eps 1e-4",
+    source="Lite PPO, Liu et al. 2025, arXiv:2508.08221, as ROLL computes it; TRL's "
+    "scale_rewards=batch has eps 1e-4",
     weight="depends on the batch",
     over_batch=True,
 )
@@ -28,7 +29,8 @@ def reinforce_pp(g: Group, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
 
 
 @estimator(
-    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262, as verl and OpenRLHF compute it",
+    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262, as verl and OpenRLHF "
+    "compute it",
     weight="depends on the batch",
     over_batch=True,
 )

@@ -16,7 +16,8 @@ from maxrl_fast.algorithms.options import Help, Limit
 
 
 @estimator(
-    source="GDPO, Liu et al. 2026, arXiv:2601.05242, as the authors' code and TRL's normalize_then_sum compute it",
+    source="GDPO, Liu et al. 2026, arXiv:2601.05242, as the authors' code and TRL's "
+    "normalize_then_sum compute it",
     weight="depends on the rewards that are summed",
     over_batch=True,
 )
@@ -39,7 +40,8 @@ def gdpo(
 
 
 @estimator(
-    source="HERO, Tao et al. 2025, arXiv:2510.07242, eqs. 3-5 as others quote them; w's constants are its main text's",
+    source="HERO, Tao et al. 2025, arXiv:2510.07242, eqs. 3-5 as others quote them; w's constants "
+    "are its main text's",
     weight="depends on the scores",
     over_batch=True,
 )

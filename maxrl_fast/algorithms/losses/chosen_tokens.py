@@ -92,7 +92,8 @@ def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
 
 @token_loss(
     "Lp-Reg, Huang et al. 2025, arXiv:2510.03222, the authors' code",
-    weight="rho, and 0 where the clip is active; on protected tokens also a pull of proxy / pi - 1 upwards",
+    weight="rho, and 0 where the clip is active; on protected tokens also a pull of proxy / pi - 1 "
+    "upwards",
     over_batch=True,
     rows=log_proxy,
 )

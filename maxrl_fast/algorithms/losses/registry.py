@@ -95,7 +95,8 @@ def token_loss(
         )
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(
-                f"there is a loss {row.name} already, in {known.function.__module__}: choose another name"
+                f"there is a loss {row.name} already, in {known.function.__module__}: choose "
+                "another name"
             )
         LOSSES[row.name] = row
         return function
@@ -118,7 +119,8 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
         raise ValueError(f"loss {name} must take Tokens as its first parameter")
     if others := [x.name for x in parameters[1:] if x.name not in known and x.default is x.empty]:
         raise ValueError(
-            f"the parameters of loss {name} after Tokens must be keyword-only numbers, got {', '.join(others)}"
+            f"the parameters of loss {name} after Tokens must be keyword-only numbers, got "
+            f"{', '.join(others)}"
         )
     return TokenLoss(
         name,
@@ -142,7 +144,8 @@ def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
         return LOSSES[loss]
     if isinstance(loss, str) or not callable(loss):
         raise ValueError(
-            f"loss must be one of {', '.join(LOSSES)}, or a function of ops.Tokens, got {loss!r:.80}"
+            f"loss must be one of {', '.join(LOSSES)}, or a function of ops.Tokens, got "
+            f"{loss!r:.80}"
         )
     registered = LOSSES.get(getattr(loss, "__name__", ""))
     if registered is not None and registered.function is loss:
@@ -195,7 +198,8 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
             ) from error
         if not values.requires_grad:
             raise ValueError(
-                f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, got none"
+                f"loss {loss.name} must have a gradient in the logprobs or the entropy of its "
+                "tokens, got none"
             )
         inputs = [
             x
@@ -224,7 +228,8 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
         )
         if wrong:
             raise ValueError(
-                f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token {wrong[0]}"
+                f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token "
+                f"{wrong[0]}"
             )
     return values
 

@@ -13,7 +13,8 @@ from maxrl_fast.algorithms.tokens import Tokens
 
 
 @token_loss(
-    "Liu et al. 2026, arXiv:2602.05261, compared with TRL; the authors' code (murphy4122/LUSPO) was not at hand",
+    "Liu et al. 2026, arXiv:2602.05261, compared with TRL; the authors' code (murphy4122/LUSPO) "
+    "was not at hand",
     weight="gspo's times the response's length",
     by_sequence=True,
     aggregation="seq_mean_token_sum",
@@ -67,7 +68,8 @@ def vespo(
 
 
 @token_loss(
-    "Le Roux et al. 2025, arXiv:2503.14286, eq. 8, with the sign of A in place of the reward's; no code was found",
+    "Le Roux et al. 2025, arXiv:2503.14286, eq. 8, with the sign of A in place of the reward's; no "
+    "code was found",
     weight="1 for A > 0, min(w, 1) below",
     by_sequence=True,
 )

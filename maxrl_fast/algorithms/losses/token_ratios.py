@@ -20,7 +20,8 @@ def sapo(t: Tokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.
 
 @token_loss(
     "DPPO 2026, arXiv:2602.04879, with the KL term of Kimi K2.5, as prime-rl's default loss",
-    weight="rho, and 0 where the probability has moved too far; and the pull of (log rho)^2 on every token",
+    weight="rho, and 0 where the probability has moved too far; and the pull of (log rho)^2 on "
+    "every token",
 )
 def dppo(
     t: Tokens, *, low: NotNegative = 0.2, high: NotNegative = 0.2, kl: NotNegative = 1e-3
@@ -40,7 +41,8 @@ def dppo(
 
 
 @token_loss(
-    "DISPO, Karaman et al. 2026, arXiv:2602.00983; formula and bounds from secondary sources; no code was found",
+    "DISPO, Karaman et al. 2026, arXiv:2602.00983; formula and bounds from secondary sources; no "
+    "code was found",
     weight="clip(rho)",
 )
 def dispo(
@@ -67,7 +69,8 @@ def dispo(
 
 
 @token_loss(
-    "ROLL's topr with the sign of A in place of the score's; Trinity-RFT's topr; compared with both",
+    "ROLL's topr with the sign of A in place of the score's; Trinity-RFT's topr; compared with "
+    "both",
     weight="1 for A > 0, min(rho, 1) below",
 )
 def topr_token(t: Tokens) -> Tensor:

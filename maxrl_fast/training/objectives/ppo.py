@@ -185,5 +185,6 @@ def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
         sequence = int(torch.searchsorted(batch.rollouts.cu_seqlens, token, right=True)) - 1
         prompt = int(batch.prompts.ids[sequence // batch.num_rollouts])
         raise CriticError(
-            f"step {batch.step}: the critic's value of a token is {float(values[token])} for prompt {prompt}"
+            f"step {batch.step}: the critic's value of a token is {float(values[token])} for "
+            f"prompt {prompt}"
         )

@@ -66,7 +66,8 @@ Beta = Annotated[Positive, Help("Scale of PACS's reward proxies, in reward per n
 Score = Annotated[
     Literal["rloo", "grpo", "dr_grpo", "naive"],
     Help(
-        "Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo or naive."
+        "Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo "
+        "or naive."
     ),
 ]
 ClassWeight = Annotated[
@@ -94,7 +95,8 @@ def _pacs_paper(
     ref_reset_interval: Annotated[
         CountOrZero,
         Help(
-            "Steps after which the policy becomes the reference policy of pacs_paper and the optimizer restarts; 0: never."
+            "Steps after which the policy becomes the reference policy of pacs_paper and the "
+            "optimizer restarts; 0: never."
         ),
     ] = 50,
 ) -> Objective:
@@ -137,14 +139,16 @@ def _ppo(
     gae_lambda: Annotated[
         UnitInterval,
         Help(
-            "Lambda of these estimates: 1 is the return minus the value; smaller relies more on the critic."
+            "Lambda of these estimates: 1 is the return minus the value; smaller relies more on "
+            "the critic."
         ),
         Aka("lam lambd lambda_ gae_lam"),
     ] = 1.0,
     value_clip: Annotated[
         NotNegative,
         Help(
-            "Values of ppo's critic gain nothing by moving further than this from those before the step; 0: no limit."
+            "Values of ppo's critic gain nothing by moving further than this from those before the "
+            "step; 0: no limit."
         ),
         Aka("cliprange_value value_clip_range clip_range_vf clip_range_value"),
     ] = 0.2,
@@ -172,7 +176,8 @@ OWN: dict[str, ObjectiveRow] = {
     ),
     "pacs_paper": ObjectiveRow(
         _pacs_paper,
-        formula=f"{_PACS}; plus the log-likelihood of R; the reference is reset every --ref-reset-interval steps",
+        formula=f"{_PACS}; plus the log-likelihood of R; the reference is reset every "
+        "--ref-reset-interval steps",
         needs=_PACS_NEEDS,
         source="PACS, eqs. 5, 8",
         loss=PacsObjective.loss,
@@ -181,22 +186,26 @@ OWN: dict[str, ObjectiveRow] = {
     ),
     "rl_zvp": ObjectiveRow(
         _rl_zvp,
-        formula="grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t) where all r = 0, "
+        formula="grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha "
+        "(max H - H_t) where all r = 0, "
         "H_t its entropy, max over its response; alpha .1",
         needs="rewards 0 or 1, N >= 1; one more forward pass over these groups",
         source="RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
     ),
     "riskpo": ObjectiveRow(
         _riskpo,
-        formula="(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th rewards of 5 "
-        "prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c = -(a - s)+/.2",
+        formula="(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum "
+        "of the n-th rewards of 5 "
+        "prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a - b)/.7, c "
+        "= -(a - s)+/.2",
         needs="N >= 2; --prompts a multiple of --bundle-size",
         source="RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
         min_rollouts=2,
     ),
     "verifree": ObjectiveRow(
         lambda _: VerifreeObjective(),
-        formula="rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference answer y* put "
+        formula="rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the "
+        "reference answer y* put "
         "behind it",
         needs="N >= 2; a task with reference answers; one more forward pass",
         source="VeriFree, Zhou et al. 2025, arXiv:2505.21493, as the authors' code",
@@ -205,7 +214,8 @@ OWN: dict[str, ObjectiveRow] = {
     ),
     "ppo": ObjectiveRow(
         _ppo,
-        formula="A_t = sum_l (gamma lambda)^l d_(t+l), whitened over the batch's tokens; d_t = r_t + gamma V_(t+1) - V_t, r at "
+        formula="A_t = sum_l (gamma lambda)^l d_(t+l), whitened over the batch's tokens; d_t = r_t "
+        "+ gamma V_(t+1) - V_t, r at "
         "the last token; the critic V: a copy of the policy with a value head, trained on A + V",
         needs="N >= 1; memory and work of a second model that is trained",
         source="PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438",
@@ -225,7 +235,8 @@ def objective_options(name: str) -> dict[str, Option]:
     """
     if name not in OBJECTIVES and not is_custom(name):
         raise InputError(
-            f"objective must be one of {', '.join(OBJECTIVES)}, got {name!r}{nearest(name, OBJECTIVES)}"
+            f"objective must be one of {', '.join(OBJECTIVES)}, got "
+            f"{name!r}{nearest(name, OBJECTIVES)}"
         )
     if name in OWN:
         return OWN[name].options
@@ -283,7 +294,8 @@ def make_objective(
         ):
             but = ", but with --score naive" if own.takes_one_naive else ""
             raise ValueError(
-                f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got {num_rollouts}"
+                f"{name} needs at least {own.min_rollouts} rollouts per prompt{but}, got "
+                f"{num_rollouts}"
             )
         check_options(name, own.options, options)
         return own.make(updates_per_step, **options)

@@ -72,7 +72,10 @@ class Side:
     def __enter__(self) -> "Side":
         # The folder of against_side.py comes last in the path: its other files must not hide
         # packages.
-        program = "import sys; sys.path.append(sys.argv[1]); import against_side; against_side.main(int(sys.argv[2]))"
+        program = (
+            "import sys; sys.path.append(sys.argv[1]); import against_side; "
+            "against_side.main(int(sys.argv[2]))"
+        )
         command = [sys.executable, "-c", program, str(Path(__file__).parent), str(self.threads)]
         # A separate session: Ctrl-C ends this process, which ends the side.
         self.process = subprocess.Popen(
@@ -316,7 +319,10 @@ def report(name: str, x: Mapping[str, Any]) -> None:
         f"{side} {t:,.1f} ms ({x['share_of_floor'][side]:.0%} MFU)"
         for side, t in x["milliseconds"].items()
     )
-    line = f"{name}: {times}, {x['ratio']:.2f} x; floor {x['floor_milliseconds']:,.1f} ms at {x['gemm_gflops']:,.0f} GFLOP/s"
+    line = (
+        f"{name}: {times}, {x['ratio']:.2f} x; floor {x['floor_milliseconds']:,.1f} ms at "
+        f"{x['gemm_gflops']:,.0f} GFLOP/s"
+    )
     print(
         line
         + (

@@ -86,7 +86,10 @@ def build(seconds: float, absent: str = "") -> Step:
 
 # For each kernel the smallest tests that launch it, with rows at odd addresses, rows of several
 # sizes and all formulas.
-SMALLEST = "any_address or bad_values or test_pacs or sampling_equals and not 151936 or attention_equals_float64 and dtype1"
+SMALLEST = (
+    "any_address or bad_values or test_pacs or sampling_equals and not 151936 or "
+    "attention_equals_float64 and dtype1"
+)
 SMALLEST_FILES = [
     "tests/gpu/test_token_loss.py",
     "tests/gpu/test_advantage.py",

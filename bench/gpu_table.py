@@ -160,7 +160,10 @@ def advantages(x: Any) -> Iterator[Row]:
     times = x["microseconds"]["1024x16"]
     nothing = times["floor: an operator that does nothing"]
     for name, peer in (("grpo", "grpo by view, mean, std"), ("maxpo", "maxpo by matrix")):
-        beside = f"an operator {nothing:.1f} us; by {peer.partition(' by ')[2]} {times[f'peer: {peer}'] / times[name]:.1f} x"
+        beside = (
+            f"an operator {nothing:.1f} us; by {peer.partition(' by ')[2]} "
+            f"{times[f'peer: {peer}'] / times[name]:.1f} x"
+        )
         yield Row(f"{name}, one call", f"{times[name]:.1f} us", beside=beside)
 
 
@@ -177,7 +180,10 @@ def profiles(x: Any) -> Iterator[Row]:
 
 def counters(x: Any) -> Iterator[Row]:
     for name, kernel in x["kernels"].items():
-        of_peak = f"memory {kernel['memory_percent']:.0f}%, multiprocessors {kernel['multiprocessor_percent']:.0f}% of their peak"
+        of_peak = (
+            f"memory {kernel['memory_percent']:.0f}%, multiprocessors "
+            f"{kernel['multiprocessor_percent']:.0f}% of their peak"
+        )
         beside = f"{of_peak}, {kernel['registers']:.0f} registers"
         yield Row(
             f"counters, {short_name(name)}", f"{kernel['nanoseconds'] / 1e3:,.1f} us", beside=beside

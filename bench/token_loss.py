@@ -437,7 +437,10 @@ def report(result: dict[str, Any]) -> None:
         for name, error in case["failed"].items():
             print(f"  failed: {name}: {error}")
     for dtype, case in result["linear"].items():
-        size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
+        size = (
+            f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary "
+            f"{case['vocabulary']}"
+        )
         print(
             f"\nfrom hidden states, {size}, {dtype}: GEMM throughput "
             f"{case['matrix_product_tflops']:.3f} TFLOP/s"
@@ -450,7 +453,10 @@ def report(result: dict[str, Any]) -> None:
                 f"ours, peak {'unknown' if peak is None else f'{peak:.0f} MiB'}"
             )
     for dtype, case in result["linear_logprobs"].items():
-        size = f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary {case['vocabulary']}"
+        size = (
+            f"{case['tokens']} tokens, hidden {case['hidden_size']}, vocabulary "
+            f"{case['vocabulary']}"
+        )
         print(
             f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, "
             f"{case['tflops']:.3f} TFLOP/s"

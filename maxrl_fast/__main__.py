@@ -20,7 +20,10 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
 USAGE = "usage: maxrl-fast COMMAND [OPTIONS]\n\n" + "\n".join(
     f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items()
 )
-USAGE += "\n\nmaxrl-fast COMMAND --help lists the command's options.\nmaxrl-fast --version prints the versions."
+USAGE += (
+    "\n\nmaxrl-fast COMMAND --help lists the command's options.\nmaxrl-fast --version prints the "
+    "versions."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

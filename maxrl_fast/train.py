@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Screen().complain(str(error))
         code = 1
     except torch.OutOfMemoryError as error:
-        needs_less = "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full needs less"
+        needs_less = (
+            "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full "
+            "needs less"
+        )
         Screen().complain(
             f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last "
             "checkpoint"

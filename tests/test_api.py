@@ -42,7 +42,10 @@ def run_python(code, *flags):
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; assert not hasattr(maxrl_fast, 'trane')"
+    code = (
+        "import sys, maxrl_fast; assert 'torch' not in sys.modules; assert not hasattr(maxrl_fast, "
+        "'trane')"
+    )
     run_python(code + "; assert callable(maxrl_fast.run) and maxrl_fast.Run.__name__ == 'Run'")
 
 

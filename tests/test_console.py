@@ -60,7 +60,10 @@ def test_an_unknown_command_exits_with_2(arguments, capsys):
 
 
 def test_help_lists_the_commands_and_imports_none():
-    code = "import sys; from maxrl_fast.__main__ import main; main(['--help']); assert not {'torch', 'tyro'} & set(sys.modules)"
+    code = (
+        "import sys; from maxrl_fast.__main__ import main; main(['--help']); assert not {'torch', "
+        "'tyro'} & set(sys.modules)"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
@@ -116,8 +119,14 @@ def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
 def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed_descriptor(
     tmp_path,
 ):
-    code = "import os; from maxrl_fast.runtime.output import protect_output, write_directly; protect_output(); "
-    code += f"file = open({str(tmp_path / 'file')!r}, 'w'); write_directly('lost'); print('lost too'); assert file.fileno() > 2"
+    code = (
+        "import os; from maxrl_fast.runtime.output import protect_output, write_directly; "
+        "protect_output(); "
+    )
+    code += (
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); write_directly('lost'); print('lost too'); "
+        "assert file.fileno() > 2"
+    )
     subprocess.run(
         [sys.executable, "-c", code], preexec_fn=lambda: os.closerange(0, 3), timeout=60, check=True
     )

@@ -103,7 +103,10 @@ def test_a_full_disk_gives_one_sentence(untrained, tmp_path, monkeypatch, capfd)
 
     monkeypatch.setattr("maxrl_fast.runtime.files.os.pwrite", full)
     assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 1
-    wanted = f"error: cannot write to --out {tmp_path / 'out'}: [Errno 28] No space left on device; nothing was kept\n"
+    wanted = (
+        f"error: cannot write to --out {tmp_path / 'out'}: [Errno 28] No space left on device; "
+        "nothing was kept\n"
+    )
     assert capfd.readouterr().err == wanted
 
 

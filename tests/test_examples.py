@@ -271,7 +271,10 @@ def test_gym_tiny(tmp_path):
 
 
 def test_the_ops_import_no_trainer():
-    code = "import sys; from maxrl_fast import ops; print([m for m in sys.modules if m.startswith('maxrl_fast')])"
+    code = (
+        "import sys; from maxrl_fast import ops; print([m for m in sys.modules if "
+        "m.startswith('maxrl_fast')])"
+    )
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
@@ -284,7 +287,10 @@ def test_the_ops_import_nothing_but_torch_and_the_standard_library():
     """So `import maxrl_fast.ops` costs little beyond `import torch`: no transformers, tyro, rich,
     matplotlib or tensorboard.
     """
-    code = "import sys, torch; before = set(sys.modules); from maxrl_fast import ops; print(*(set(sys.modules) - before))"
+    code = (
+        "import sys, torch; before = set(sys.modules); from maxrl_fast import ops; "
+        "print(*(set(sys.modules) - before))"
+    )
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -50,8 +50,14 @@ def test_the_notebook_runs_and_shows_its_results(tmp_path):
 def test_interrupting_the_kernel_of_a_notebook_saves_and_returns(tmp_path):
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
     try:
-        options = "prompts=4, sft_steps=2, steps=100000, eval_prompts=4, threads=1, maze_size=5, out='run'"
-        code = f"import maxrl_fast\nrun = maxrl_fast.run({options})\nprint('exit', run.exit, len(run.metrics))"
+        options = (
+            "prompts=4, sft_steps=2, steps=100000, eval_prompts=4, threads=1, maze_size=5, "
+            "out='run'"
+        )
+        code = (
+            f"import maxrl_fast\nrun = maxrl_fast.run({options})\nprint('exit', run.exit, "
+            "len(run.metrics))"
+        )
         client.execute(code)
         metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2):

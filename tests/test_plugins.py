@@ -77,7 +77,10 @@ def refused(capsys, *flags):
 
 
 def test_a_class_is_a_task_and_a_function_a_reward_and_neither_runs_to_find_out(tmp_path):
-    text = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\ndef score(prompt, response): return 1.0\n"
+    text = (
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\ndef score(prompt, response): "
+        "return 1.0\n"
+    )
     file = written(tmp_path / "mine.py", text)
     check(parse(["--task", f"{file}:Mine", "--task-args", "{}"]))
     with pytest.raises(InputError, match=r"--data is not used by task .*mine\.py:Mine"):
@@ -175,7 +178,10 @@ def test_bad_arguments_of_a_task_are_refused(arguments, message, capsys):
 
 
 def test_a_task_gets_its_arguments_the_seed_and_the_model(tmp_path):
-    body = "def __init__(self, model=None, **more):\n        super().__init__(**more)\n        self.seen = model, more"
+    body = (
+        "def __init__(self, model=None, **more):\n        super().__init__(**more)\n        "
+        "self.seen = model, more"
+    )
     file = own_task(tmp_path, body)[1]
     assert build_task(TaskOptions(task=file), seed=5).seen == (None, {})
     task = build_task(TaskOptions(task=file, task_args='{"length": 4}'), seed=5, model=tmp_path)
@@ -285,7 +291,10 @@ def test_the_estimate_of_memory_says_that_it_leaves_an_own_engine_out(capsys):
 def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     base = "from examples.naive_engine import NaiveEngine\nclass Own(NaiveEngine):\n    "
     file = written(tmp_path / "own.py", base + "def generate(self, prompts, num_samples): ...\n")
-    wanted = r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step\), got generate\(prompts, num_samples\)"
+    wanted = (
+        r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step\), got "
+        r"generate\(prompts, num_samples\)"
+    )
     with pytest.raises(InputError, match=wanted):
         engine_of(f"{file}:Own")
     with pytest.raises(InputError, match=r"NaiveEngine takes model, dtype, got cache_bytes"):

@@ -42,7 +42,10 @@ def describe_run(
     start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     if ranks.size > 1:
         sharded = config.run.sharding == "full"
-        where += f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} weights "
+        where += (
+            f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} "
+            "weights "
+        )
         where += "(FSDP2)" if sharded else "(DDP)"
     trained = count(model, is_trained=True)
     adapters = "" if trained == count(model) else f", {trained:,} of them trained (LoRA)"
@@ -62,7 +65,10 @@ def describe_run(
     if model.backend != "native" and called != attention:
         attention += f" ({called} where a layer has a sliding window, a soft cap or sinks)"
     how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
-    policy = f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder ({model.backend}), "
+    policy = (
+        f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
+        f"({model.backend}), "
+    )
     policy += f"{count(model):,} parameters"
     return [
         f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, "

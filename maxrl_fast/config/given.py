@@ -244,7 +244,10 @@ def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
         )
     ]
     whose = " and ".join(map(_user, owners))
-    return f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: {', '.join(code) or 'no code'}"
+    return (
+        f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: "
+        f"{', '.join(code) or 'no code'}"
+    )
 
 
 def _user(number: int) -> str:

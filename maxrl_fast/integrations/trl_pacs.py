@@ -51,7 +51,10 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
         self.is_off_policy = self.args.gradient_accumulation_steps % every != 0
         size = self.args.per_device_train_batch_size
         if self.is_off_policy and size % self.num_generations:
-            wanted = f"a multiple of num_generations = {self.num_generations}, as PACS learns from whole groups"
+            wanted = (
+                f"a multiple of num_generations = {self.num_generations}, as PACS learns from "
+                "whole groups"
+            )
             raise ValueError(f"per_device_train_batch_size must be {wanted}, got {size}")
 
     def group_advantages(

@@ -72,7 +72,10 @@ class StopSignal:
             # reentrant.
             if self._ranks.is_first:
                 name = SIGNALS[signal.Signals(number)]
-                message = f"{name}: saving and stopping after this step; repeat to stop immediately, without saving"
+                message = (
+                    f"{name}: saving and stopping after this step; repeat to stop immediately, "
+                    "without saving"
+                )
                 write_directly(f"\n{message}\n")
         elif now - self._since > ECHO:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -131,7 +134,10 @@ class StallWatchdog(threading.Thread):
         while not self._stopped.wait(min(1.0, self._limit / 4)):
             stage, silence = self._clock.silence()
             if silence > self._limit:
-                message = f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is {self._limit:g} s"
+                message = (
+                    f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is "
+                    f"{self._limit:g} s"
+                )
                 advice = (
                     "--resume continues from the last checkpoint; the stacks show where it waits"
                 )

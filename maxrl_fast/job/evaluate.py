@@ -239,9 +239,14 @@ def _introduction(
 ) -> Iterator[str]:
     """Yield the first lines, which say what is evaluated and how."""
     source, sampling, measure = policy.source, config.sampling, config.measure
-    yield f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed {sampling.seed}"
+    yield (
+        f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed "
+        f"{sampling.seed}"
+    )
     if source.run is not None:
-        yield f"the task's options and seed are those of the run {source.run}, but for what flags say"
+        yield (
+            f"the task's options and seed are those of the run {source.run}, but for what flags say"
+        )
     limits = [
         f"{name} {value:g}"
         for name, value in (("top-k", sampling.top_k), ("min-p", sampling.min_p))
@@ -260,7 +265,10 @@ def _introduction(
         if num_distinct == measure.prompts
         else f" ({num_distinct} distinct: intervals take all for distinct)"
     )
-    yield f"{measure.prompts} {measure.split} prompts{distinct} x {measure.samples} samples, {how}; {policy.engine.describe()}"
+    yield (
+        f"{measure.prompts} {measure.split} prompts{distinct} x {measure.samples} samples, {how}; "
+        f"{policy.engine.describe()}"
+    )
     if baseline is not None:
         yield f"baseline: {baseline.source.checkpoint if isinstance(baseline, Policy) else measure.baseline}"
     yield f"results in {config.place.out}"

@@ -88,7 +88,10 @@ class Log:
             "<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) + "</tr>"
             for row in rows
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{len(self)} rows</p>"
+        return (
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{len(self)} "
+            "rows</p>"
+        )
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:

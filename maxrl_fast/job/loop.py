@@ -121,7 +121,10 @@ class RunLoop:
         for warning in self.health.observe(record.metrics):
             self._warn(n, warning)
         for stream, error in take_errors():
-            message = f"{stream} cannot be written to ({error.strerror}); the run continues, and what it prints there is lost"
+            message = (
+                f"{stream} cannot be written to ({error.strerror}); the run continues, and what it "
+                "prints there is lost"
+            )
             self.files.write(
                 "warnings", {"step": n, "kind": "output", "value": error.errno, "message": message}
             )

@@ -105,7 +105,10 @@ class RunFiles:
             if not is_resumed and (self.out / "config.json").exists():
                 # another command, or one started at the same time
                 if not ended_before_first_step(self.out, options):
-                    wanted = f"--out must be a new or empty folder, got {self.out}, which holds another run"
+                    wanted = (
+                        f"--out must be a new or empty folder, got {self.out}, which holds another "
+                        "run"
+                    )
                     raise InputError(f"{wanted}; --resume {self.out} resumes it")
                 self._remove_beginning()
             for file in (self.out / name for name in ("curves.png", "timings.json")):

@@ -265,7 +265,10 @@ def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
         f"{HUB}{request['repo_id']}",
     )
     state = "is not set" if get_token() is None else "has none"
-    token = f"an access token of an account that may read it must be in the environment variable HF_TOKEN, which {state}"
+    token = (
+        "an access token of an account that may read it must be in the environment variable "
+        f"HF_TOKEN, which {state}"
+    )
     try:
         return Path(snapshot_download(**request))
     except errors.LocalEntryNotFoundError as error:

@@ -214,7 +214,10 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
         if any(word in kind for word in _NOT_ATTENTION):
             yield f"its layers are not all attention over earlier tokens, got {kind}"
     if getattr(config, "attn_temperature_tuning", False):
-        yield "it scales attention by the place in the stream (attn_temperature_tuning), not by the position"
+        yield (
+            "it scales attention by the place in the stream (attn_temperature_tuning), not by the "
+            "position"
+        )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < longest:
         yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"

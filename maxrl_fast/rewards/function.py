@@ -138,7 +138,10 @@ def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
         if name not in given:
             return f"your function asks for `{name}`: {_fix(name, given, extra)}"
     if extra and not signature["takes_any"]:
-        return f"your function does not take `{extra[0]}`: add **columns to its parameters, which collects what they do not name"
+        return (
+            f"your function does not take `{extra[0]}`: add **columns to its parameters, which "
+            "collects what they do not name"
+        )
     return ""
 
 
@@ -154,7 +157,10 @@ def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
         return "this trainer does not give it; leave it out, or give it a default"
     close = get_close_matches(name, extra, n=1, cutoff=0.5)
     nearest = f"did you mean `{close[0]}`? " if close else ""
-    return f"{nearest}the arguments are {', '.join(given)}; give it a default, or name a column of the data"
+    return (
+        f"{nearest}the arguments are {', '.join(given)}; give it a default, or name a column of "
+        "the data"
+    )
 
 
 class Caller:
@@ -231,7 +237,10 @@ class Caller:
         """
         listed = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(listed, (list, tuple)) or len(listed) != count:
-            wanted = f"a function of `completions` must return a list with a number for each of the {count} completions"
+            wanted = (
+                "a function of `completions` must return a list with a number for each of the "
+                f"{count} completions"
+            )
             given = (
                 f"a list of {len(listed)}"
                 if isinstance(listed, (list, tuple))

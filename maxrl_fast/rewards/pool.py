@@ -232,7 +232,10 @@ class RewardPool(RewardSource):
                     sent.clear()
                     num_failed_starts += 1
                     if num_failed_starts >= MAX_FAILED_STARTS:
-                        cause = f"the workers of the reward function {self.name} cannot be restarted: {error}"
+                        cause = (
+                            f"the workers of the reward function {self.name} cannot be restarted: "
+                            f"{error}"
+                        )
                         raise RewardError(cause) from error
         finally:
             # after too many failures, or an interrupt: the calls must not go on
@@ -403,7 +406,10 @@ class InProcessReward(RewardSource):
         """Return the results of one call, or one failure for all of them."""
         if self._queues is None:
             if self._num_hung >= MAX_HUNG:
-                hung = f"{MAX_HUNG} calls of the reward function {self.name} have not ended after {self._time_limit:g} s"
+                hung = (
+                    f"{MAX_HUNG} calls of the reward function {self.name} have not ended after "
+                    f"{self._time_limit:g} s"
+                )
                 raise RewardError(
                     f"{hung}, and a thread cannot be killed; a function in a file, "
                     "FILE.py:FUNCTION, can be"

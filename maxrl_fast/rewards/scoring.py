@@ -265,7 +265,10 @@ class Scorer:
             return by_kind, ""
         examples = ranks.texts(failures[0].message if failures else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
-        warning = f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: {examples[0]}"
+        warning = (
+            f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: "
+            f"{examples[0]}"
+        )
         if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
             limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
             raise RewardError(warning + limit * (self._max_error_rate < 1))

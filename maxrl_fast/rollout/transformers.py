@@ -57,7 +57,10 @@ class TransformersEngine:
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
         name = str(self.dtype).removeprefix("torch.")
-        return f"plain ({self.model.backend}, {name}, key/value cache of at most {self.cache_bytes / 1e9:.3g} GB)"
+        return (
+            f"plain ({self.model.backend}, {name}, key/value cache of at most "
+            f"{self.cache_bytes / 1e9:.3g} GB)"
+        )
 
     def load_weights(self, model: PolicyModel) -> None:
         """Copy the policy's weights."""

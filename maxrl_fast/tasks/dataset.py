@@ -151,7 +151,10 @@ class DatasetTask:
                 and len(prompt) + len(response) <= self._text.positions
             ):
                 self._demonstrations.append((prompt, response))
-        limits = f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {self._text.positions} of both"
+        limits = (
+            f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or "
+            f"{self._text.positions} of both"
+        )
         num_long = len(lines) - len(self._demonstrations) - num_held_out
         left_out = (f", {num_long} left out with more than {limits}" if num_long else "") + (
             f", {num_held_out} left out with held-out prompts" if num_held_out else ""

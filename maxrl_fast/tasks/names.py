@@ -77,14 +77,20 @@ def needs_data(name: str) -> str:
         why = f"syntax error in {file}, line {error.lineno}: {error.msg}"
     except (OSError, ValueError, RecursionError) as error:
         why = f"{file} cannot be read: {error}"
-    return f"--task {name} needs --data FILE or --hub NAME, or to be a class with prompts of its own: {why}"
+    return (
+        f"--task {name} needs --data FILE or --hub NAME, or to be a class with prompts of its own: "
+        f"{why}"
+    )
 
 
 def lost_object(option: str, name: str) -> str:
     """Return the error message for a Python object that another process has given to
     maxrl_fast.train.
     """
-    what = f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its caller has"
+    what = (
+        f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its "
+        "caller has"
+    )
     return f"{what}; give it there again, as {option}=..."
 
 
@@ -92,5 +98,8 @@ def unknown_task(name: str) -> str:
     """Return the error message for a name that no task has."""
     close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    wanted = f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, FILE.py:FUNCTION or the name of an installed task"
+    wanted = (
+        f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, FILE.py:FUNCTION or the name of an "
+        "installed task"
+    )
     return f"--task must be {wanted}, got {name!r}{hint}"

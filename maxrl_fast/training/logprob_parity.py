@@ -105,7 +105,10 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
             f"differ by {difference:.2g} "
             "nats per token; --rollout native samples it"
         )
-    return f"log-probs of the rollout engine differ from the policy's by {difference:.1g} nats per token (2 responses)"
+    return (
+        f"log-probs of the rollout engine differ from the policy's by {difference:.1g} nats per "
+        "token (2 responses)"
+    )
 
 
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:

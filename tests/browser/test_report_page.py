@@ -171,7 +171,7 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     records = [json.loads(line) for line in (tmp_path / "one" / "eval.jsonl").open()]
     coverage = page.locator("#coverage")
     chart = chart_of(page, "#coverage")
-    points_of = lambda record: [(int(k), rate) for k, rate in record["pass_at_k"].items()]  # noqa: E731
+    points_of = lambda record: [(int(k), rate) for k, rate in record["pass_at_k"].items()]
     assert drawn(chart, 0, role="first") == [points_of(records[0])]
     assert drawn(chart, 0) == [points_of(records[-1])]
     rows = evaluation["coverage"].items()

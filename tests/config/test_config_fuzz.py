@@ -115,7 +115,10 @@ def outcome(flags):
 
 
 def assert_explained(reason):
-    words = r"must|needs|takes no|is not used|does not support|cannot|is only a flag|unknown option|was asked for"
+    words = (
+        r"must|needs|takes no|is not used|does not support|cannot|is only a flag|unknown "
+        r"option|was asked for"
+    )
     assert re.search(rf"\b({words})", reason), reason
 
 

@@ -33,7 +33,10 @@ def run(code, **environment):
     return done.stdout, done.stderr
 
 
-REGISTERED = "from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY as r; print(*(n for n in r if '/' in n))"
+REGISTERED = (
+    "from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY as r; print(*(n for n in r if "
+    "'/' in n))"
+)
 
 
 def test_the_installed_package_is_tested():

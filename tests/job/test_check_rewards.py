@@ -128,7 +128,10 @@ def test_another_command_does_not_remove_the_warm_start_of_a_run_that_ended_befo
     reward, tmp_path, capsys
 ):
     out = tmp_path / "run"
-    content = "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as file:\n        file.write('.')\n"
+    content = (
+        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as "
+        "file:\n        file.write('.')\n"
+    )
     reward.write_text(
         content + "    assert os.path.getsize(__file__ + '.calls') < 5\n    return 1.0\n"
     )

@@ -126,7 +126,10 @@ def test_a_stopped_run_resumes_bitwise(whole_runs, tmp_path, monkeypatch, name, 
     assert_same(whole_runs / name, out)
 
 
-CHAIN = "--task chain --chain-length 8 --reward-threshold .1 --sft-steps 0 --steps 4 --save-every 2 --updates-per-step 2"
+CHAIN = (
+    "--task chain --chain-length 8 --reward-threshold .1 --sft-steps 0 --steps 4 --save-every 2 "
+    "--updates-per-step 2"
+)
 LOSSES = {
     "kl_cov": "--loss kl_cov --loss-options share=.1 --top-entropy .3",
     "clip_cov": "--loss clip_cov --loss-options share=.1 low=0 high=9 --clip-high .3",
@@ -919,7 +922,7 @@ def test_a_run_killed_twenty_times_ends_with_the_same_result(tmp_path):
         )
         process = started(*arguments)
         try:
-            wait_until(lambda: mark(out) != run_mark, process)  # noqa: B023
+            wait_until(lambda: mark(out) != run_mark, process)
             time.sleep(moments.uniform(0, 0.5))
             if i % 2:
                 wait_until(lambda: partial(out), process)

@@ -185,7 +185,10 @@ def test_bfloat16_checkpoints_stay_bfloat16_and_are_trained_in_float32(tmp_path)
     )
 
 
-CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}PATH_START{% endif %}"
+CHAT = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt "
+    "%}PATH_START{% endif %}"
+)
 
 
 def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):

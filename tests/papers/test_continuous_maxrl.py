@@ -210,7 +210,10 @@ SMALL = "--threads 1 --arms 3 --rollouts 4 --groups 64 --repeats 2 --learned 3 -
 
 @pytest.mark.slow
 def test_the_command_runs_with_mazes(tmp_path):
-    mazes = "--maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4 --objectives maxrl-2"
+    mazes = (
+        "--maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4 "
+        "--objectives maxrl-2"
+    )
     command = [
         sys.executable,
         str(FOLDER / "continuous_maxrl.py"),

@@ -265,7 +265,10 @@ def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
     assert run["coverage"] == run["samples"] == run["rollouts"] == run["warnings"] == []
     assert run["prompts"] == {}
     assert run["weight"]["reason"] == "the objective is not known"
-    torn = "the last line of metrics.jsonl is incomplete and was skipped: the run was still writing, or was killed"
+    torn = (
+        "the last line of metrics.jsonl is incomplete and was skipped: the run was still writing, "
+        "or was killed"
+    )
     assert run["notes"] == ["config.json is missing", torn]
     assert f"warning: run: {torn}" in capsys.readouterr().err
     (tmp_path / "run" / "metrics.jsonl").write_bytes(whole[:-1])  # only the line break is missing

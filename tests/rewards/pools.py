@@ -12,7 +12,10 @@ from maxrl_fast.rewards.pool import RewardPool
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ROOT / "tests" / "rewards" / "functions.py"
 GB = 1 << 30
-THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+THREAD = (
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), "
+    "daemon=True).start()\n"
+)
 
 
 def pool(name, workers=2, time_limit=10.0, memory_limit=GB, start_limit=60.0, file=FUNCTIONS):

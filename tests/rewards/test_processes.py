@@ -363,7 +363,10 @@ def test_ten_thousand_calls_leak_nothing():
 
 
 def test_workers_do_not_import_heavy_modules():
-    code = "import sys, maxrl_fast.rewards.supervisor; print(*{'torch', 'numpy', 'subprocess', 'asyncio'} & set(sys.modules))"
+    code = (
+        "import sys, maxrl_fast.rewards.supervisor; print(*{'torch', 'numpy', 'subprocess', "
+        "'asyncio'} & set(sys.modules))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -259,7 +259,10 @@ def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text
         [{"role": "user", "content": words}] if is_chat else words for words in ("hello", text)
     ]
     path = written(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts])
-    message = f"data.jsonl, line 2: a prompt must not have the special token {token!r} of the tokenizer in its text"
+    message = (
+        f"data.jsonl, line 2: a prompt must not have the special token {token!r} of the tokenizer "
+        "in its text"
+    )
     with pytest.raises(InputError, match=re.escape(message)):
         task_of(path, policy, test_data=path)
     task = task_of(path, policy, test_data=path, allow_special_tokens=True)

@@ -76,7 +76,7 @@ def texts(task, start, count):
 )
 def test_demonstrations_are_asked_as_prompts_are_and_end_with_the_stop_token(
     tmp_path, policy, line, name, prompt, response
-):  # noqa: F811
+):
     task = task_of(tmp_path, policy, [line], name, prompt_suffix="!")
     assert texts(task, 0, 1) == [(prompt, f"{response}<|im_end|>")]
 
@@ -104,7 +104,10 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa
     task = task_of(tmp_path, policy, lines, max_prompt_tokens=9, max_new_tokens=5)
     # with <|im_end|>
     assert sorted(len(response) for _, response in texts(task, 0, 2)) == [3 + 10, 4 + 10]
-    wanted = "; 2 demonstrations of shown.jsonl, 2 left out with more than 9 tokens of prompt, 5 of response or 256 of both"
+    wanted = (
+        "; 2 demonstrations of shown.jsonl, 2 left out with more than 9 tokens of prompt, 5 of "
+        "response or 256 of both"
+    )
     assert task.name.endswith(wanted)
     assert task.prompt_length == 4  # of the prompts that are asked
     with pytest.raises(

@@ -26,7 +26,10 @@ from tests.job.test_resume import assert_same, stop_at
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import read
 
-COMPOSITE = '{"datasets": [{"name": "gcd", "weight": 1, "config": {}}, {"name": "lcm", "weight": 1, "config": {}}]}'
+COMPOSITE = (
+    '{"datasets": [{"name": "gcd", "weight": 1, "config": {}}, {"name": "lcm", "weight": 1, '
+    '"config": {}}]}'
+)
 NEEDS = {"composite": COMPOSITE}
 
 
@@ -223,8 +226,14 @@ def test_a_changed_question_is_a_failure(policy):
 
 @pytest.mark.slow
 def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
-    sizes = "--prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 3 --sft-batch 4 --max-new-tokens 4 --eval-prompts 4"
-    more = "--max-prompt-tokens 200 --eval-samples 2 --threads 1 --dtype float32 --reward-workers 1 --task gym:lcm"
+    sizes = (
+        "--prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 3 --sft-batch 4 --max-new-tokens 4 "
+        "--eval-prompts 4"
+    )
+    more = (
+        "--max-prompt-tokens 200 --eval-samples 2 --threads 1 --dtype float32 --reward-workers 1 "
+        "--task gym:lcm"
+    )
     flags = [*sizes.split(), *more.split(), "--model", str(policy)]
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
     stop_at(monkeypatch, "step 2")

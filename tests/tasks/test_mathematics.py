@@ -250,7 +250,10 @@ def test_each_step_counts_only_its_own_answers(tmp_path, policy):
     evaluation counts its own.
     """
     data = written(tmp_path / "gsm8k.jsonl", GSM8K)
-    sizes = "--prompts 2 --rollouts 4 --steps 2 --eval-every 1 --max-new-tokens 4 --eval-samples 8 --threads 1 --objective self"
+    sizes = (
+        "--prompts 2 --rollouts 4 --steps 2 --eval-every 1 --max-new-tokens 4 --eval-samples 8 "
+        "--threads 1 --objective self"
+    )
     flags = [
         *sizes.split(),
         "--task",
@@ -304,7 +307,10 @@ def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
     )
     written(tmp_path / "data.jsonl", [{"prompt": f"{n}", "answer": "1"} for n in range(40)])
     monkeypatch.chdir(tmp_path)
-    sizes = "--prompts 4 --rollouts 4 --k 2 --steps 1 --max-new-tokens 4 --eval-samples 2 --threads 1 --reward-workers 1"
+    sizes = (
+        "--prompts 4 --rollouts 4 --k 2 --steps 1 --max-new-tokens 4 --eval-samples 2 --threads 1 "
+        "--reward-workers 1"
+    )
     flags = [
         *f"--task reward.py:score --data data.jsonl --reward-threshold 2 {sizes}".split(),
         "--model",

@@ -107,7 +107,10 @@ def test_bad_lengths(length):
 def test_it_is_learned_and_its_checkpoints_load(tmp_path):
     task = [f"--task={EXAMPLE}:SortTask", '--task-args={"length": 3}']
     flags = "--sft-steps 120 --steps 3 --prompts 8 --rollouts 8 --eval-prompts 16 --eval-samples 4"
-    sizes = "--hidden-size 64 --intermediate-size 96 --layers 2 --heads 4 --kv-heads 4 --dtype float32 --threads 1"
+    sizes = (
+        "--hidden-size 64 --intermediate-size 96 --layers 2 --heads 4 --kv-heads 4 --dtype float32 "
+        "--threads 1"
+    )
     assert train.main([*task, *flags.split(), *sizes.split(), "--out", str(tmp_path / "run")]) == 0
     assert read(tmp_path / "run" / "metrics.jsonl")[-1]["reward_mean"] > 0.3
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "latest")

@@ -162,7 +162,10 @@ def _ppo(
     return PpoObjective(gae_gamma, gae_lambda)  # the others are the critic's
 
 
-_PACS = "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta (log-ratio to the reference)"
+_PACS = (
+    "-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta "
+    "(log-ratio to the reference)"
+)
 _PACS_NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"
 OWN: dict[str, ObjectiveRow] = {
     "pacs": ObjectiveRow(

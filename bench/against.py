@@ -6,12 +6,17 @@ a built one instead. Both sides answer in turn, in the order A B B A, after thei
 same weights, prompts and responses were compared. A ratio is the median over rounds of the commit's
 time to ours. Cases:
 
-    job         the default job by the command line, `--objective maxpo --k 4`, in float32; --short: 20 and 10 steps of it
-    update      an update of the default job, 9x9 mazes, 32 x 16, in which every rollout has a gradient
+    job         the default job by the command line, `--objective maxpo --k 4`, in float32;
+                --short: 20 and 10 steps of it
+    update      an update of the default job, 9x9 mazes, 32 x 16, in which every rollout has a
+                gradient
     update17    the same of the MaxRL paper's policy (3.9M parameters), 17x17 mazes, 2 x 64
-    rollout     the native engine's rollouts of bench.rollout: the paper's policy on 7x7 and 17x17 mazes, the default job's
-    attention   bench.attention: this tree's kernel beside the FlashAttention calls that the commit made
-    operators   the operators that a layer of the default job calls in a forward and a backward pass, by the profiler
+    rollout     the native engine's rollouts of bench.rollout: the paper's policy on 7x7 and 17x17
+                mazes, the default job's
+    attention   bench.attention: this tree's kernel beside the FlashAttention calls that the commit
+                made
+    operators   the operators that a layer of the default job calls in a forward and a backward
+                pass, by the profiler
 
 The floor of an update and of a rollout is the FLOPs of its matrix multiplications at the GEMM
 throughput measured between rounds, and MFU is floor over time. With one thread, times are CPU time,

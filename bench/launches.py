@@ -72,7 +72,8 @@ def main() -> int:
             for key in ("launches", "microseconds_in_a_graph")
         )
         print(
-            f"  {name:<20}{time:12.1f}{'' if count is None else count:>10}{'' if in_graph is None else f'{in_graph:.2f}':>15}"
+            f"  {name:<20}{time:12.1f}{'' if count is None else count:>10}"
+            f"{'' if in_graph is None else f'{in_graph:.2f}':>15}"
         )
     print(json.dumps(result))
     return 0

@@ -1,7 +1,8 @@
 """`python -m bench.profiles`: where the time of a rollout and of an update goes, kernel by kernel,
 by PyTorch's profiler.
 
-    maze        a rollout and an update of the MaxRL paper's maze job, 17x17, 32 x 128, in which every rollout has a gradient
+    maze        a rollout and an update of the MaxRL paper's maze job, 17x17, 32 x 128, in which
+                every rollout has a gradient
     qwen-0.5b   an update of a Qwen-shaped policy, as in bench.train_step
 
 Each is profiled once, after calls that capture graphs and fill caches. On a GPU the table has its

@@ -7,7 +7,8 @@ to the length limit, in turn with the native one, in one process. Cases:
     maze7        the MaxRL paper's policy (3.9M parameters), 8 mazes of 7x7, 16 samples each
     maze17       the same policy, 2 mazes of 17x17, 64 samples each
     default      the default job's policy (0.6M parameters), 32 mazes of 9x9, 16 samples each
-    maze17x32, maze17x128   for a GPU: the paper's policy, 32 or 128 mazes of 17x17, 128 samples each
+    maze17x32, maze17x128   for a GPU: the paper's policy, 32 or 128 mazes of 17x17, 128 samples
+                            each
 
 All compute in --dtype; on a CPU with --dtype bfloat16 the native engine also runs in float32,
 beside itself.
@@ -260,7 +261,8 @@ def report(name: str, case: dict[str, Any]) -> None:
         f"to the engine {case['load_weights_milliseconds']:.1f} ms"
     )
     print(
-        f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}"
+        f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}"
+        f"{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}"
     )
     for side, error in case["failed"].items():
         print(f"  failed: {side}: {error}")
@@ -271,8 +273,8 @@ def report(name: str, case: dict[str, Any]) -> None:
         )
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
         print(
-            f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}{x['times_native']:10.2f}"
-            f"{prefill:>12}{step:>11}{peak:>10}"
+            f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}"
+            f"{x['times_native']:10.2f}{prefill:>12}{step:>11}{peak:>10}"
         )
 
 

@@ -6,15 +6,20 @@ one process. Their gradients are compared first.
 
     shared     packed, each prompt once for all its responses: the trainer's layout
     repeated   packed, each response with its own copy of the prompt
-    padded     each response with its own copy of the prompt, all padded to one length: the usual layout
+    padded     each response with its own copy of the prompt, all padded to one length: the usual
+               layout
 
 Cases:
 
-    job        the default job after a short warm start, with its own rollouts; takes every option of the trainer
-    maze17     the MaxRL paper's maze: 32 prompts of 17x17, 128 rollouts each, about as long as solutions
-    step17     a whole step of that size after a warm start, from prompts to weights back in the rollout engine, in which every
+    job        the default job after a short warm start, with its own rollouts; takes every option
+               of the trainer
+    maze17     the MaxRL paper's maze: 32 prompts of 17x17, 128 rollouts each, about as long as
+               solutions
+    step17     a whole step of that size after a warm start, from prompts to weights back in the
+               rollout engine, in which every
                rollout has a gradient
-    qwen-0.5b, qwen-1.5b   layers and vocabulary of those sizes with random weights; on a CPU two layers
+    qwen-0.5b, qwen-1.5b   layers and vocabulary of those sizes with random weights; on a CPU two
+                           layers
 
 The floor of an update is the FLOPs of its matrix multiplications at the machine's measured GEMM
 throughput; model FLOPs utilisation is floor over time. The last line is one JSON document.
@@ -214,12 +219,14 @@ def report(name: str, case: dict[str, Any]) -> None:
             f"rollout with repeated prompts takes {case['rollout_ratio']:.2f} times as long"
         )
     print(
-        f"  {'update':<12}{'ms':>10}{'x shared':>10}{'tokens':>12}{'tokens/s':>12}{'floor ms':>10}{'MFU':>7}{'peak MiB':>10}"
+        f"  {'update':<12}{'ms':>10}{'x shared':>10}{'tokens':>12}"
+        f"{'tokens/s':>12}{'floor ms':>10}{'MFU':>7}{'peak MiB':>10}"
     )
     for layout, x in case["layouts"].items():
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
         print(
-            f"  {layout:<12}{x['milliseconds']:10,.1f}{x['times_shared']:10.2f}{x['tokens']:12,}{x['tokens_per_second']:12,.0f}"
+            f"  {layout:<12}{x['milliseconds']:10,.1f}{x['times_shared']:10.2f}{x['tokens']:12,}"
+            f"{x['tokens_per_second']:12,.0f}"
             f"{x['floor_milliseconds']:10,.1f}{x['model_flops_utilisation']:7.1%}{peak:>10}"
         )
 

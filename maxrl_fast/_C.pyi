@@ -1,18 +1,20 @@
-"""What Python names of the compiled module, csrc/bindings/. Kernels, whose names end in _cpu and _cuda, are called through
-`KernelLaunch.launch` of maxrl_fast/ops/dispatch.py, and check the names and types of their arguments themselves."""
+"""What Python names of the compiled module, csrc/bindings/.
+
+Kernels, whose names end in _cpu and _cuda, are called through `KernelLaunch.launch` of
+maxrl_fast/ops/dispatch.py, and check the names and types of their arguments themselves.
+"""
 
 from typing import Any
 
 cuda: bool
-FIELDS: dict[
-    str, tuple[str, ...]
-]  # of the records that Python names too: Loss, LossSums, PacsMetrics
+# of the records that Python names too: Loss, LossSums, PacsMetrics
+FIELDS: dict[str, tuple[str, ...]]
 MAX_LOG_RATIO: float
 LOSS_WORKSPACE: int  # only with CUDA kernels
 PACS_WORKSPACE: int
 
-# The instruction sets that the CPU's kernels can use here, the widest first, and a limit to one of them for this process. For
-# tests: no kernel may run meanwhile, and bfloat16 decoding names its own.
+# The instruction sets that the CPU's kernels can use here, the widest first, and a limit to one of
+# them for this process. For tests: no kernel may run meanwhile; bfloat16 decoding names its own.
 def instruction_sets() -> list[str]: ...
 def limit_instructions(name: str) -> None: ...
 def bfloat16_arithmetics() -> list[str]: ...

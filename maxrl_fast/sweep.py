@@ -25,10 +25,11 @@ from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.version import FLAG, version_text
 
-HELP = """Train one run for every combination of values, one after another, and report mean and standard error over seeds. All
-options of maxrl_fast.train are taken: one with several values is a side of the grid, except --reward and --reward-weights,
-whose values all belong to every run. The same command resumes a sweep: finished runs are skipped, stopped ones resumed.
-Example: python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --objective maxrl grpo"""
+HELP = """Train one run for every combination of values, one after another, and report mean and
+standard error over seeds. All options of maxrl_fast.train are accepted: one with several values is
+a side of the grid, except --reward and --reward-weights, whose values all belong to every run. The
+same command resumes a sweep: finished runs are skipped, stopped ones resumed. Example:
+python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --objective maxrl grpo"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -50,12 +50,15 @@ WARM_START = "warm-start"
 SAVE_SECONDS = 120  # that a stopped run may take to finish its step and to save
 DIFFERENCES = """\
 - The policy has 3,944,704 parameters: the paper's sizes, of which it says "approximately 3M".
-- PACS averages its loss over responses, as its own paper does; the other objectives average over all tokens of a batch, as in
+- PACS averages its loss over responses, as its own paper does; the other objectives average over
+  all tokens of a batch, as in
   appendix F.
 - Every maze is generated when it is needed. The paper draws from a set of one million.
-- The paper does not give Adam's second beta, the weight decay, the schedule of the warm start, the clipping of gradients, or
-  how test mazes are sampled. Here these are as in the recipe; test mazes are sampled at temperature 1.
-- Weights are float32, and matrix multiplications bfloat16. The paper trains "using bfloat16 precision".
+- The paper does not give Adam's second beta, the weight decay, the schedule of the warm start, the
+  clipping of gradients, or how test mazes are sampled. Here these are as in the recipe; test mazes
+  are sampled at temperature 1.
+- Weights are float32, and matrix multiplications bfloat16. The paper trains "using bfloat16
+  precision".
 """
 
 

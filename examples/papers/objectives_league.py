@@ -301,9 +301,10 @@ def gradient_variance(trainer: Trainer, num_steps: int) -> tuple[list[StepRecord
     """Return steps of a policy that does not change, and the variance of their gradient g relative
     to its mean.
 
-    That is tr Cov(g) / |E g|^2. With M gradients, tr Cov(g) is estimated by sum_m |g_m - mean|^2 / (M - 1), and |E g|^2 by
-    |mean|^2 - tr Cov(g) / M, both without bias; where the second is not above 0, the ratio is infinite. A constant factor of
-    the advantages does not change it. All objectives see the same rollouts.
+    That is tr Cov(g) / |E g|^2. With M gradients, tr Cov(g) is estimated by
+    sum_m |g_m - mean|^2 / (M - 1), and |E g|^2 by |mean|^2 - tr Cov(g) / M, both without bias;
+    where the second is not above 0, the ratio is infinite. A constant factor of the advantages does
+    not change it. All objectives see the same rollouts.
     """
     trainer.learning_rate, trainer.learner.clip_grad = (
         LearningRate(0.0, num_steps, 0, "constant"),

@@ -20,16 +20,17 @@ from maxrl_fast.runtime.plugins import describe_installed
 
 _HEAD = """# Options
 
-`python -m maxrl_fast.config.options_page > docs/options.md` writes this page from `maxrl_fast/config/options.py` and the
-signatures of the objectives; `python -m maxrl_fast.train --help` prints the options that the default job uses. `--task chain
---help` prints the options of that task, and `--objective pacs --help` the options of that objective, also of your own; other
-tasks and objectives refuse them.
+`python -m maxrl_fast.config.options_page > docs/options.md` writes this page from
+`maxrl_fast/config/options.py` and the signatures of the objectives. `python -m maxrl_fast.train
+--help` prints the options of the default job, and with `--task chain` or `--objective pacs` before
+`--help` those of that task or objective, your own included.
 
-Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with `_` for `-`: `--maze-size 11`
-is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand at the top of the file, without tables. A flag
-overrides the file. A table, an unknown key or a wrong value is refused with the file and the line. For the names that TRL,
-verl, OpenRLHF and others give an option, as for a misspelled one, the message has the name here: `--num-generations 8` is
-answered by "did you mean --rollouts?".
+Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with
+`_` for `-`: `--maze-size 11` is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand
+at the top of the file, without tables. A flag overrides the file. A table, an unknown key or a
+wrong value is refused with the file and the line. Misspelled names, and those of TRL, verl,
+OpenRLHF and others, are answered with the name here: `--num-generations 8` by
+"did you mean --rollouts?".
 """
 
 

@@ -270,7 +270,8 @@ def _introduction(
         f"{policy.engine.describe()}"
     )
     if baseline is not None:
-        yield f"baseline: {baseline.source.checkpoint if isinstance(baseline, Policy) else measure.baseline}"
+        kept = isinstance(baseline, Policy)
+        yield f"baseline: {baseline.source.checkpoint if kept else measure.baseline}"
     yield f"results in {config.place.out}"
 
 

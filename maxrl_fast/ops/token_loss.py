@@ -84,12 +84,15 @@ def policy_gradient_loss(
     old):
 
         reinforce   -A logp
-        ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at most -A c for A < 0
+        ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at
+                    most -A c for A < 0
                     (PPO, Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020)
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
-        gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with advantages per token,
+        gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with
+                    advantages per token,
                     their GSPO-token
-        others      the functions of `ops.LOSSES`, which has their formulas, options and sources; or a function of `ops.Tokens`
+        others      the functions of `ops.LOSSES`, which has their formulas, options and sources;
+                    or a function of `ops.Tokens`
                     that returns the loss of each token
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.

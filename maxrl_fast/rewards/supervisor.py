@@ -10,8 +10,8 @@ A socket connects the trainer with the supervisor, and another one each child. A
 JSON":
 
     trainer      NUMBER arguments
-    supervisor   NUMBER [result, ...]         ready {"file", "signature", "can_fork"}    error "cause"
-    child        keep NUMBER [result, ...]    ready null                                 error "cause"
+    supervisor   NUMBER [result, ...]        ready {"file", "signature", "can_fork"}   error "cause"
+    child        keep NUMBER [result, ...]   ready null                                error "cause"
 
 with a result of `function.py` for each response. A child says "last" for "keep" if it must make no
 more calls. At SIGUSR2 the supervisor writes the stacks of its children to the trainer's standard

@@ -55,7 +55,8 @@ class DeviceDecoder:
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
     def describe(self) -> str:
-        how = f"PyTorch, {str(self.dtype).removeprefix('torch.')}{', compiled' if self.compiled else ''}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        how = f"PyTorch, {dtype}{', compiled' if self.compiled else ''}"
         if self.device.type == "cuda":
             own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
             how += ", CUDA graphs" + "".join(

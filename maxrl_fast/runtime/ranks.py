@@ -144,7 +144,8 @@ class Ranks:
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
         # communicators connect through the store at their first use
         store.set_timeout(COLLECTIVE_LIMIT)
-        name = f"maxrl_fast/{rendezvous_id(PrefixStore('maxrl_fast', store), self.rank, self.size, START_LIMIT)}"
+        shared = PrefixStore("maxrl_fast", store)
+        name = f"maxrl_fast/{rendezvous_id(shared, self.rank, self.size, START_LIMIT)}"
         watch = RankMonitor(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
         watch.start()
         try:

@@ -83,9 +83,11 @@ class Trainer:
         with clock("advantage"):
             batch = objective.begin(batch, learner)
         for update, sequences in enumerate(batch.minibatches(self.updates_per_step)):
-            # The algorithm: each A_i multiplies the log-probs of response i, so that one optimizer step on
+            # The algorithm: each A_i multiplies the log-probs of response i, so that one optimizer
+            # step on
             #     loss = -(1/denominator) sum_i A_i sum_t log pi(y_it | x_i, y_i<t)
-            # (for ppo, the clipped ratio pi/pi_old in place of log pi) makes responses with A_i > 0 more likely.
+            # (for ppo, the clipped ratio pi/pi_old in place of log pi) makes responses with A_i > 0
+            # more likely.
             with clock("advantage"):
                 advantages = objective.advantages(sequences)  # [S]
             with clock("update"):

@@ -289,11 +289,11 @@ def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_pat
 NCU = """==PROF== Connected to process 17
 some output
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","17","void maxrl::cuda::softmax_rows<float>(int)","gpu__time_duration.sum","ns","1,200,000"
-"0","17","void maxrl::cuda::softmax_rows<float>(int)","launch__registers_per_thread","register/thread","60"
-"1","17","void maxrl::cuda::softmax_rows<float>(int)","gpu__time_duration.sum","ns","1,000,000"
+"0","17","KERNEL","gpu__time_duration.sum","ns","1,200,000"
+"0","17","KERNEL","launch__registers_per_thread","register/thread","60"
+"1","17","KERNEL","gpu__time_duration.sum","ns","1,000,000"
 "2","17","void maxrl::cuda::sample_rows(int)","gpu__time_duration.sum","ns","3500"
-"""
+""".replace("KERNEL", "void maxrl::cuda::softmax_rows<float>(int)")
 
 
 def test_the_counters_of_a_kernel_are_medians_over_its_launches():

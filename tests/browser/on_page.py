@@ -20,8 +20,10 @@ def drawn(chart, run, kind="line", role=""):
     is a gap.
     """
     traces = chart.evaluate(
-        """node => node.chart.series.map((series, i) => [series, node.chart.data[i]]).slice(1).map(([series, ys]) =>
-            [series.run, series.type, series.role || '', [...node.chart.data[0].keys()].filter(j => ys[j] !== undefined)
+        """node => node.chart.series.map((series, i) => [series, node.chart.data[i]])
+            .slice(1).map(([series, ys]) =>
+            [series.run, series.type, series.role || '', [...node.chart.data[0].keys()]
+                .filter(j => ys[j] !== undefined)
                 .map(j => [node.chart.data[0][j], ys[j]])])"""
     )
     found = [
@@ -56,7 +58,8 @@ def is_inked(chart, x, y, color):
             copy.drawImage(ctx.canvas, 2 - left, 2 - top);
             const { data } = copy.getImageData(0, 0, 5, 5);
             const wanted = color.match(/[0-9]+/g).map(Number);
-            const isLike = i => data[i + 3] > 200 && wanted.every((c, j) => Math.abs(data[i + j] - c) < 60);
+            const isLike = i => data[i + 3] > 200 &&
+                wanted.every((c, j) => Math.abs(data[i + j] - c) < 60);
             return [...Array(25).keys()].some(i => isLike(4 * i));
         }""",
         [x, y, color],

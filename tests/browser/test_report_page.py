@@ -171,7 +171,10 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     records = [json.loads(line) for line in (tmp_path / "one" / "eval.jsonl").open()]
     coverage = page.locator("#coverage")
     chart = chart_of(page, "#coverage")
-    points_of = lambda record: [(int(k), rate) for k, rate in record["pass_at_k"].items()]
+
+    def points_of(record):
+        return [(int(k), rate) for k, rate in record["pass_at_k"].items()]
+
     assert drawn(chart, 0, role="first") == [points_of(records[0])]
     assert drawn(chart, 0) == [points_of(records[-1])]
     rows = evaluation["coverage"].items()
@@ -248,7 +251,8 @@ CLIPPED = """() => [...document.querySelectorAll('body *')].filter(node => {
     const box = node.getBoundingClientRect();
     const isCut = style.overflowX !== 'visible' && node.scrollWidth > node.clientWidth + 1;
     return box.width > 1 && !node.closest('.hidden') && (isCut || box.right > innerWidth + 1);
-}).map(node => `${node.tagName}.${node.className.baseVal ?? node.className}: ${node.textContent.slice(0, 60)}`)"""
+}).map(node => `${node.tagName}.${node.className.baseVal ?? node.className}: ` +
+    node.textContent.slice(0, 60))"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -620,7 +620,8 @@ def test_a_silent_rank_ends_the_others_within_a_minute(tmp_path, unused_port):
 WITHOUT_OUT = """
 import os, sys, time
 strftime = time.strftime
-time.strftime = lambda *a: "second-" + os.environ["RANK"]  # as when the clock turns between two processes
+time.strftime = lambda *a: "second-" + os.environ["RANK"]  # as when the clock turns between two
+                                                           processes
 from maxrl_fast import train
 sys.exit(train.main(sys.argv[1:]))
 """

@@ -9,8 +9,10 @@ Every *.toml beside this file, or the one given by --file, is a list of
     file = "csrc/token_loss.h"
     old = "x.advantage > 0.0 ? 0 : 1"     # must occur exactly once in the file
     new = "x.advantage < 0.0 ? 0 : 1"
-    tests = ["tests/ops/test_losses.py"]   # arguments of pytest: a list, or a string that a shell would split
-    compile = ["csrc/cpu/token_loss.cpp"]  # for a header: the only sources that use what is changed; default: all
+    tests = ["tests/ops/test_losses.py"]   # arguments of pytest: a list, or a string that a shell
+                                           would split
+    compile = ["csrc/cpu/token_loss.cpp"]  # for a header: the only sources that use what is
+                                           changed; default: all
 
 A fault is caught if a test fails. A test module that cannot be imported, no test at all, a crash
 and a build that fails do not count. Before the first fault the tests must pass. Where there are

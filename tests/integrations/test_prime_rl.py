@@ -75,8 +75,10 @@ def test_loss_and_gradient_are_those_of_the_op_from_logits(loss, kl_coef):
     out = policy_loss(inputs, **options)
     (gradient,) = torch.autograd.grad(out.loss, logits)
     expected, _ = ops.policy_gradient_loss(
-        logits, targets, inputs.advantages, torch.tensor([0, T]), advantages_per_token=True, mask=inputs.loss_mask,
-        old_logprobs=inputs.inference_logprobs, ref_logprobs=inputs.ref_logprobs, aggregation="seq_mean_token_sum",
+        logits, targets, inputs.advantages, torch.tensor([0, T]), advantages_per_token=True,
+        mask=inputs.loss_mask,
+        old_logprobs=inputs.inference_logprobs, ref_logprobs=inputs.ref_logprobs,
+        aggregation="seq_mean_token_sum",
         denominator=1.0, **options,
     )  # fmt: skip
     (expected_gradient,) = torch.autograd.grad(expected, logits)

@@ -93,7 +93,8 @@ UNPICKLE = """
 import sys, cloudpickle, torch
 function = cloudpickle.load(open(sys.argv[1], "rb"))
 rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-print(function(token_level_rewards=rewards, response_mask=torch.ones(4, 2), index=["a", "b", "a", "b"])[0][:, 0].tolist())
+given = {"response_mask": torch.ones(4, 2), "index": ["a", "b", "a", "b"]}
+print(function(token_level_rewards=rewards, **given)[0][:, 0].tolist())
 """
 
 

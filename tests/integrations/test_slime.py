@@ -106,9 +106,12 @@ def test_other_names_are_refused_with_those_that_exist():
 
 
 ARGS = Namespace(
-    tensor_model_parallel_size=1, context_parallel_size=1, entropy_coef=0.0, rollout_top_p=1.0, use_kl_loss=False,
-    kl_loss_coef=0.0, use_tis=False, use_opsm=False, get_mismatch_metrics=False, custom_pg_loss_reducer_function_path=None,
-    use_rollout_logprobs=False, rollout_temperature=0.8, eps_clip=0.15, eps_clip_high=0.3, eps_clip_c=None,
+    tensor_model_parallel_size=1, context_parallel_size=1, entropy_coef=0.0, rollout_top_p=1.0,
+    use_kl_loss=False,
+    kl_loss_coef=0.0, use_tis=False, use_opsm=False, get_mismatch_metrics=False,
+    custom_pg_loss_reducer_function_path=None,
+    use_rollout_logprobs=False, rollout_temperature=0.8, eps_clip=0.15, eps_clip_high=0.3,
+    eps_clip_c=None,
     calculate_per_token_loss=False, advantage_estimator="grpo",
 )  # fmt: skip
 PROMPTS, RESPONSES, PAD, V = [3, 1, 4], [4, 5, 1], 6, 11
@@ -190,7 +193,8 @@ def loss_of_slime(args, batch, logits):
 @pytest.mark.parametrize(
     "changed",
     [
-        {}, {"advantage_estimator": "cispo"}, {"advantage_estimator": "gspo"}, {"calculate_per_token_loss": True},
+        {}, {"advantage_estimator": "cispo"}, {"advantage_estimator": "gspo"},
+        {"calculate_per_token_loss": True},
         {"eps_clip_c": 1.2}, {"use_rollout_logprobs": True}, {"log_probs": []},
     ],
 )  # fmt: skip

@@ -19,7 +19,8 @@ MASK = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
 ADVANTAGES = torch.tensor([1.0, -2.0, -0.5, 0.7], dtype=torch.float64)
 VESPO = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
 ARGUMENTS = SimpleNamespace(
-    delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vespo_k_pos=2.0,
+    delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+    vespo_k_pos=2.0,
     vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
 )  # fmt: skip
 
@@ -59,9 +60,12 @@ def trls(loss_type, level, top_entropy=1.0):
         return torch.zeros(MASK.shape, dtype=values.dtype).masked_scatter(MASK, values)
 
     trainer = MagicMock(
-        args=ARGUMENTS, loss_type=loss_type, importance_sampling_level=level, beta=0.0, epsilon_low=0.1, epsilon_high=0.15,
-        top_entropy_quantile=top_entropy, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
-        aux_loss_enabled=False, current_gradient_accumulation_steps=1, get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        args=ARGUMENTS, loss_type=loss_type, importance_sampling_level=level, beta=0.0,
+        epsilon_low=0.1, epsilon_high=0.15,
+        top_entropy_quantile=top_entropy, off_policy_mask_threshold=None, use_vllm=False,
+        _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, current_gradient_accumulation_steps=1,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )  # fmt: skip
     trainer.args.steps_per_generation = trainer.accelerator.num_processes = 1
     trainer.accelerator.gather = lambda values: values
@@ -97,7 +101,8 @@ def test_loss_and_gradient_are_trls(name, aggregation, level, options):
     expected, expected_gradient = trls(name, level)
     logits, targets, old = rollouts()
     loss, _ = ops.policy_gradient_loss(
-        logits, targets, ADVANTAGES, torch.tensor([0, *LENGTHS]).cumsum(0), old_logprobs=old, loss=name,
+        logits, targets, ADVANTAGES, torch.tensor([0, *LENGTHS]).cumsum(0), old_logprobs=old,
+        loss=name,
         aggregation=aggregation, loss_options=options, clip_low=0.1, clip_high=0.15,
     )  # fmt: skip
     # TRL rounds sapo's temperatures to float32.
@@ -170,7 +175,8 @@ def test_with_top_entropy_loss_and_gradient_are_trls(share):
     logits, targets, old = rollouts()
     keep = highest(entropies_of(logits), share)
     loss, _ = ops.policy_gradient_loss(
-        logits, targets, ADVANTAGES, torch.tensor([0, *LENGTHS]).cumsum(0), old_logprobs=old, importance_weights=keep.double(),
+        logits, targets, ADVANTAGES, torch.tensor([0, *LENGTHS]).cumsum(0), old_logprobs=old,
+        importance_weights=keep.double(),
         clip_low=0.1, clip_high=0.15,
     )  # fmt: skip
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-10, atol=1e-12)

@@ -922,7 +922,7 @@ def test_a_run_killed_twenty_times_ends_with_the_same_result(tmp_path):
         )
         process = started(*arguments)
         try:
-            wait_until(lambda: mark(out) != run_mark, process)
+            wait_until(lambda mark_now=run_mark: mark(out) != mark_now, process)
             time.sleep(moments.uniform(0, 0.5))
             if i % 2:
                 wait_until(lambda: partial(out), process)

@@ -197,8 +197,10 @@ def fake_flash_attn(calls):
         return *forward(q, k, v, cu_q, cu_k, max_q, max_k, causal), torch.empty(0), torch.empty(2)
 
     def varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        deterministic,
     ):  # fmt: skip
         assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
         grads = backward(

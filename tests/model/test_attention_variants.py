@@ -177,7 +177,8 @@ def emulated(calls):
 
     def package_backward(
         grad, q, k, v, o, lse, dq, dk, dv, cu_q, cu_k, _q, _k, *,
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, deterministic,
     ):  # fmt: skip
         own = spec(cu_q, cu_k, causal, window_size_left, window_size_right, softcap)
         for given, x in zip(

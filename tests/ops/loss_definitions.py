@@ -225,8 +225,8 @@ def divergence(kl, d):
     return {"k1": d, "k2": d**2 / 2, "k3": k3, "k3+": d**2 / 2 + (k3 - d**2 / 2).detach()}[kl]
 
 
-def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, aggregation, denominator,
-               loss_options):  # fmt: skip
+def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef,
+               aggregation, denominator, loss_options):  # fmt: skip
     """Return the loss and the metrics of a batch `e`."""
     tau, mask = e["temperature"], e["mask"]
     o = {key: option.default for key, option in LOSSES[loss].options.items()} | (loss_options or {})

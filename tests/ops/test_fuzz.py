@@ -82,7 +82,8 @@ def flat(tensor):
     return exact(tensor).flatten().tolist()
 
 
-def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None, group_ids=None, valid=None,
+def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None,
+group_ids=None, valid=None,
                      scale_by_k=False, max_group_size=None, **given):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
@@ -111,7 +112,8 @@ def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=
                 assert len(set(exactly)) == 1 or (actual[list(group)] != 0).any() or not row.centred
                 continue
             own = {
-                name: [x[g]] * n if name.startswith("greedy") and group_ids is None and len(x) == len(groups) else
+                name: [x[g]] * n
+                if name.startswith("greedy") and group_ids is None and len(x) == len(groups) else
                 [x[i] for i in group] for name, x in inputs.items()
             }  # fmt: skip
             if "lengths" in own:

@@ -15,8 +15,8 @@ from maxrl_fast.ops import effective_weight
 from tests.papers.load import FOLDER, load
 
 script = load("exact_likelihood")
-TINY = """--steps 4 --rollouts 4 8 --sweep 32 --classes 5 --dimensions 3 --train-inputs 50 --test-inputs 20
-    --test-digits 1700 --batch 8 --threads 1"""
+TINY = """--steps 4 --rollouts 4 8 --sweep 32 --classes 5 --dimensions 3 --train-inputs 50 
+    --test-inputs 20 --test-digits 1700 --batch 8 --threads 1"""
 LOGITS = torch.tensor([0.3, -1.1, 0.8, 0.1, -0.2], dtype=torch.float64)
 
 

@@ -18,7 +18,9 @@ def chat(completions, **columns):
     return [len(c[0]["content"]) if c[0]["role"] == "assistant" else None for c in completions]
 
 def texts(prompts, responses, **columns):
-    return {"wrong": 1} if prompts[0] == "dict" else [float(r) for r in responses][: 1 if prompts[0] == "short" else None]
+    if prompts[0] == "dict":
+        return {"wrong": 1}
+    return [float(r) for r in responses][: 1 if prompts[0] == "short" else None]
 
 async def single(prompt, response, **columns):
     if response == "late":
@@ -32,7 +34,7 @@ async def single(prompt, response, **columns):
 running, most = 0, 0
 
 async def meeting(prompt, response, **columns):
-    "Return the number of calls that ran at the same time; each waits until there are `response` of them."
+    "Wait until `response` calls run at the same time; return how many did."
     global running, most
     running += 1
     most = max(most, running)

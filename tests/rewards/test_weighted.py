@@ -28,7 +28,8 @@ def length(prompt, response):
 
 def parts(prompt, response):
     first = response.split()[0]
-    return {"reward": {"UP": 1.0, "DOWN": NAN}.get(first, 0.5), "up": first == "UP", "down": 1.0 if first == "DOWN" else None}
+    reward = {"UP": 1.0, "DOWN": NAN}.get(first, 0.5)
+    return {"reward": reward, "up": first == "UP", "down": 1.0 if first == "DOWN" else None}
 
 def summed(prompt, response):
     return {"a": 1.0, "b": len(response.split()), "c": None}

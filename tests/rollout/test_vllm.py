@@ -360,7 +360,8 @@ for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
     assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4, options
     if options:
         logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
-        kept = filtered_logprobs(logits.log_softmax(-1), sampling).gather(-1, rollouts.tokens[:, None])[:, 0]
+        kept = filtered_logprobs(logits.log_softmax(-1), sampling)
+        kept = kept.gather(-1, rollouts.tokens[:, None])[:, 0]
         assert kept.isfinite().all() and (kept - rollouts.logprobs).mean() > 0.01, options
 cold = Sampling(0.7, 4, STOPS)
 assert engine.generate(PROMPTS, 2, cold, seed=0, step=1).logprobs.isnan().all()

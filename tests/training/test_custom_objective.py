@@ -29,7 +29,8 @@ def maxpo(rewards, k):
     return ops.maxpo_advantage(rewards, k)
 
 def all_inputs(rewards, k, lengths, logprobs, valid, prompts):
-    assert lengths.shape == logprobs.shape == valid.shape == rewards.shape and len(prompts) == len(rewards)
+    assert lengths.shape == logprobs.shape == valid.shape == rewards.shape
+    assert len(prompts) == len(rewards)
     return rewards - rewards.mean(1, keepdim=True)
 
 def flat(rewards):

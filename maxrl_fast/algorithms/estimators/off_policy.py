@@ -11,7 +11,8 @@ u_j = C(j,k) / (j C(N-1,k)), maxpo_off_policy is
 At delta = 0 this is maxpo; `_with_ratios` adds the terms with v_j = (k-1) u_j. For the sum over k =
 1..T, with t_j = C(j,T+1)/C(N-1,T+1) and R = N-1-T, telescoping sums over k from 0 to T give
 
-    sum_k t_j(k) = (N - R t_j)/(N-j) =: P,   sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j.
+    sum_k t_j(k) = (N - R t_j)/(N-j) =: P,
+    sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j.
 """
 
 from typing import Annotated

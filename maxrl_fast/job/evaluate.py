@@ -270,8 +270,8 @@ def _introduction(
         f"{policy.engine.describe()}"
     )
     if baseline is not None:
-        kept = isinstance(baseline, Policy)
-        yield f"baseline: {baseline.source.checkpoint if kept else measure.baseline}"
+        named = baseline.source.checkpoint if isinstance(baseline, Policy) else measure.baseline
+        yield f"baseline: {named}"
     yield f"results in {config.place.out}"
 
 

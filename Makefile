@@ -28,7 +28,7 @@ PEER_PACKAGES := torch numpy safetensors tyro docstring-parser rich tensorboard 
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train check test lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup train test test-all lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,10 +49,10 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
-check: lint  ## lint, then the fast tests: before each commit (5 minutes)
+test: lint  ## lint, then the tests that are not slow: before each commit (@FAST@ minutes)
 	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
-test: lint  ## lint, then all tests of the CPU (20 minutes)
+test-all: lint  ## lint, then all tests of the CPU (@ALL@ minutes)
 	$(PYTEST)
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)

@@ -31,6 +31,7 @@ OTHER_PAGES = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "bench/README.md",
+    "bench/history.md",
     "examples/papers/README.md",
 )
 PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]

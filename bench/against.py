@@ -212,7 +212,7 @@ def built_worktree(commit: str) -> Iterator[Path]:
     error or Ctrl-C.
 
     Raises:
-        InputError: if there is no such commit.
+        InputError: for an unknown commit.
     """
     found = git(
         "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}", check=False

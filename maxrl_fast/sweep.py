@@ -167,7 +167,7 @@ class Sweep:
         )
         self._states[run.folder.name]["state"] = state
         if state.startswith("failed"):
-            self._screen.complain(f"{run.folder.name} {state}; the sweep goes on")
+            self._screen.complain(f"{run.folder.name} {state}; the sweep continues")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stopped = self._stopped or number

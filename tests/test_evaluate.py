@@ -422,7 +422,7 @@ REFUSALS = {
         "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got "
         "{tmp}/none",
     ),
-    "a file": (("{untrained}/config.json",), "which is no directory"),
+    "a file": (("{untrained}/config.json",), "which is not a directory"),
     "an empty folder": (("{tmp}",), "which has no config.json"),
     "no samples": (("{run}", "--samples", "0"), "samples must be at least 1, got 0"),
     "no prompts": (("{run}", "--prompts", "0"), "prompts must be at least 1, got 0"),

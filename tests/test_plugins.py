@@ -103,7 +103,7 @@ def test_a_name_that_is_neither_a_class_nor_has_data_is_refused(file, why, tmp_p
     if file is not None:
         written(tmp_path / "mine.py", file)
     said = refused(capsys, "--task", f"{tmp_path}/mine.py:Missing")
-    assert "needs --data FILE or --hub NAME, or to be a class with prompts of its own: " in said
+    assert "needs --data FILE or --hub NAME, or a class that makes its own prompts: " in said
     assert re.search(why, said)
 
 

@@ -240,7 +240,7 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     names = ["maxrl_chain-length-3_seed-0", "maxrl_chain-length-3_seed-1"]
     failed = ["maxrl_chain-length-0_seed-0", "maxrl_chain-length-0_seed-1"]
     printed = capfd.readouterr()
-    assert f"error: {failed[0]} failed with exit code 2; the sweep goes on" in printed.err
+    assert f"error: {failed[0]} failed with exit code 2; the sweep continues" in printed.err
     assert f"2 of 4 runs failed: {', '.join(failed)}" in printed.err
     assert re.search(r"run 2 of 4: maxrl_chain-length-3_seed-1, about \d+ s left", printed.out)
     assert (out / "report.html").exists()

@@ -221,7 +221,7 @@ struct alignas(64) AttentionTile {
     }
   }
 
-  // Exponentials have a loop of their own: beside the sums of products, their constants would not
+  // Exponentials have a separate loop: with the sums of products, their constants would not
   // fit into the registers.
   template <bool is_masked>
   void add_keys(int vector, int64_t begin, int count, const Real* keys) {

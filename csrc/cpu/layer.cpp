@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kPieceNumbers =
     1 << 12;  // of a piece, about: few, for short sums, but more work than starting it
-constexpr int64_t kMostPieces = 64;  // where each has sums of its own
+constexpr int64_t kMostPieces = 64;  // where each has its own sums
 
 // use(Vectors{}) with at most the lanes of `Vectors`: as many as divide `size`, if any do.
 template <typename Vectors, typename Use>

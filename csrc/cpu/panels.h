@@ -24,7 +24,7 @@ inline int64_t row_stride(int64_t n) { return padded(n) + kPanel; }
 
 // Rows and panels of the largest tile: as many as the registers hold accumulators for, besides a
 // row of its panels and one factor. With one panel of AVX-512 vectors, each multiply-add would need
-// a load of its own.
+// a separate load.
 template <typename Vectors>
 constexpr int tile_rows() {
 #if defined(__aarch64__)

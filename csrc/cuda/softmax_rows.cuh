@@ -169,7 +169,7 @@ struct TeamMemory {
   typename Work::State state;
 };
 
-// This and `resolve` are functions of their own, so that their double precision takes no registers
+// This and `resolve` are separate functions, so that their double precision uses no registers
 // from the loops.
 template <typename Task, typename State, typename Planned>
 __device__ __noinline__ void plan(const Task& task, State& state, int64_t t, Planned& row) {

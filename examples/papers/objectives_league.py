@@ -85,7 +85,7 @@ class LeagueSettings(Settings):
     objectives: tuple[str, ...] = LEAGUE
     """Objectives, with their default options."""
     seeds: int = 3
-    """Seeds from --seed on; each has a warm start and mazes of its own."""
+    """Seeds from --seed on; each has its own warm start and mazes."""
     hours: float = 1.0
     """Time after which no new run begins. The same command then continues."""
     tokens: int = 600_000

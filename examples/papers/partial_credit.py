@@ -69,7 +69,7 @@ class MazeSettings(Settings):
 def objective_flags(objective: str, rollouts: int) -> dict[str, Any]:
     """Return the trainer's flags for an objective such as "maxrl-4".
 
-    Raises InputError if there is no such objective or its size does not fit.
+    Raises InputError for an unknown objective or its size does not fit.
     """
     name, _, size = objective.partition("-")
     row = ESTIMATORS.get(name)

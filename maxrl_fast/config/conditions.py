@@ -27,7 +27,7 @@ def loss_of(name: str) -> TokenLoss:
     """Return the token loss of --loss: a name in LOSSES, FILE.py:FUNCTION or an installed one.
 
     Raises:
-        InputError: where there is no such loss, or it cannot be loaded.
+        InputError: for an unknown loss, or it cannot be loaded.
     """
     if name in LOSSES:
         return LOSSES[name]

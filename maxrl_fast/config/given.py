@@ -115,7 +115,7 @@ def read_flags(
         positive = options.get(name.removeprefix("no_"))
         if positive is not None and positive.kind is bool:
             if equals:
-                raise InputError(f"{flag} takes no value, got {text!r:.80}")
+                raise InputError(f"{flag} must be given without a value, got {text!r:.80}")
             given[positive.name] = Given(name == positive.name, flag)
             continue
         option = options.get(name)
@@ -140,7 +140,7 @@ def read_toml(path: Path) -> dict[str, Given]:
     """Return the options in a TOML file by name.
 
     Raises:
-        InputError: where it cannot be read, is no TOML, or has a table.
+        InputError: where it cannot be read, is not TOML, or has a table.
     """
     try:
         check_regular(path, JSON_BYTES)

@@ -171,7 +171,7 @@ class RewardOptions:
         ),
     ] = ()
     """Python functions(prompt, response, **columns) -> float that score responses, as
-    rewards.py:length or package.module:f, in processes of their own; hf:DIR, a reward model (a
+    rewards.py:length or package.module:f, in separate processes; hf:DIR, a reward model (a
     Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an HTTP server with
     OpenAI's interface."""
     reward_weights: Annotated[
@@ -622,7 +622,7 @@ class EvaluationOptions:
     ] = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: Annotated[CountOrZero, Resume.FREE] = 0
-    """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its own
+    """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its
     gradient, which cost a second backward pass; 0: none."""
     keep_rollouts: Annotated[CountOrZero, Resume.FREE, Note.SELDOM] = 8
     """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages:
@@ -791,7 +791,7 @@ def options_with(objective: str) -> dict[str, Option]:
     An option of its function that has the name of another option keeps its default.
 
     Raises:
-        InputError: where there is no such objective, or a custom one cannot be loaded.
+        InputError: for an unknown objective, or a custom one cannot be loaded.
     """
     own, others = objective_options(objective), options_of(Config)
     ordered = [name for name in objective_table() if name in own] + [

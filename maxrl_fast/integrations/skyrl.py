@@ -15,7 +15,7 @@ def register(name: str, **options: Any) -> None:
     """Register an estimator with options as maxrl_fast/NAME, replacing an earlier registration.
 
     Raises:
-        ValueError: if there is no such estimator, or it needs inputs that SkyRL does not have.
+        ValueError: for an unknown estimator, or it needs inputs that SkyRL does not have.
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 

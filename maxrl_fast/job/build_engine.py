@@ -40,8 +40,8 @@ def build_engine(
         start, for the log-probs.
 
     Raises:
-        InputError: if the engine is not installed, its class is no engine, or the model does not
-        fit the KV-cache limit.
+        InputError: if the engine is not installed, its class is not an engine, or the model
+        does not fit the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)

@@ -282,7 +282,7 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
     """Return the configuration with --model resolved to a folder or a hub commit, the same on all
     ranks.
 
-    Raises InputError if there is no such model.
+    Raises InputError if the model does not exist.
     """
     model = config.model.model
     # a resumed run has its own checkpoints

@@ -47,7 +47,7 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
         wanted: what the option must be, for the error message.
 
     Raises:
-        InputError: if there is no such directory, or the name is none of the hub.
+        InputError: if the directory does not exist, or the hub has no model of this name.
     """
     path, of_the_hub = Path(model), "a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION"
     if model.startswith(HUB):
@@ -57,7 +57,7 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
     if path.is_dir():
         return None
     if os.path.lexists(path):
-        raise InputError(f"{wanted}, got {model}, which is no directory")
+        raise InputError(f"{wanted}, got {model}, which is not a directory")
     if "/" in model and _NAME.fullmatch(model) and not os.path.lexists(path.parent):
         return HUB + model
     raise InputError(f"{wanted}, got {model}, which is not there; {of_the_hub}")
@@ -157,7 +157,7 @@ def why_unreachable() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    # a name look-up has no time limit of its own
+    # a name look-up has no time limit by itself
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(REACH_SECONDS)

@@ -43,7 +43,7 @@ class HuggingFacePolicy(PolicyModel):
         sizes: from its config.json.
 
     Raises:
-        InputError: if its layers cannot be told apart, or it takes no attention function.
+        InputError: if its layers cannot be told apart, or it does not accept an attention function.
     """
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):

@@ -81,7 +81,7 @@ def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> 
     """
     if use_vmap:
         raise InputError(
-            "the model changes the causal mask by a function of its own, which is not supported"
+            "the model changes the causal mask by its own function, which is not supported"
         )
     return local_size
 
@@ -117,7 +117,7 @@ def attend(
         if name not in _OTHER and x is not None and x is not False
     }
     if attention_mask is not None and not isinstance(attention_mask, int):
-        told["a mask of its own"] = True
+        told["its own mask"] = True
     elif sliding_window is not None and sliding_window != window:
         told[f"sliding_window {sliding_window}, where its mask has {window or 'none'},"] = True
     if is_causal is False or getattr(module, "is_causal", True) is False:

@@ -18,7 +18,7 @@ Progress = Callable[[], None]
 
 
 def no_progress() -> None:
-    """Ignore that scoring goes on."""
+    """Ignore the progress of scoring."""
 
 
 @dataclass(frozen=True)

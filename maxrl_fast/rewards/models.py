@@ -297,7 +297,7 @@ def _parse_name(name: str) -> tuple[str, str]:
             and bool(parts.hostname)
             and (parts.port is None or parts.port > 0)
         )
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         is_url = False
     if not is_url or not model or "@" in parts.netloc or parts.query or parts.fragment:
         raise InputError(

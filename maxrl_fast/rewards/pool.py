@@ -3,7 +3,7 @@ thread of this process.
 
 The pool is the trainer's side; `supervisor.py` is the other. There is no library below it: those
 for pools of processes (multiprocessing, pebble) run the user's script again in each worker unless
-it has a __main__ guard, pickle results, and neither give a worker an environment of its own nor
+it has a __main__ guard, pickle results, and neither give a worker its own environment nor
 kill what it has started.
 """
 
@@ -454,7 +454,7 @@ class InProcessReward(RewardSource):
             "of more than "
             f"{self._time_limit:g} s counts as failed but runs on, and a crash ends this process. "
             "FILE.py:FUNCTION runs in "
-            "processes of its own"
+            "separate processes"
         ]
 
     def faster(self, factor: float) -> str:

@@ -235,7 +235,7 @@ class Supervisor:
             finally:
                 _exit(1)
         with contextlib.suppress(OSError):  # it has ended
-            os.setpgid(pid, pid)  # in both, so that neither goes on without it
+            os.setpgid(pid, pid)  # in both, so that neither continues without it
         theirs.close()
         ours.settimeout(SEND_LIMIT)
         self._poll.register(ours, select.POLLIN)

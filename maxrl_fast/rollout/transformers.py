@@ -2,7 +2,7 @@
 not worth its start.
 
 Each prompt is computed once. Decoding goes through the same attention function as training, over a
-key/value cache of our own: there is no code for any one family. All samples of a pass decode in
+own key/value cache, with no code for any one family. All samples of a pass decode in
 step until the last of them has ended.
 """
 

@@ -1,7 +1,7 @@
 """The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place,
 without a file.
 
-With torchrun every process has an engine of its own, or shares one with its neighbours (tensor
+With torchrun every process has its own engine, or shares one with its neighbours (tensor
 parallelism). This is vLLM's "external launcher": all processes of an engine are given the same
 requests in the same order, and schedule them alike.
 """

@@ -211,7 +211,7 @@ def own_gpu() -> int:
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
         raise InputError(
-            f"process {number} of this machine needs a GPU of its own, but there are {visible}"
+            f"process {number} of this machine needs its own GPU, but there are {visible}"
         )
     return number if visible > 1 else 0
 

@@ -17,8 +17,8 @@ def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Tas
         class that has a parameter of this name; None: a run without --model.
 
     Raises:
-        InputError: where it is no class, does not take these arguments, or lacks something of the
-        protocol.
+        InputError: where it is not a class, does not take these arguments, or lacks something of
+        the protocol.
     """
     offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
     hint = "" if model is not None else ", or --model if it is model"

@@ -55,7 +55,7 @@ def _is_class(name: str) -> bool:
 
 def _defines_class(name: str) -> bool:
     """Return whether FILE.py:NAME has the statement `class NAME`. It is not run: rewards run in
-    processes of their own.
+    separate processes.
     """
     file, _, wanted = name.rpartition(":")
     check_regular(Path(file), JSON_BYTES)
@@ -78,7 +78,7 @@ def needs_data(name: str) -> str:
     except (OSError, ValueError, RecursionError) as error:
         why = f"{file} cannot be read: {error}"
     return (
-        f"--task {name} needs --data FILE or --hub NAME, or to be a class with prompts of its own: "
+        f"--task {name} needs --data FILE or --hub NAME, or a class that makes its own prompts: "
         f"{why}"
     )
 

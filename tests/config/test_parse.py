@@ -368,7 +368,7 @@ def test_an_evaluation_has_hints_too(words, message):
         ("--k x", "--k must be an integer, got 'x'"),
         ("--device tpu", "--device must be one of auto, cpu, cuda, got 'tpu'"),
         ("--lr", "--lr needs a value"),
-        ("--compile=yes", "--compile takes no value, got 'yes'"),
+        ("--compile=yes", "--compile must be given without a value, got 'yes'"),
         ("--seed 1 2", "unknown option 2: options begin with two dashes"),
         (
             "--objective maxpoo",

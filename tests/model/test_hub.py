@@ -146,7 +146,7 @@ def test_missing_folders_are_refused_without_a_network(hub, tmp_path, monkeypatc
         assert f"{wanted} {model}" in (error := " ".join(capfd.readouterr().err.split()))
         assert error.endswith("a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION")
     assert train.main(["--model", "models/file"]) == 2
-    assert f"{wanted} models/file, which is no directory" in capfd.readouterr().err
+    assert f"{wanted} models/file, which is not a directory" in capfd.readouterr().err
     assert not hub.asked
 
 

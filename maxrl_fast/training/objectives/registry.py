@@ -234,7 +234,7 @@ def is_custom(name: str) -> bool:
 def objective_options(name: str) -> dict[str, Option]:
     """Return an objective's options: the ones in the signature of its function.
 
-    Raises InputError if there is no such objective, or a custom one cannot be loaded.
+    Raises InputError for an unknown objective, or a custom one cannot be loaded.
     """
     if name not in OBJECTIVES and not is_custom(name):
         raise InputError(

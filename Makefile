@@ -49,10 +49,10 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
-test: lint  ## lint, then the tests that are not slow: before each commit (@FAST@ minutes)
+test: lint  ## lint, then the tests that are not slow: before each commit (5 minutes)
 	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
-test-all: lint  ## lint, then all tests of the CPU (@ALL@ minutes)
+test-all: lint  ## lint, then all tests of the CPU (14 minutes)
 	$(PYTEST)
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)

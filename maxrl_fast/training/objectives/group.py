@@ -14,14 +14,14 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs, Objective
 
 # the others: token_mean
 AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}
 
 
 @dataclass
-class GroupObjective:
+class GroupObjective(Objective):
     """The advantages of an estimator.
 
     Args:
@@ -53,10 +53,6 @@ class GroupObjective:
         row = self.row
         greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
         return Needs(greedy=greedy, binary=row.binary, parts="reward_parts" in row.inputs)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
@@ -111,6 +107,3 @@ class GroupObjective:
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()
-
-    def end(self) -> dict[str, float]:
-        return {}

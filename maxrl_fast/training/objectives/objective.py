@@ -53,9 +53,11 @@ class Objective(Protocol):
         """Host tensors, by name, that the next step needs. Checkpoints store them and load them in
         place.
         """
+        return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         """Return whether a group of all-0 or all-1 rewards has nonzero advantages."""
+        return False
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         """Take a step's samples and rewards before its first update; return the batch to train on.
@@ -75,3 +77,4 @@ class Objective(Protocol):
         """After the last update: train what the objective trains besides the policy, and return its
         metrics of the step.
         """
+        return {}

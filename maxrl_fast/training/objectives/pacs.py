@@ -17,7 +17,7 @@ from maxrl_fast.records import cumulative, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs, Objective
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Step:
 
 
 @dataclass
-class PacsObjective:
+class PacsObjective(Objective):
     """The objectives pacs and pacs_paper.
 
     Args:
@@ -59,13 +59,6 @@ class PacsObjective:
     def needs(self) -> Needs:
         has_passes = self.has_actor or self.updates_per_step > 1
         return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        return False
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         reference = (

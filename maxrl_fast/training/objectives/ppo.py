@@ -19,7 +19,7 @@ from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs, Objective
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
@@ -43,7 +43,7 @@ class _Step:
 
 
 @dataclass
-class PpoObjective:
+class PpoObjective(Objective):
     """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347).
 
     Token advantages come from gae.gae_advantages and are whitened over the step's tokens whose
@@ -64,10 +64,6 @@ class PpoObjective:
     @property
     def needs(self) -> Needs:
         return Needs(token_weights=True, critic=True)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return {}  # checkpoints store the critic with the learner
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True

@@ -10,11 +10,11 @@ from torch import Tensor
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs, Objective
 
 
 @dataclass
-class VerifreeObjective:
+class VerifreeObjective(Objective):
     """VeriFree (Zhou et al. 2025, arXiv:2505.21493). The gradient of E_z pi(y* | x, z) is the mean
     over responses of
 
@@ -38,10 +38,6 @@ class VerifreeObjective:
     def needs(self) -> Needs:
         return Needs(answers=True, token_weights=True, logprob_passes=1)
 
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
 
@@ -58,6 +54,3 @@ class VerifreeObjective:
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values
-
-    def end(self) -> dict[str, float]:
-        return {}

@@ -10,11 +10,11 @@ from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.training.collect import RolloutBatch, is_mixed
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.objective import Needs, Objective
 
 
 @dataclass
-class ZvpObjective:
+class ZvpObjective(Objective):
     """RL-ZVP (Le et al. 2025, arXiv:2509.21880), for rewards 0 or 1.
 
     If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha
@@ -38,10 +38,6 @@ class ZvpObjective:
     def needs(self) -> Needs:
         # at most: only groups with equal rewards need it
         return Needs(binary=True, token_weights=True, logprob_passes=1)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return True
@@ -77,6 +73,3 @@ class ZvpObjective:
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()
-
-    def end(self) -> dict[str, float]:
-        return {}

@@ -10,21 +10,36 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-VERSION = re.search(r'^__version__ = "(.*)"$', (ROOT / "maxrl_fast" / "__init__.py").read_text(), re.MULTILINE)[1]
-BUILD_FILES = ["CHANGELOG.md", "CMakeLists.txt", "LICENSE", "MANIFEST.in", "README.md", "constraints.txt", "pyproject.toml", "setup.py"]
+VERSION = re.search(
+    r'^__version__ = "(.*)"$', (ROOT / "maxrl_fast" / "__init__.py").read_text(), re.MULTILINE
+)[1]
+BUILD_FILES = [
+    "CHANGELOG.md",
+    "CMakeLists.txt",
+    "LICENSE",
+    "MANIFEST.in",
+    "README.md",
+    "constraints.txt",
+    "pyproject.toml",
+    "setup.py",
+]
 METADATA = re.compile(r"PKG-INFO|setup\.cfg|maxrl_fast\.egg-info/.*")  # written by setuptools
 
 
 def sources(*paths: str) -> set[str]:
     """Return the files of the tree that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     return {name for name in listed if (ROOT / name).exists()}
 
 
 def compare(what: str, found: set[str], wanted: set[str]) -> None:
     if found != wanted:
-        sys.exit(f"{what} must have other files: missing {sorted(wanted - found)}, too many {sorted(found - wanted)}")
+        sys.exit(
+            f"{what} must have other files: missing {sorted(wanted - found)}, too many {sorted(found - wanted)}"
+        )
     print(f"{what}: {len(found)} files, as wanted")
 
 
@@ -36,7 +51,11 @@ def check(dist: Path) -> None:
         sys.exit(f"the files must be of version {VERSION}, got {sdist.name} and {wheel.name}")
     with tarfile.open(sdist) as archive:
         names = {member.name.removeprefix(f"{top}/") for member in archive if member.isfile()}
-    compare(sdist.name, {name for name in names if not METADATA.fullmatch(name)}, sources("maxrl_fast", "csrc", *BUILD_FILES))
+    compare(
+        sdist.name,
+        {name for name in names if not METADATA.fullmatch(name)},
+        sources("maxrl_fast", "csrc", *BUILD_FILES),
+    )
     with zipfile.ZipFile(wheel) as zipped:
         names = set(zipped.namelist())
     extensions = {name for name in names if re.fullmatch(r"maxrl_fast/_C\.cpython-.*\.so", name)}

@@ -9,7 +9,9 @@ import maxrl_fast
 from maxrl_fast import _C, ops
 
 assert "site-packages" in _C.__file__, f"the extension must be that of the wheel, got {_C.__file__}"
-assert not list(Path(_C.__file__).parent.parent.glob("bench")), "the wheel must not bring the benchmarks"
+assert not list(Path(_C.__file__).parent.parent.glob("bench")), (
+    "the wheel must not bring the benchmarks"
+)
 assert version("maxrl-fast") == maxrl_fast.__version__
 advantages = ops.maxrl_advantage(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
 assert advantages.tolist() == [[3.0, -1.0, -1.0, -1.0]], advantages

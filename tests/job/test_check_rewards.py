@@ -14,6 +14,13 @@ from tests.job.test_resume import stop_at
 from tests.test_train import assert_same_run, base, read
 
 GOOD = "def score(prompt, response):\n    return len(response) % 2\n"
+LATER = """import os
+def score(prompt, response):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(".")
+    assert os.path.getsize(__file__ + ".calls") < 5  # as many as before the first step
+    return 1.0
+"""
 
 
 @pytest.fixture
@@ -98,21 +105,21 @@ def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys)
 
 
 @pytest.mark.slow
-def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command(
-    reward, tmp_path, capsys, monkeypatch
+def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command_alone(
+    reward, tmp_path, capsys
 ):
     """Its evaluation had failed, after the checkpoint of the warm start."""
     assert train.main(job(reward, tmp_path / "whole")) == 0
     out = tmp_path / "run"
-    reward.write_text(
-        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as "
-        "file:\n        file.write('.')\n"
-        "    if os.path.getsize(__file__ + '.calls') > 4:\n        raise ValueError('later')\n    "
-        "return 1.0\n"
-    )
+    reward.write_text(LATER)
     assert train.main(job(reward, out)) == 1
     assert (out / "checkpoints" / "step-000000").exists()
     reward.write_text(GOOD)
+    before = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
+    capsys.readouterr()
+    assert train.main([*job(reward, out), "--seed", "1"]) == 2
+    assert f"which holds another run; --resume {out} resumes it" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")} == before
     assert train.main(job(reward, out)) == 0
     assert_same_run(tmp_path / "whole", out)
     assert len(list((out / "tensorboard").iterdir())) == 1
@@ -121,27 +128,6 @@ def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_comma
     assert train.main(job(reward, out)) == 2  # it has taken a step now
     assert "which holds another run; --resume" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-
-
-@pytest.mark.slow
-def test_another_command_does_not_remove_the_warm_start_of_a_run_that_ended_before_its_first_step(
-    reward, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    content = (
-        "import os\ndef score(prompt, response):\n    with open(__file__ + '.calls', 'a') as "
-        "file:\n        file.write('.')\n"
-    )
-    reward.write_text(
-        content + "    assert os.path.getsize(__file__ + '.calls') < 5\n    return 1.0\n"
-    )
-    assert train.main(job(reward, out)) == 1
-    reward.write_text(GOOD)
-    before = {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")}
-    assert train.main([*job(reward, out), "--seed", "1"]) == 2
-    assert f"which holds another run; --resume {out} resumes it" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in (out / "checkpoints").rglob("*")} == before
-    assert before
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.gym import HASHED
-from tests.job.test_resume import assert_same, stop_at
+from tests.job.test_resume import assert_same, stop_and_resume
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import read
 
@@ -236,10 +236,7 @@ def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
     )
     flags = [*sizes.split(), *more.split(), "--model", str(policy)]
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
-    stop_at(monkeypatch, "step 2")
-    assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
-    monkeypatch.undo()
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    stop_and_resume(monkeypatch, tmp_path / "stopped", flags, "step 2")
     assert_same(tmp_path / "whole", tmp_path / "stopped")
     samples = read(tmp_path / "whole" / "samples.jsonl")
     assert len(samples) == 2 * 4 * 2  # evaluations, prompts, samples

@@ -46,8 +46,8 @@ def by_length(prompt, response):
 def broken(prompt, response):
     with open(__file__ + ".calls", "a") as file:
         file.write(".")
-    if os.path.getsize(__file__ + ".calls") > 4:  # after the rollouts that are scored before the
-                                                  first step
+    # after the rollouts that are scored before the first step
+    if os.path.getsize(__file__ + ".calls") > 4:
         raise KeyError(response)
     return 1.0
 """

@@ -259,8 +259,8 @@ def test_ctrl_c_at_the_terminal_does_not_reach_workers():
 TRAINER = """
 import os, signal, sys, time
 from maxrl_fast.rewards.pool import RewardPool
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell without job control ignores it
-                                                          in the background
+# a shell without job control ignores it in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)
 pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
 p = pool._supervisor.pid
 time.sleep(0.5)

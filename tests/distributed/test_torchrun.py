@@ -614,8 +614,8 @@ def test_a_silent_rank_and_a_frozen_store_end_the_others_within_a_minute(tmp_pat
 WITHOUT_OUT = """
 import os, sys, time
 strftime = time.strftime
-time.strftime = lambda *a: "second-" + os.environ["RANK"]  # as when the clock turns between two
-                                                           processes
+# as when the clock turns between two processes
+time.strftime = lambda *a: "second-" + os.environ["RANK"]
 from maxrl_fast import train
 sys.exit(train.main(sys.argv[1:]))
 """

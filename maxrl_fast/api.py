@@ -186,9 +186,9 @@ def run(
     ranks = Ranks.of_environment()
     device, screen = resolve_device(parsed.run.device), _screen(ranks)
     with ranks.connected(device) as watch:
-        parsed = find_policy(parsed, ranks, screen.warn)
+        parsed = find_policy(parsed, ranks, screen.warning)
         found = build_run_task(parsed) if own_task is None else own_task
-        resolved = resolve(parsed, found, ranks, warn=screen.warn)
+        resolved = resolve(parsed, found, ranks, warn=screen.warning)
         job = Job(
             resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1
         )

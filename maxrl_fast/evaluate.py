@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     protect_output()
     screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
     if FLAG in arguments:
-        screen.say(version_text())
+        screen.info(version_text())
         return 0
     try:
         config, source = parse(arguments)
@@ -36,16 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else evaluate_checkpoint(config, source, screen)
         )
     except KeyboardInterrupt:
-        screen.warn("stopped; nothing was kept")
+        screen.warning("stopped; nothing was kept")
         return 130
     except torch.OutOfMemoryError as error:
-        screen.complain(f"{str(error).partition('. ')[0]}; a lower --kv-cache-gb needs less")
+        screen.error(f"{str(error).partition('. ')[0]}; a lower --kv-cache-gb needs less")
         return 1
     except (NonFiniteError, RewardError, StorageError) as error:
-        screen.complain(f"{error}; nothing was kept")
+        screen.error(f"{error}; nothing was kept")
         return 1
     except InputError as error:
-        screen.complain(str(error))
+        screen.error(str(error))
         return 2
 
 

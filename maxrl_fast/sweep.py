@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     protect_output()
     screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
     if FLAG in arguments:
-        screen.say(version_text())
+        screen.info(version_text())
         return 0
     parser = argparse.ArgumentParser(
         prog="python -m maxrl_fast.sweep", description=HELP, allow_abbrev=False
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = sweep_grid(options_of(rest), out)
         if own.dry_run:
             for run in runs:
-                screen.say(shlex.join(run.command))
+                screen.info(shlex.join(run.command))
             return 0
         with locked(out):
             return Sweep(out, runs, screen).run()
     except (InputError, StorageError) as error:
-        screen.complain(str(error))
+        screen.error(str(error))
         return 2 if isinstance(error, InputError) else 1
 
 
@@ -135,7 +135,7 @@ class Sweep:
                     if i
                     else ""
                 )
-                self._screen.say(
+                self._screen.info(
                     f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}{left}"
                 )
                 self._write()
@@ -145,7 +145,7 @@ class Sweep:
         summary = self._write()
         if not self._stopped:
             return self._report(summary)
-        self._screen.say(
+        self._screen.info(
             f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the "
             "sweep"
         )
@@ -167,7 +167,7 @@ class Sweep:
         )
         self._states[run.folder.name]["state"] = state
         if state.startswith("failed"):
-            self._screen.complain(f"{run.folder.name} {state}; the sweep continues")
+            self._screen.error(f"{run.folder.name} {state}; the sweep continues")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stopped = self._stopped or number
@@ -208,7 +208,7 @@ class Sweep:
         ]
         code = 0
         if len(folders) > report.MOST_RUNS:
-            self._screen.warn(
+            self._screen.warning(
                 f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has "
                 "all"
             )
@@ -220,7 +220,7 @@ class Sweep:
             if self._states[run.folder.name]["state"] != "finished"
         ]
         if failed:
-            self._screen.complain(
+            self._screen.error(
                 f"{len(failed)} of {len(self._runs)} runs failed: {', '.join(failed)}"
             )
         return 1 if failed or code else 0

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks, code = Ranks.of_environment(), 0
     screen = Screen(is_quiet=not ranks.is_first)
     if FLAG in arguments:
-        screen.say(version_text())
+        screen.info(version_text())
         return 0
     try:
         with rank0_reports(ranks):
@@ -42,31 +42,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(config)
         if config.run.dry_run:
             machine = Machine.named(config.run.dry_run)
-            screen.say(
-                estimate_elsewhere(find_policy(config, Ranks(), screen.warn), machine, screen.warn)
+            screen.info(
+                estimate_elsewhere(
+                    find_policy(config, Ranks(), screen.warning), machine, screen.warning
+                )
             )
             return 0
         device = resolve_device(config.run.device)
         with ranks.connected(device) as watch:
-            config = find_policy(config, ranks, screen.warn)
+            config = find_policy(config, ranks, screen.warning)
             task = build_run_task(config)
             ending, _ = Job(
-                resolve(config, task, ranks, warn=screen.warn), task, ranks, screen, device, watch
+                resolve(config, task, ranks, warn=screen.warning),
+                task,
+                ranks,
+                screen,
+                device,
+                watch,
             ).run()
         if ending.error:
-            screen.complain(str(ending.error))
+            screen.error(str(ending.error))
         code = ending.code
     except KeyboardInterrupt:
         code = 130
     except (StorageError, ServerError) as error:
-        Screen().complain(str(error))
+        Screen().error(str(error))
         code = 1
     except torch.OutOfMemoryError as error:
         needs_less = (
             "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full "
             "needs less"
         )
-        Screen().complain(
+        Screen().error(
             f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last "
             "checkpoint"
         )
@@ -76,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # ends the others.
         time.sleep(0 if ranks.is_first else FIRST_RANK_GRACE_SECONDS)
         sentence = f"{error}{source_location(str(error), arguments)}"
-        Screen().complain(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
+        Screen().error(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         code = 2
     return code if ranks.size == 1 else exit_process(code)
 

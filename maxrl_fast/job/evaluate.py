@@ -84,7 +84,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     task = build_task(
         parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward
     )
-    config = resolve(parsed, source, task, screen.warn)
+    config = resolve(parsed, source, task, screen.warning)
     torch.set_num_threads(config.place.threads)
     contents = contents_of(task, config.measure.split, config.measure.prompts)
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
@@ -110,7 +110,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         scorer.check(task.prompts(config.measure.split, 0, 1))
         for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
             if line:
-                screen.say(line)
+                screen.info(line)
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
@@ -142,7 +142,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
-        screen.say(f"{name:<12}{out / file_name}")
+        screen.info(f"{name:<12}{out / file_name}")
     return 0
 
 
@@ -310,8 +310,8 @@ def _sample(
 
         def after_chunk(done: int) -> None:
             stage.advance(done)
-            if complaint := scorer.failures(Ranks(), f"prompt {done} of {measure.prompts}")[1]:
-                screen.warn(complaint)
+            if warning := scorer.failures(Ranks(), f"prompt {done} of {measure.prompts}")[1]:
+                screen.warning(warning)
 
         return evaluator.evaluate(after_chunk, tally)
 
@@ -356,12 +356,12 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
     out, resampling = free_folder(config.place.out, "compare"), _resampling(config)
     letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
     for letter, folder in zip(letters, folders, strict=True):
-        screen.say(f"{letter}  {folder}")
+        screen.info(f"{letter}  {folder}")
     first, gains = outcomes[0], []
     for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
         found = differences(first.settings, outcome.settings)
         if found:
-            screen.warn(
+            screen.warning(
                 f"A and {letter} are not of the same prompts, samples and sampling; they differ in "
                 f"{'; '.join(found)}"
             )
@@ -383,5 +383,5 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
             for name, outcome in zip(names, outcomes, strict=True)
         ]
         draw_coverage(drawn, config.measure.confidence, picture)
-    screen.say(f"{'coverage':<12}{out / PICTURE}")
+    screen.info(f"{'coverage':<12}{out / PICTURE}")
     return 0

@@ -106,8 +106,8 @@ class Job:
             held.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.run.threads)
             if is_resumed:
-                held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
-            saved = find_saved(out, ranks, screen.warn) if is_resumed else None
+                held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warning))
+            saved = find_saved(out, ranks, screen.warning) if is_resumed else None
             is_dry = config.run.dry_run is not None
             model = build_policy(config, task, saved, is_empty=is_dry)
             has_critic = objective_of(config).needs.critic
@@ -116,10 +116,15 @@ class Job:
             fingerprints = build_fingerprints(config, task)
             if saved:
                 check_same(
-                    saved, config.flat(), fingerprints, ranks, screen.warn, config.run.allow_changes
+                    saved,
+                    config.flat(),
+                    fingerprints,
+                    ranks,
+                    screen.warning,
+                    config.run.allow_changes,
                 )
             if is_dry:
-                screen.say(estimate(config, task, model, Machine.here(device, ranks.size)))
+                screen.info(estimate(config, task, model, Machine.here(device, ranks.size)))
                 return ExitStatus(), None
             model = model.to(device)
             # Before the comparison, so that it uses the attention that will run.
@@ -138,12 +143,12 @@ class Job:
             if not saved and (error := self._check_rewards(config, engine, scorer)):
                 return ExitStatus(1, error), None
             if not is_resumed:
-                held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warn))
+                held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, screen.warning))
             files = RunFiles(
                 out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved
             )
             for log in files.missing:
-                screen.warn(
+                screen.warning(
                     f"{log} is missing: a new one begins, without the lines from before the "
                     "checkpoint"
                 )
@@ -158,7 +163,7 @@ class Job:
                 scorer.describe(),
             ):
                 if line:
-                    screen.say(line)
+                    screen.info(line)
             trained = Trained(config, model, engine)
             with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (
                 loop,
@@ -180,7 +185,7 @@ class Job:
             collector = replace(collector, needs_binary=False)
         try:
             if warning := check_rewards(collector):
-                self.screen.warn(warning)
+                self.screen.warning(warning)
         except RewardError as error:
             return RewardError(f"{error}. Fix the reward; the same command then starts the run.")
         return None
@@ -307,7 +312,7 @@ def supervise(
     try:
         yield ending
     except Interrupted as error:
-        screen.say(
+        screen.info(
             f"stopped by {error} after {progress}, saved in {checkpoints.newest}; --resume "
             f"{files.out} resumes it"
         )
@@ -324,7 +329,7 @@ def supervise(
             raise type(error)(sentence) from error
         ending.code, ending.error = 1, type(error)(sentence)
     except (KeyboardInterrupt, SystemExit):  # the second signal
-        screen.complain(
+        screen.error(
             f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}"
         )
         raise
@@ -338,7 +343,7 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
     try:
         checkpoints.wait()
     except StorageError as error:
-        screen.complain(str(error))
+        screen.error(str(error))
 
 
 def close(
@@ -351,7 +356,7 @@ def close(
         files.close(clock.seconds, is_done=ending.code == 0)
     except StorageError as error:
         if ending.error:  # it comes first; the caller prints it
-            screen.complain(f"{error}. {error.advice}")
+            screen.error(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
     screen.closing_tables(

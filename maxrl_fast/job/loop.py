@@ -64,7 +64,7 @@ class RunLoop:
             self.progress.begin_training(self.warm_start.num_prompts)
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
         if 0 < self.num_steps <= progress.step:
-            self.screen.say(
+            self.screen.info(
                 f"the run is finished: it had done all its {self.num_steps} steps; the last "
                 "evaluation is repeated"
             )
@@ -117,7 +117,7 @@ class RunLoop:
                 self.files.write("rollouts", rollout)
         self.files.write("metrics", record.metrics)
         if record.batch.warning:
-            self.screen.warn(record.batch.warning)
+            self.screen.warning(record.batch.warning)
         for warning in self.health.observe(record.metrics):
             self._warn(n, warning)
         for stream, error in take_errors():
@@ -128,7 +128,7 @@ class RunLoop:
             self.files.write(
                 "warnings", {"step": n, "kind": "output", "value": error.errno, "message": message}
             )
-            (self.screen.warn if stream == "standard output" else self.screen.say)(message)
+            (self.screen.warning if stream == "standard output" else self.screen.info)(message)
         self.progress.step, self.progress.next_prompt = (
             n,
             self.progress.next_prompt + record.batch.num_sampled,
@@ -147,7 +147,7 @@ class RunLoop:
 
     def _warn(self, n: int, warning: HealthWarning) -> None:
         self.files.write("warnings", {"step": n, **vars(warning)})
-        self.screen.warn(f"step {n}: {warning.message}")
+        self.screen.warning(f"step {n}: {warning.message}")
 
     def _evaluate_if_due(self) -> None:
         step, evaluator = self.progress.step, self.evaluator
@@ -171,8 +171,8 @@ class RunLoop:
 
             def after_chunk(done: int) -> None:
                 stage.advance(done)
-                if complaint := scorer.failures(self.ranks, f"evaluation at step {step}")[1]:
-                    self.screen.warn(complaint)
+                if warning := scorer.failures(self.ranks, f"evaluation at step {step}")[1]:
+                    self.screen.warning(warning)
                 self.checkpoints.stop_point(self.progress, learner)
 
             evaluation = evaluator.evaluate(after_chunk, keep)
@@ -188,7 +188,7 @@ class RunLoop:
             "pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)}
         )
         self.files.write_samples(kept.records, step)
-        self.screen.say(
+        self.screen.info(
             f"step {step}: "
             + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items())
         )

@@ -119,7 +119,7 @@ class Screen:
         self.console, self._is_quiet = console or Console(quiet=is_quiet), is_quiet
         self._most_lines = most_lines
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print plain lines. On a terminal long lines are wrapped between words; in a file each
         stays one line.
         """
@@ -135,10 +135,10 @@ class Screen:
         lines = min(lines or max(total, 1), self._most_lines or max(total, 1))
         return Stage(self.console, name, total, lines, done).running()
 
-    def complain(self, sentence: str) -> None:
+    def error(self, sentence: str) -> None:
         self._report(f"error: {sentence}")
 
-    def warn(self, sentence: str) -> None:
+    def warning(self, sentence: str) -> None:
         self._report(f"warning: {sentence}")
 
     def _report(self, line: str) -> None:
@@ -169,7 +169,7 @@ class Screen:
         table.add_row("total", f"{total:.1f}", "", "")
         self.console.print(table)
         for name, path in files.items():
-            self.say(f"{name:<12}{path}")
+            self.info(f"{name:<12}{path}")
 
 
 def wrapped(text: str, width: int) -> str:

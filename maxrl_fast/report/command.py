@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     protect_output()
     screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
     if FLAG in arguments:
-        screen.say(version_text())
+        screen.info(version_text())
         return 0
     options = tyro.cli(Options, args=arguments, prog="python -m maxrl_fast.report")
     try:
@@ -60,17 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         page = render(folders)
     except InputError as error:
-        screen.complain(str(error))
+        screen.error(str(error))
         return 2
     try:
         _write(options.out, page)
     except OSError as error:
-        screen.complain(f"cannot write --out {shown(options.out)}: {error}")
+        screen.error(f"cannot write --out {shown(options.out)}: {error}")
         return 1
     for folder in folders:
         for note in folder.notes:
-            screen.warn(f"{shown(folder.name)}: {note}")
-    screen.say(f"report {options.out}")
+            screen.warning(f"{shown(folder.name)}: {note}")
+    screen.info(f"report {options.out}")
     return 0
 
 

@@ -106,8 +106,8 @@ def test_nothing_that_a_run_prints_is_wider_than_the_terminal(width, tmp_path):
 
 def test_in_a_file_every_statement_is_one_line(capsys):
     screen = Screen()
-    screen.say("word " * 60)
-    screen.warn("word " * 60)
+    screen.info("word " * 60)
+    screen.warning("word " * 60)
     with screen.stage("evaluate", 8) as stage:
         stage.advance(8)
     output = capsys.readouterr()

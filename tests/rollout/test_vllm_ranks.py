@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.distributed.test_torchrun import ROOT, finished, torchrun, unused_port  # noqa: F401
+from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
 
 pytestmark = pytest.mark.vllm
 
@@ -109,14 +109,14 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("flags", [[], ["--vllm-tensor-parallel", "2"]])
-def test_a_rank_killed_while_sampling_ends_the_others(tmp_path, unused_port, flags):  # noqa: F811
+def test_a_rank_killed_while_sampling_ends_the_others(tmp_path, flags):
     """The ranks are started apart, as on two machines, so that no torchrun ends one when the other
     fails.
     """
     (tmp_path / "killed.py").write_text(KILLED)
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(unused_port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
     }
     shared |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm_server as module
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
-from tests.distributed.test_torchrun import ROOT, finished, torchrun, unused_port  # noqa: F401
+from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
 from tests.models import tiny_decoder
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
@@ -347,7 +347,8 @@ def answers(url):
 
 
 @pytest.mark.vllm
-def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path, unused_port):  # noqa: F811
+def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
+    port = free_port()
     """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command
     does not start.
     """
@@ -378,7 +379,7 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path, unus
         "--kv-cache-memory-bytes",
         "30000000",
         "--port",
-        str(unused_port),
+        str(port),
     ]
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -402,7 +403,7 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path, unus
     serving = subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
-    url, start = f"http://127.0.0.1:{unused_port}", time.monotonic()
+    url, start = f"http://127.0.0.1:{port}", time.monotonic()
     try:
         while not answers(url):
             assert serving.poll() is None, (tmp_path / "log").read_text()

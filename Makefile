@@ -52,7 +52,7 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 test: lint  ## lint, then the tests that are not slow: before each commit (5 minutes)
 	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
-test-all: lint  ## lint, then all tests of the CPU (14 minutes)
+test-all: lint  ## lint, then all tests of the CPU (18 minutes)
 	$(PYTEST)
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)

@@ -348,10 +348,10 @@ def answers(url):
 
 @pytest.mark.vllm
 def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
-    port = free_port()
     """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command
     does not start.
     """
+    port = free_port()
     policy = tmp_path / "policy"
     policy.mkdir()
     sizes = {

@@ -82,7 +82,7 @@ PLANTED = [
     Planted(
         "token_loss",
         "softmax_rows.cuh",
-        "whose place the plan of the next row takes",
+        "no thread writes the last row any more",
         "sync_team();",
     ),
     Planted("token_loss", "softmax_rows.cuh", "the others have read this block's sums"),

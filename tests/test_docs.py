@@ -288,6 +288,14 @@ def test_the_options_page_is_current() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "path", sorted(set(OBJECTIVE_PAGES.glob("*.md")) - {OBJECTIVE_PAGES / "README.md"}), ids=name_of
+)
+def test_the_facts_of_an_objectives_page_are_the_registrys(path: Path) -> None:
+    with_facts = runpy.run_path(str(ROOT / "docs" / "pages.py"))["with_facts"]
+    assert path.read_text() == with_facts(path.read_text()), "out of date: python docs/pages.py"
+
+
 def test_the_options_page_has_the_order_of_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

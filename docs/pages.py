@@ -1,0 +1,67 @@
+"""Write the generated parts of these pages: `python docs/pages.py`, from the root of the project.
+
+A page of docs/objectives gets its section "Facts" from the registry: the objectives that its title
+names, each with formula, weight, needs, options and source.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.algorithms.options import Default, Option
+from maxrl_fast.training.objectives.registry import (
+    DEFAULT_K,
+    OBJECTIVES,
+    OWN,
+    objective_options,
+)
+
+OBJECTIVE_PAGES = Path(__file__).parent / "objectives"
+HEADING = "## Facts"
+COLUMNS = ("name", "advantage", "weight W_N(p)", "needs", "options", "source")
+
+
+def escaped(text: str) -> str:
+    """Return text that Markdown shows as it is in a cell of a table."""
+    return re.sub(r"([*<\[\]|])", r"\\\1", text)
+
+
+def default_of(option: Option) -> str:
+    """Return the default as text: a number, or how it depends on the others."""
+    sizes = {"k": str(DEFAULT_K), "order": "N-1"}
+    default = option.find(Default)
+    return sizes.get(option.name) or (default.text if default else str(option.default))
+
+
+def facts(name: str) -> list[str]:
+    """Return the cells of an objective's row, or of an estimator's that is no objective."""
+    row = OWN[name] if name in OWN else ESTIMATORS[name]
+    options = objective_options(name) if name in OBJECTIVES else {}
+    flags = [f"`{option.flag}` ({default_of(option)})" for option in options.values()]
+    weight = ESTIMATORS[name].weight if name in ESTIMATORS else "-"
+    texts = [escaped(text) for text in (row.formula, weight, row.needs)]
+    return [f"`{name}`", *texts, ", ".join(flags) or "-", escaped(row.source)]
+
+
+def with_facts(page: str) -> str:
+    """Return the page of an objective with its facts as the registry has them, before Source."""
+    title, names = page.split("\n", 1)[0], {*ESTIMATORS, *OWN}
+    rows = [facts(name) for name in re.split(r"[#, ]+", title) if name in names]
+    table = "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)
+    )
+    section = f"{HEADING}\n\nFrom the registry, by `python docs/pages.py`.\n\n{table}\n\n"
+    page = re.sub(rf"^{HEADING}\n.*?(?=^## )", "", page, flags=re.DOTALL | re.MULTILINE)
+    before, source, after = page.partition("## Source")
+    return before + section + source + after
+
+
+def main() -> None:
+    for path in sorted(OBJECTIVE_PAGES.glob("*.md")):
+        if path.name != "README.md":
+            path.write_text(with_facts(path.read_text()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

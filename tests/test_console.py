@@ -102,13 +102,13 @@ def test_a_closed_pipe_makes_no_traceback(arguments):
 def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
     run, page = tmp_path / "run", tmp_path / "page.html"
     assert run_into_closed_pipe(
-        "train", *SMALL, "--sft-steps", "0", "--steps", "1", "--out", str(run)
+        "train", *SMALL, *"--sft-steps 0 --steps 1 --out".split(), str(run)
     ) == (
         0,
         "warning: standard output cannot be written to (Broken pipe); the run continues, and what "
         "it prints there is lost\n",
     )
-    arguments = ["--prompts", "4", "--samples", "2", "--out", str(tmp_path / "evaluated")]
+    arguments = [*"--prompts 4 --samples 2 --out".split(), str(tmp_path / "evaluated")]
     assert run_into_closed_pipe("evaluate", str(run), *arguments) == (0, "")
     assert run_into_closed_pipe("report", str(run), "--out", str(page)) == (0, "")
     assert all(

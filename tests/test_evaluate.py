@@ -23,8 +23,8 @@ from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
 from tests.models import save_checkpoint, tiny_decoder
 
-RUNTIME = ("--threads", "1", "--dtype", "float32")
-SMALL = (*RUNTIME, "--prompts", "7", "--samples", "6", "--bootstrap", "40")
+RUNTIME = (*"--threads 1 --dtype float32".split(),)
+SMALL = (*RUNTIME, *"--prompts 7 --samples 6 --bootstrap 40".split())
 
 
 @pytest.fixture(scope="module")
@@ -33,42 +33,11 @@ def trained(tmp_path_factory):
     one after.
     """
     out = tmp_path_factory.mktemp("runs") / "trained"
-    options = ("--maze-size", "5", "--seed", "4", "--max-new-tokens", "9", "--eval-prompts", "7")
+    options = (*"--maze-size 5 --seed 4 --max-new-tokens 9 --eval-prompts 7".split(),)
+    options += (*"--eval-samples 6 --prompts 8 --rollouts 8 --k 2 --steps 3".split(),)
+    options += (*"--sft-steps 80 --sft-batch 16 --sft-lr 5e-3 --warmup-steps 0 --lr 5e-4".split(),)
     options += (
-        "--eval-samples",
-        "6",
-        "--prompts",
-        "8",
-        "--rollouts",
-        "8",
-        "--k",
-        "2",
-        "--steps",
-        "3",
-    )
-    options += (
-        "--sft-steps",
-        "80",
-        "--sft-batch",
-        "16",
-        "--sft-lr",
-        "5e-3",
-        "--warmup-steps",
-        "0",
-        "--lr",
-        "5e-4",
-    )
-    options += (
-        "--hidden-size",
-        "32",
-        "--intermediate-size",
-        "48",
-        "--layers",
-        "2",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
+        *"--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split(),
     )
     assert train.main([*RUNTIME, *options, "--out", str(out)]) == 0
     return out
@@ -191,7 +160,7 @@ def test_the_results_follow_from_the_samples(finished):
 
 
 def test_majority_votes_use_the_tasks_answers(trained, tmp_path):
-    assert run(trained / "latest", "--k", "6", "3", "--out", tmp_path / "out") == 0
+    assert run(trained / "latest", *"--k 6 3 --out".split(), tmp_path / "out") == 0
     results, samples, task = read(tmp_path / "out"), samples_of(tmp_path / "out"), MazeTask(5)
     assert list(results["maj_at_k"]) == ["3", "6"]
     total = 0.0
@@ -255,7 +224,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
 
 def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, untrained, tmp_path):
     shutil.copytree(trained / "latest", tmp_path / "good")
-    flags = ("--maze-size", "5", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1")
+    flags = (*"--maze-size 5 --max-new-tokens 9 --task-seed 4 --k 1".split(),)
     assert run(untrained, *flags, "--baseline", tmp_path / "good", "--out", tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert results["run"] is None
@@ -271,7 +240,7 @@ def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, unt
 
 
 def test_a_baseline_that_solves_nothing_has_no_samples_to_match(trained, untrained, tmp_path):
-    flags = ("--maze-size", "5", "--max-new-tokens", "9", "--task-seed", "4", "--k", "1", "2")
+    flags = (*"--maze-size 5 --max-new-tokens 9 --task-seed 4 --k 1 2".split(),)
     assert run(trained, *flags, "--baseline", untrained, "--out", tmp_path / "out") == 0
     assert read(tmp_path / "out")["baseline"]["pass_at_k"]["2"]["mean"] == 0
     assert read(tmp_path / "out")["baseline"]["samples_to_match"] == {}
@@ -301,18 +270,7 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
 
 
 def test_flags_override_the_runs_options(trained, tmp_path, capsys):
-    flags = (
-        "--maze-size",
-        "7",
-        "--task-seed",
-        "1",
-        "--split",
-        "train",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "2",
-    )
+    flags = (*"--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2".split(),)
     assert run(trained, *flags, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
@@ -394,7 +352,7 @@ def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
     assert run(trained, "--samples", "3", "--out", tmp_path / "few") == 0
     capsys.readouterr()
     folders = [str(path) for path in (tmp_path / "first", finished, tmp_path / "few")]
-    flags = ["--bootstrap", "40", "--seed", "4"]
+    flags = "--bootstrap 40 --seed 4".split()
     assert evaluate.main(["--compare", *folders[:2], *flags, "--out", str(tmp_path / "two")]) == 0
     text, error = capsys.readouterr()
     assert error == ""
@@ -468,19 +426,19 @@ REFUSALS = {
         "--baseline must be a Hugging Face checkpoint directory or the folder",
     ),
     "other samples": (
-        ("{run}", "--baseline", "{finished}", "--samples", "4"),
+        ("{run}", *"--baseline {finished} --samples 4".split()),
         "it differs in samples: 6 and 4",
     ),
     "other prompts": (
-        ("{run}", "--baseline", "{finished}", "--split", "train"),
+        ("{run}", *"--baseline {finished} --split train".split()),
         "it differs in split: test and train",
     ),
     "other sampling": (
-        ("{run}", "--baseline", "{finished}", "--min-p", "0.1"),
+        ("{run}", *"--baseline {finished} --min-p 0.1".split()),
         "it differs in min_p: 0.0 and 0.1",
     ),
     "other rules": (
-        ("{run}", "--baseline", "{finished}", "--reward", "{tmp}/x.py:score"),
+        ("{run}", *"--baseline {finished} --reward {tmp}/x.py:score".split()),
         "it differs in reward: None and x.py:score",
     ),
     "one to compare": (
@@ -492,7 +450,7 @@ REFUSALS = {
         "{run} must be the folder of a finished evaluation",
     ),
     "compared at what is not there": (
-        ("--compare", "{finished}", "{finished}", "--k", "7"),
+        (*"--compare {finished} {finished} --k 7".split(),),
         "k must be from 1 to 6, the fewest samples of these evaluations, got 7",
     ),
     "compared and evaluated": (
@@ -531,11 +489,7 @@ def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, caps
             [
                 str(trained),
                 *RUNTIME,
-                "--samples",
-                "1",
-                "--bootstrap",
-                "9",
-                "--out",
+                *"--samples 1 --bootstrap 9 --out".split(),
                 str(tmp_path / "out"),
             ]
         )
@@ -605,7 +559,7 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
     lowest = min(reward for reward in rewards if reward is not None)
     known = [lowest if reward is None else reward for reward in rewards]
     best = [max(known[i : i + 6]) for i in range(0, 42, 6)]
-    assert run(untrained, *flags, "--k", "6", "1", "--out", tmp_path / "more") == 0
+    assert run(untrained, *flags, *"--k 6 1 --out".split(), tmp_path / "more") == 0
     results = read(tmp_path / "more")["max_at_k"]
     assert results["6"]["mean"] == pytest.approx(sum(best) / 7)
     assert results["1"]["mean"] == pytest.approx(sum(known) / 42)
@@ -645,12 +599,7 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
 @pytest.mark.slow
 def test_sigint_ends_the_process_with_130(untrained, tmp_path):
     flags = [
-        "--maze-size",
-        "5",
-        "--prompts",
-        "2000",
-        "--samples",
-        "64",
+        *"--maze-size 5 --prompts 2000 --samples 64".split(),
         *RUNTIME,
         "--out",
         str(tmp_path / "out"),
@@ -672,7 +621,7 @@ def test_sigint_ends_the_process_with_130(untrained, tmp_path):
 
 
 def test_greedy_decoding_with_one_sample(trained, tmp_path):
-    assert run(trained, "--temperature", "0", "--samples", "1", "--out", tmp_path / "out") == 0
+    assert run(trained, *"--temperature 0 --samples 1 --out".split(), tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert list(results["pass_at_k"]) == ["1"]
     assert results["diversity"]["num_left_out"] == 7
@@ -685,11 +634,7 @@ def test_help_lists_the_options(capsys):
     text = capsys.readouterr().out
     for words in (
         "CHECKPOINT",
-        "--baseline",
-        "--samples",
-        "--compare",
-        "--embeddings",
-        "--task",
+        *"--baseline --samples --compare --embeddings --task".split(),
         "top-p .95",
     ):
         assert words in text

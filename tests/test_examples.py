@@ -116,7 +116,7 @@ def test_grpo_loop(tmp_path):
     assert rates[0] < 0.1
     assert rates[-1] > 0.6
     policy = save_byte_level_policy(tmp_path)
-    own = [*command, "--model", policy, "--steps", "1", "--estimator", "maxrl", "--rollouts", "2"]
+    own = [*command, "--model", policy, *"--steps 1 --estimator maxrl --rollouts 2".split()]
     assert (
         "step   0: mean reward"
         in subprocess.run(
@@ -250,18 +250,7 @@ def test_a_recipe_without_its_model_is_refused(capsys):
 def test_gym_tiny(tmp_path):
     """Run a short version. The whole example takes two minutes."""
     command = [sys.executable, EXAMPLES / "gym_tiny.py", tmp_path / "out"]
-    short = [
-        "--sft-steps",
-        "3",
-        "--steps",
-        "2",
-        "--eval-prompts",
-        "8",
-        "--eval-samples",
-        "2",
-        "--threads",
-        "1",
-    ]
+    short = "--sft-steps 3 --steps 2 --eval-prompts 8 --eval-samples 2 --threads 1".split()
     run = subprocess.run(
         [*command, *short], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
     )

@@ -50,16 +50,7 @@ def test_weights_are_printed_and_drawn(tmp_path, capsys):
     picture = tmp_path / "weights.png"
     assert (
         main(
-            [
-                "--weights",
-                str(picture),
-                "--estimators",
-                "grpo",
-                "maxpo:2",
-                "maxrl:3",
-                "--rollouts",
-                "16",
-            ]
+            ["--weights", str(picture), *"--estimators grpo maxpo:2 maxrl:3 --rollouts 16".split()]
         )
         == 0
     )

@@ -199,7 +199,7 @@ def refused_model(tmp_path):
 
 
 def test_installed_names_are_found_and_listed(site, capsys):
-    check(parse(["--task", "sorting", *ARGS, "--objective", "centred", "--rollout", "naive"]))
+    check(parse(["--task", "sorting", *ARGS, *"--objective centred --rollout naive".split()]))
     assert (
         build_task(TaskOptions(task="sorting", task_args='{"length": 3}'), seed=0).name
         == "sort 3 digits"
@@ -223,7 +223,7 @@ def test_built_in_names_look_up_no_entry_points(monkeypatch):
     monkeypatch.setattr(
         plugins, "entry_points", lambda **_: pytest.fail("entry points were looked up")
     )
-    config = parse(["--task", "maze", "--objective", "grpo", "--rollout", "native"])
+    config = parse("--task maze --objective grpo --rollout native".split())
     check(config)
     task = build_task(config.task, 0)
     build_fingerprints(resolve(config, task), task)
@@ -277,7 +277,7 @@ def test_the_estimate_of_memory_says_that_it_leaves_an_own_engine_out(capsys):
     for engine, is_said in ((f"{NAIVE}:NaiveEngine", True), ("native", False)):
         assert (
             train.main(
-                [*SIZES, "--task", "chain", "--sft-steps", "0", "--rollout", engine, "--dry-run"]
+                [*SIZES, *"--task chain --sft-steps 0 --rollout".split(), engine, "--dry-run"]
             )
             == 0
         )
@@ -309,7 +309,7 @@ def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, capsys):
-    installed = ["--task", "sorting", "--objective", "centred", "--rollout", "naive"]
+    installed = "--task sorting --objective centred --rollout naive".split()
     files = [
         "--task",
         f"{SORT}:SortTask",
@@ -336,11 +336,7 @@ def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, ca
     more = [
         "--resume",
         str(tmp_path / "installed"),
-        "--steps",
-        "4",
-        "--lr-schedule",
-        "constant",
-        "--allow-changes",
+        *"--steps 4 --lr-schedule constant --allow-changes".split(),
     ]
     assert train.main(more) == 0
     for name in ("sorting_plugin.py", "naive_plugin.py"):
@@ -364,11 +360,7 @@ def test_a_run_of_a_task_class_is_evaluated(tmp_path):
     run = tmp_path / "run"
     assert train.main([*SIZES, "--task", f"{SORT}:SortTask", *ARGS, "--out", str(run)]) == 0
     flags = [
-        "--prompts",
-        "6",
-        "--samples",
-        "4",
-        "--rollout",
+        *"--prompts 6 --samples 4 --rollout".split(),
         f"{NAIVE}:NaiveEngine",
         "--out",
         str(tmp_path / "evaluated"),
@@ -419,11 +411,7 @@ def test_own_classes_run_under_torchrun(tmp_path):
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "maxrl_fast.train",
+        *"--standalone --nproc-per-node 2 -m maxrl_fast.train".split(),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(

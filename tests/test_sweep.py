@@ -21,31 +21,9 @@ from tests.test_train import read
 
 ROOT = Path(__file__).parents[1]
 FLAGS = [
-    *(
-        "--task",
-        "chain",
-        "--prompts",
-        "4",
-        "--rollouts",
-        "4",
-        "--eval-prompts",
-        "1",
-        "--eval-samples",
-        "4",
-    ),
-    *(
-        "--hidden-size",
-        "32",
-        "--intermediate-size",
-        "48",
-        "--layers",
-        "1",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-    ),
-    *("--threads", "1", "--dtype", "float32"),
+    *"--task chain --prompts 4 --rollouts 4 --eval-prompts 1 --eval-samples 4".split(),
+    *"--hidden-size 32 --intermediate-size 48 --layers 1 --heads 4 --kv-heads 2".split(),
+    *"--threads 1 --dtype float32".split(),
 ]
 
 
@@ -64,18 +42,7 @@ def after(words, flag):
 def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path):
     config = tmp_path / "shared.toml"
     config.write_text("steps = 7\ntask = 'chain'\n")
-    sides = [
-        "--seeds",
-        "0",
-        "1",
-        "--objective",
-        "maxrl",
-        "grpo",
-        "--lr",
-        "1e-3",
-        "2e-3",
-        "--compile",
-    ]
+    sides = "--seeds 0 1 --objective maxrl grpo --lr 1e-3 2e-3 --compile".split()
     commands = printed(capsys, "--config", str(config), *sides)
     shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
     assert shown == [
@@ -101,8 +68,8 @@ def test_the_commands_of_the_documents_are_right(capsys, monkeypatch):
 
 
 def test_rewards_are_of_every_run_and_no_side(capsys):
-    rewards = ["--reward", "a.py:f", "b.py:g", "--reward-weights", "1", "2"]
-    commands = printed(capsys, "--task", "maze", *rewards, "--seeds", "3", "4", "--out", "here")
+    rewards = "--reward a.py:f b.py:g --reward-weights 1 2".split()
+    commands = printed(capsys, "--task", "maze", *rewards, *"--seeds 3 4 --out here".split())
     assert [after(x, "--out") for x in commands] == ["here/maxpo_seed-3", "here/maxpo_seed-4"]
     for words in commands:
         at = words.index("--reward")
@@ -119,7 +86,7 @@ def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
 
 
 def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
-    words = printed(capsys, "--task", "gsm8k", "--data", "x", "--prompt-suffix=-- think")[0]
+    words = printed(capsys, *"--task gsm8k --data x".split(), "--prompt-suffix=-- think")[0]
     assert "--prompt-suffix=-- think" in words
 
 
@@ -137,17 +104,13 @@ def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
 
 def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_path):
     assert (
-        sweep.main(
-            ["--data", "/nowhere", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]
-        )
+        sweep.main([*"--data /nowhere --task gsm8k --model /nowhere --out".split(), str(tmp_path)])
         == 1
     )
     assert not (tmp_path / "maxpo_seed-0").exists()
     capfd.readouterr()
     assert (
-        sweep.main(
-            ["--data", "/there", "--task", "gsm8k", "--model", "/nowhere", "--out", str(tmp_path)]
-        )
+        sweep.main([*"--data /there --task gsm8k --model /nowhere --out".split(), str(tmp_path)])
         == 1
     )
     assert "maxpo_seed-0 failed with exit code 2" in capfd.readouterr().err
@@ -235,7 +198,7 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     tmp_path, capfd
 ):
     out = tmp_path / "sweep"
-    shared = ["--steps", "2", "--seeds", "0", "1", "--objective", "maxrl", "--out", str(out)]
+    shared = [*"--steps 2 --seeds 0 1 --objective maxrl --out".split(), str(out)]
     assert sweep.main([*FLAGS, *shared, "--chain-length", "3", "0"]) == 1
     names = ["maxrl_chain-length-3_seed-0", "maxrl_chain-length-3_seed-1"]
     failed = ["maxrl_chain-length-0_seed-0", "maxrl_chain-length-0_seed-1"]
@@ -280,7 +243,7 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
 @pytest.mark.slow
 def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tmp_path):
     out, whole = tmp_path / "sweep", tmp_path / "whole"
-    flags = [*FLAGS, "--steps", "100", "--objective", "maxrl", "--seeds", "0", "1"]
+    flags = [*FLAGS, *"--steps 100 --objective maxrl --seeds 0 1".split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "maxrl_fast.sweep", *flags, "--out", str(out)]
     process = subprocess.Popen(

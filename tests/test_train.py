@@ -23,32 +23,10 @@ from maxrl_fast.training.passes import Passes
 from tests.models import save_checkpoint, tiny_decoder
 
 SMALL = [
-    *("--maze-size", "5", "--prompts", "4", "--rollouts", "4", "--k", "2", "--steps", "3"),
-    *(
-        "--sft-steps",
-        "40",
-        "--sft-batch",
-        "8",
-        "--sft-lr",
-        "5e-3",
-        "--eval-prompts",
-        "6",
-        "--eval-samples",
-        "4",
-    ),
-    *(
-        "--hidden-size",
-        "32",
-        "--intermediate-size",
-        "48",
-        "--layers",
-        "2",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-    ),
-    *("--threads", "1", "--dtype", "float32"),
+    *"--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 3".split(),
+    *"--sft-steps 40 --sft-batch 8 --sft-lr 5e-3 --eval-prompts 6 --eval-samples 4".split(),
+    *"--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split(),
+    *"--threads 1 --dtype float32".split(),
 ]
 TIMINGS = {"rollout_seconds", "train_seconds", "tokens_per_second"}
 
@@ -70,7 +48,7 @@ def without_timings(path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "first"
-    assert run(out, "--save-every", "2", "--eval-every", "2") == 0
+    assert run(out, *"--save-every 2 --eval-every 2".split()) == 0
     return out
 
 
@@ -124,7 +102,7 @@ def test_transformers_loads_the_checkpoint(finished):
 
 @pytest.mark.slow
 def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
-    assert run(tmp_path / "again", "--save-every", "2", "--eval-every", "2") == 0
+    assert run(tmp_path / "again", *"--save-every 2 --eval-every 2".split()) == 0
     assert_same_run(finished, tmp_path / "again")
     assert run(tmp_path / "other", "--seed", "1") == 0
     assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(
@@ -137,7 +115,7 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
     flags = {"as-beta2": ("--beta2", "0.5"), "as-sft-beta2": ("--sft-beta2", "0.5"), "default": ()}
     weights = {}
     for name, given in flags.items():
-        assert run(tmp_path / name, "--sft-steps", "3", "--steps", "0", *given) == 0
+        assert run(tmp_path / name, *"--sft-steps 3 --steps 0".split(), *given) == 0
         weights[name] = load_checkpoint(
             tmp_path / name / "checkpoints" / "step-000000"
         ).model.embed_tokens.weight
@@ -149,17 +127,7 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
 def test_two_threads_repeat_bitwise(tmp_path):
     for name in ("one", "two"):
         assert (
-            run(
-                tmp_path / name,
-                "--threads",
-                "2",
-                "--prompts",
-                "32",
-                "--rollouts",
-                "16",
-                "--maze-size",
-                "9",
-            )
+            run(tmp_path / name, *"--threads 2 --prompts 32 --rollouts 16 --maze-size 9".split())
             == 0
         )
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -242,7 +210,7 @@ def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
 
 @pytest.mark.slow
 def test_top_p_sampling_needs_no_correction(tmp_path, capsys):
-    flags = ("--top-p", "0.9", "--kv-cache-gb", "0.001")
+    flags = (*"--top-p 0.9 --kv-cache-gb 0.001".split(),)
     assert run(tmp_path / "run", *flags) == 0
     assert (
         "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)"
@@ -264,9 +232,9 @@ def test_a_run_resumes_with_another_correction(tmp_path):
     """Options of the run's correction that the other does not take are left out; a config.json of
     before has no correction.
     """
-    assert run(tmp_path / "run", "--correction", "tis", "--importance-cap", "3") == 0
+    assert run(tmp_path / "run", *"--correction tis --importance-cap 3".split()) == 0
     more = ("--resume", str(tmp_path / "run"), "--allow-changes", "--steps")
-    flags = ("--correction", "icepop", "--correction-options", "low=0.4")
+    flags = (*"--correction icepop --correction-options low=0.4".split(),)
     assert train.main([*more, "4", *flags]) == 0
     assert train.main([*more, "5", "--correction", "none"]) == 0
     file = tmp_path / "run" / "config.json"
@@ -312,12 +280,7 @@ def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
     flags = [
         "--model",
         str(finished / "latest"),
-        "--lora-rank",
-        "2",
-        "--lora-targets",
-        "q_proj,down_proj",
-        "--lr",
-        "0.01",
+        *"--lora-rank 2 --lora-targets q_proj,down_proj --lr 0.01".split(),
     ]
     assert run(tmp_path / "run", *flags) == 0
     assert "576 of them trained (LoRA)" in capsys.readouterr().out.replace("\n", " ")
@@ -330,7 +293,7 @@ def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
         for i in range(2)
         for name in ("self_attn.q_proj", "mlp.down_proj")
     }
-    assert run(tmp_path / "bad", "--lora-rank", "2", "--lora-targets", "qkv") == 2
+    assert run(tmp_path / "bad", *"--lora-rank 2 --lora-targets qkv".split()) == 2
     assert "lora_targets must be among" in capsys.readouterr().err
 
 
@@ -435,10 +398,7 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
                 *base(),
                 "--out",
                 str(tmp_path / "run"),
-                "--steps",
-                "1",
-                "--eval-prompts",
-                "4",
+                *"--steps 1 --eval-prompts 4".split(),
                 *flags.split(),
             ]
         )

@@ -10,12 +10,9 @@ from tests.browser.made_up import write_run
 
 ARGUMENTS = (
     *(
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ),
+        "--no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+        "--disable-component-update"
+    ).split(),
     *("--disable-sync", "--disable-quic"),
 )
 

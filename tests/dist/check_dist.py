@@ -28,7 +28,7 @@ METADATA = re.compile(r"PKG-INFO|setup\.cfg|maxrl_fast\.egg-info/.*")  # written
 
 def sources(*paths: str) -> set[str]:
     """Return the files of the tree that git does not ignore."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths]
+    command = ["git", "ls-files", *"--cached --others --exclude-standard --".split(), *paths]
     listed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()

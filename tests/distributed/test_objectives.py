@@ -18,14 +18,7 @@ def test_steps_are_the_same_on_two_processes(name, tmp_path):
     """
     flags = [
         *flags_of(name, tmp_path),
-        "--prompts",
-        "12",
-        "--rollouts",
-        "4",
-        "--steps",
-        "4",
-        "--maze-size",
-        "5",
+        *"--prompts 12 --rollouts 4 --steps 4 --maze-size 5".split(),
     ]
     for num_ranks in (1, 2):
         run_job(tmp_path / str(num_ranks), num_ranks, *flags, "--diagnose-every", "2")

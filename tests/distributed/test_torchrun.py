@@ -132,18 +132,7 @@ def read(out, stream):
     return [json.loads(line) for line in (out / f"{stream}.jsonl").open()]
 
 
-JOB = [
-    "--steps",
-    "6",
-    "--sft-steps",
-    "3",
-    "--eval-prompts",
-    "16",
-    "--eval-samples",
-    "2",
-    "--threads",
-    "1",
-]
+JOB = "--steps 6 --sft-steps 3 --eval-prompts 16 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 JOB += ["--diagnose-every", "3"]
 
@@ -232,15 +221,7 @@ def sums(tmp_path_factory):
     ]
     return [
         *flags,
-        "--plain-prompts",
-        "--prompts",
-        "5",
-        "--rollouts",
-        "3",
-        "--eval-prompts",
-        "2",
-        "--keep-rollouts",
-        "15",
+        *"--plain-prompts --prompts 5 --rollouts 3 --eval-prompts 2 --keep-rollouts 15".split(),
     ]
 
 
@@ -322,9 +303,9 @@ def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(
 ):
     """Two ranks save the state in shards. Each of the others resumes from the one before."""
     out = tmp_path / "run"
-    flags = ["--lr-schedule", "constant", "--kl-coef", "0.1", "--entropy-coef", "0.01", *more_flags]
+    flags = [*"--lr-schedule constant --kl-coef 0.1 --entropy-coef 0.01".split(), *more_flags]
     run_job(tmp_path / "alone", 1, *flags)
-    run_job(out, 2, *flags, "--sharding", "full", "--steps", "2")
+    run_job(out, 2, *flags, *"--sharding full --steps 2".split())
     assert len(list((out / "latest" / "state").glob("shard-*"))) == 2
     for num_ranks, steps, sharding in resumed:
         assert "will not be bitwise identical" in resume_job(out, num_ranks, steps, sharding)
@@ -355,22 +336,11 @@ def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(
     """Two ranks have all weights. Each of the others resumes from the one before."""
     out, flags = (
         tmp_path / "run",
-        ["--lr-schedule", "constant", "--objective", "ppo", "--gae-lambda", "0.9", *more_flags],
+        [*"--lr-schedule constant --objective ppo --gae-lambda 0.9".split(), *more_flags],
     )
-    flags += [
-        "--task",
-        "chain",
-        "--chain-length",
-        "8",
-        "--sft-steps",
-        "0",
-        "--updates-per-step",
-        "2",
-        "--steps",
-        "6",
-    ]
+    flags += "--task chain --chain-length 8 --sft-steps 0 --updates-per-step 2 --steps 6".split()
     run_job(tmp_path / "alone", 1, *flags)
-    run_job(out, 2, *flags, "--steps", "2", "--sharding", "none")
+    run_job(out, 2, *flags, *"--steps 2 --sharding none".split())
     for num_ranks, steps, sharding in resumed:
         resume_job(out, num_ranks, steps, sharding)
     for expected, result in zip(
@@ -475,20 +445,10 @@ def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     job = [
         *SMALL,
-        "--entropy-coef",
-        "0.1",
-        "--steps",
-        "5",
-        "--sft-steps",
-        "4",
-        "--save-every",
-        "3",
-        "--resume",
-        "auto",
-        "--out",
+        *"--entropy-coef 0.1 --steps 5 --sft-steps 4 --save-every 3 --resume auto --out".split(),
     ]
     script = [str(tmp_path / "killed.py"), str(tmp_path), *job]
-    launch = ["--nproc-per-node", "3", "--max-restarts", "2", "--master-port", str(free_port())]
+    launch = [*"--nproc-per-node 3 --max-restarts 2 --master-port".split(), str(free_port())]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("restarted", "whole"):  # the second run finds the marks of the kills
@@ -628,12 +588,9 @@ def test_all_ranks_write_into_one_folder_at_different_times(tmp_path, monkeypatc
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "late.py",
+        *"--standalone --nproc-per-node 2 late.py".split(),
     ]
-    flags = ["--steps", "1", "--sharding", "full"]
+    flags = "--steps 1 --sharding full".split()
     subprocess.run(
         [*launch, *SMALL, *flags],
         cwd=tmp_path,

@@ -33,11 +33,7 @@ def reward(tmp_path):
 def job(reward, out, objective="rloo"):
     flags = [
         *base(),
-        "--sft-steps",
-        "2",
-        "--steps",
-        "1",
-        "--objective",
+        *"--sft-steps 2 --steps 1 --objective".split(),
         objective,
         "--reward",
         f"{reward}:score",
@@ -181,7 +177,7 @@ def test_a_run_with_a_slow_judge_says_so_once(reward, tmp_path, capsys, monkeypa
         "import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % "
         "2\n"
     )
-    assert train.main([*job(reward, tmp_path / "run"), "--steps", "4", "--eval-prompts", "1"]) == 0
+    assert train.main([*job(reward, tmp_path / "run"), *"--steps 4 --eval-prompts 1".split()]) == 0
     assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == [
         "slow_rewards"
     ]

@@ -118,7 +118,7 @@ def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, brok
         for name in ("stdout", "stderr")
     }
     # without a warm start there are warnings on stderr
-    process = start(out, "--steps", "12", "--sft-steps", "0", **ends)
+    process = start(out, *"--steps 12 --sft-steps 0".split(), **ends)
     os.close(writer)
     texts = process.communicate(timeout=120)
     assert process.returncode == 0, texts

@@ -126,16 +126,7 @@ def test_the_first_steps_give_no_warning():
 
 @pytest.mark.slow
 def test_the_policys_own_change_within_a_step_is_not_taken_for_an_error_of_the_engine(tmp_path):
-    flags = (
-        "--updates-per-step",
-        "2",
-        "--warmup-steps",
-        "0",
-        "--lr",
-        "0.01",
-        "--entropy-coef",
-        "0.1",
-    )
+    flags = (*"--updates-per-step 2 --warmup-steps 0 --lr 0.01 --entropy-coef 0.1".split(),)
     assert train.main([*SMALL, *flags, "--out", str(tmp_path / "run")]) == 0
     metrics = read(tmp_path / "run" / "metrics.jsonl")
     # the second update meets another policy

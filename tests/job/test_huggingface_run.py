@@ -24,74 +24,22 @@ pytestmark = pytest.mark.slow
 
 TASK = MazeTask(5, 0)
 JOB = [
+    *("--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20 --lr 1e-3").split(),
     *(
-        "--maze-size",
-        "5",
-        "--prompts",
-        "4",
-        "--rollouts",
-        "4",
-        "--k",
-        "2",
-        "--steps",
-        "4",
-        "--sft-steps",
-        "20",
-        "--lr",
-        "1e-3",
-    ),
-    *(
-        "--sft-batch",
-        "8",
-        "--sft-lr",
-        "5e-3",
-        "--eval-prompts",
-        "4",
-        "--eval-samples",
-        "2",
-        "--threads",
-        "1",
-        "--save-every",
-        "2",
-    ),
-    *("--dtype", "float32", "--kl-coef", "0.1", "--keep-checkpoints", "0"),
+        "--sft-batch 8 --sft-lr 5e-3 --eval-prompts 4 --eval-samples 2 --threads 1 --save-every 2"
+    ).split(),
+    *"--dtype float32 --kl-coef 0.1 --keep-checkpoints 0".split(),
 ]
 RUNS = {
     "windows and soft caps": ("gemma2", []),
     "experts": ("qwen3_moe", ["--checkpoint-activations"]),
-    "adapters": ("mistral", ["--lora-rank", "2", "--lora-targets", "q_proj,down_proj"]),
+    "adapters": ("mistral", "--lora-rank 2 --lora-targets q_proj,down_proj".split()),
 }
 
 
 CHAIN = [  # in which every group has some reward, so that no gradient is mere rounding
-    *(
-        "--task",
-        "chain",
-        "--chain-length",
-        "8",
-        "--prompts",
-        "4",
-        "--rollouts",
-        "8",
-        "--k",
-        "2",
-        "--steps",
-        "3",
-        "--lr",
-        "1e-2",
-    ),
-    *(
-        "--warmup-steps",
-        "1",
-        "--eval-prompts",
-        "4",
-        "--eval-samples",
-        "2",
-        "--threads",
-        "1",
-        "--dtype",
-        "float32",
-    ),
+    *("--task chain --chain-length 8 --prompts 4 --rollouts 8 --k 2 --steps 3 --lr 1e-2").split(),
+    *"--warmup-steps 1 --eval-prompts 4 --eval-samples 2 --threads 1 --dtype float32".split(),
 ]
 
 
@@ -139,7 +87,7 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     out = tmp_path / "evaluated"
     assert (
         evaluate.main(
-            [str(latest), "--prompts", "4", "--samples", "2", "--out", str(out), "--threads", "1"]
+            [str(latest), *"--prompts 4 --samples 2 --out".split(), str(out), "--threads", "1"]
         )
         == 0
     )
@@ -153,12 +101,7 @@ def test_adapters_are_saved_as_peft_reads_them(tmp_path):
         run(
             start,
             tmp_path / "run",
-            "--lora-rank",
-            "2",
-            "--lora-alpha",
-            "6",
-            "--lora-targets",
-            "q_proj,down_proj",
+            *"--lora-rank 2 --lora-alpha 6 --lora-targets q_proj,down_proj".split(),
         )
         == 0
     )
@@ -213,21 +156,18 @@ def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
     [
         (["--model-backend", "transformers"], "--model-backend needs --model"),
         (
-            ["--model-backend", "native", "--model", "MODEL"],
+            "--model-backend native --model MODEL".split(),
             "model_type must be one of qwen2, qwen3, llama, got 'gemma2'",
         ),
         (
-            ["--model-backend", "transformers", "--model", "MODEL", "--compile"],
+            "--model-backend transformers --model MODEL --compile".split(),
             "--compile is for the native decoder, got --model-backend transformers",
         ),
         (
             ["--model", "MODEL", "--compile"],
             "--compile is for the native decoder, got a policy of transformers",
         ),
-        (
-            ["--model", "MODEL", "--lora-rank", "2", "--lora-targets", "gate"],
-            "lora_targets must be among",
-        ),
+        ("--model MODEL --lora-rank 2 --lora-targets gate".split(), "lora_targets must be among"),
     ],
 )
 def test_wrong_options_are_refused(flags, message, tmp_path, capfd):

@@ -48,24 +48,11 @@ def score(prompt, response):
 @pytest.mark.slow
 def test_neither_the_clock_nor_the_hash_seed_nor_the_order_of_directories_changes_a_bit(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    job = [
-        *SMALL,
-        "--sft-steps",
-        "5",
-        "--updates-per-step",
-        "2",
-        "--kl-coef",
-        "0.1",
-        "--dynamic-sampling",
-        "2",
-    ]
+    job = [*SMALL, *"--sft-steps 5 --updates-per-step 2 --kl-coef 0.1 --dynamic-sampling 2".split()]
     job += [
         "--reward",
         f"{tmp_path / 'reward.py'}:score",
-        "--reward-seconds",
-        "60",
-        "--eval-every",
-        "1",
+        *"--reward-seconds 60 --eval-every 1".split(),
     ]
     for name, hash_seed, code in (
         ("one", "1", ["-m", "maxrl_fast.train"]),

@@ -38,18 +38,7 @@ METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    more = [
-        "--diagnose-every",
-        "2",
-        "--steps",
-        "4",
-        "--eval-every",
-        "2",
-        "--eval-samples",
-        "3",
-        "--eval-prompts",
-        "12",
-    ]
+    more = "--diagnose-every 2 --steps 4 --eval-every 2 --eval-samples 3 --eval-prompts 12".split()
     assert train.main([*SMALL, *more, "--out", str(out)]) == 0
     return out
 
@@ -252,7 +241,7 @@ def test_diagnostics_are_off_by_default(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [["maxpo", "--k", "2"], ["pacs"], ["pacs_paper"]])
 def test_diagnostics_do_not_change_the_metrics(tmp_path, objective):
-    flags = [*base(), "--steps", "3", "--updates-per-step", "2", "--objective", *objective]
+    flags = [*base(), *"--steps 3 --updates-per-step 2 --objective".split(), *objective]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     assert train.main([*flags, "--diagnose-every", "1", "--out", str(tmp_path / "other")]) == 0
     ours, theirs = (read(tmp_path / folder / "metrics.jsonl") for folder in ("one", "other"))

@@ -60,7 +60,7 @@ def test_the_bar_is_the_first_to_go():
 def test_lines_are_wrapped_between_words():
     text = "policy: a decoder of many words, new\n  a = 1\nresults in " + "x" * 50
     assert wrapped(text, 24).splitlines() == [
-        *("policy: a decoder of", "  many words, new", "  a = 1", "results in", "  " + "x" * 50),
+        *("policy: a decoder of", "  many words, new", "  a = 1", "results in", "  " + "x" * 50)
     ]
     assert wrapped(text, 200) == text
 
@@ -92,7 +92,7 @@ def printed_in_terminal(width, command):
 @pytest.mark.parametrize("width", [60, 80])
 def test_nothing_that_a_run_prints_is_wider_than_the_terminal(width, tmp_path):
     # Both streams of the run are the terminal, and the run has a warning: its rewards stay 0.
-    flags = [*SMALL, "--sft-steps", "0", "--steps", "12", "--out", "run"]
+    flags = [*SMALL, *"--sft-steps 0 --steps 12 --out run".split()]
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
     printed = printed_in_terminal(
         width, ["env", "-C", str(tmp_path), f"PYTHONPATH={os.getcwd()}", *command]

@@ -28,19 +28,13 @@ PLUGINS = (HParamsPlugin, TextPlugin, CustomScalarsPlugin, ScalarsPlugin)
 def runs(tmp_path_factory):
     """Return a folder of two runs, one of which was stopped and resumed."""
     folder = tmp_path_factory.mktemp("runs")
-    flags = [*SMALL, "--sft-steps", "2", "--eval-every", "2"]
+    flags = [*SMALL, *"--sft-steps 2 --eval-every 2".split()]
     assert train.main([*flags, "--out", str(folder / "first")]) == 0
     assert (
         train.main(
             [
                 *flags,
-                "--seed",
-                "1",
-                "--steps",
-                "2",
-                "--lr-schedule",
-                "constant",
-                "--out",
+                *"--seed 1 --steps 2 --lr-schedule constant --out".split(),
                 str(folder / "second"),
             ]
         )

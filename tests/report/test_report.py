@@ -441,10 +441,7 @@ def test_an_evaluation_has_the_pass_rates_of_its_prompts_and_the_prompts_of_its_
         assert (
             evaluation["prompt_set"] == run["prompt_set"],
             evaluation["prompt_set"] == other["prompt_set"],
-        ) == (
-            is_same,
-            not is_same,
-        )
+        ) == (is_same, not is_same)
     assert evaluation["prompts"] == {
         **{"ids": [4, 2], "num_prompts": 2},
         "evaluations": [{"step": None, "num_samples": 16, "num_correct": [16, 3]}],

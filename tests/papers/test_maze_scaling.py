@@ -15,22 +15,8 @@ pytestmark = pytest.mark.slow
 maze_scaling, training_runs = load("maze_scaling"), load("training_runs")
 
 TINY = [
-    *(
-        "--maze-size",
-        "5",
-        "--sft-steps",
-        "40",
-        "--steps",
-        "3",
-        "--prompts",
-        "2",
-        "--rollouts",
-        "4",
-        "8",
-        "--seeds",
-        "1",
-    ),
-    *("--objectives", "maxpo", "pacs", "--eval-mazes", "4", "--eval-samples", "4"),
+    *"--maze-size 5 --sft-steps 20 --steps 3 --prompts 2 --rollouts 4 8 --seeds 1".split(),
+    *"--objectives maxpo pacs --eval-mazes 4 --eval-samples 4".split(),
 ]
 
 

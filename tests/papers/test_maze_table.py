@@ -19,7 +19,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from tests.papers.load import FOLDER, load
 
 maze_table, read = load("maze_table"), load("training_runs").records
-STEPS = 120
+STEPS = 60
 RECIPE = """
 maze_size = 7
 max_new_tokens = 16
@@ -28,13 +28,13 @@ intermediate_size = 48
 layers = 2
 heads = 4
 kv_heads = 2
-sft_steps = 60
+sft_steps = 20
 sft_batch = 8
 prompts = 4
 rollouts = 8
 lr_schedule = "constant"
 warmup_steps = 0
-eval_every = 60
+eval_every = 30
 eval_prompts = 8
 eval_samples = 4
 save_every = 0

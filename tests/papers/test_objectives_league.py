@@ -18,19 +18,8 @@ from tests.papers.load import FOLDER, load
 league = load("objectives_league")
 
 TINY = [
-    *(
-        "--maze-size",
-        "5",
-        "--sft-steps",
-        "40",
-        "--prompts",
-        "4",
-        "--tokens",
-        "700",
-        "--variance-steps",
-        "2",
-    ),
-    *("--eval-mazes", "4", "--eval-samples", "16", "--seeds", "1", "--objectives", "rloo", "pacs"),
+    *"--maze-size 5 --sft-steps 20 --prompts 4 --tokens 700 --variance-steps 2".split(),
+    *"--eval-mazes 4 --eval-samples 16 --seeds 1 --objectives rloo pacs".split(),
 ]
 SMALL = {
     "maze_size": 5,
@@ -45,15 +34,8 @@ SMALL |= {"kv_heads": 1, "keep_rollouts": 0, "threads": 1, "device": "cpu", "dty
 
 
 def command(folder):
-    return [
-        sys.executable,
-        FOLDER / "objectives_league.py",
-        *TINY,
-        "--out",
-        folder,
-        "--work",
-        folder / "work",
-    ]
+    script = FOLDER / "objectives_league.py"
+    return [sys.executable, script, *TINY, "--out", folder, "--work", folder / "work"]
 
 
 def results(folder):

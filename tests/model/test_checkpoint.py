@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
@@ -20,6 +19,7 @@ from maxrl_fast.runtime.files import atomic_directory, temporary_path
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
+from tests.tables import refused
 
 TASK = MazeTask(5)
 
@@ -200,16 +200,16 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "b")
     assert encode_chat(tokenizer, [{"role": "START", "content": "UP DOWN"}]) == [11, 13, 14, 6]
     (tmp_path / "b" / "chat_template.jinja").unlink()
-    with pytest.raises(InputError, match="has no chat template"):
+    with refused("has no chat template"):
         encode_chat(load_tokenizer(tmp_path / "b"), [{"role": "user", "content": "UP"}])
     (tmp_path / "b" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match=r"cannot read the tokenizer of .*b: "):
+    with refused(r"cannot read the tokenizer of .*b: "):
         load_tokenizer(tmp_path / "b")
 
 
 def test_a_missing_transformers_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install 'maxrl_fast\[hf\]'"):
+    with refused(r"pip install 'maxrl_fast\[hf\]'"):
         load_tokenizer(tmp_path)
 
 
@@ -370,7 +370,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage, message):
     directory = tmp_path / "checkpoint"
     save(directory)
     damage(directory)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         load_checkpoint(directory)
 
 
@@ -427,5 +427,5 @@ def test_a_damaged_sharded_checkpoint_is_refused_by_name(tmp_path, damage, messa
     save(directory, 30_000)
     assert len(list(directory.glob("model-*-of-00003.safetensors"))) == 3
     damage(directory)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         load_checkpoint(directory)

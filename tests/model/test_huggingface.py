@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.attention import AttentionVariant, shared_prompt_attention
 from maxrl_fast.model.checkpoint import kept_files, write_policy
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block, _Router
@@ -29,6 +28,7 @@ from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import FAMILIES, tiny_config, tiny_model
+from tests.tables import refused
 
 PROMPTS = make_prompts([list(range(3, 15)), [7, 9, 11], [5, 6, 7, 8, 4, 3, 21, 22, 23]])
 GENERATOR = torch.Generator().manual_seed(5)
@@ -173,10 +173,7 @@ def test_the_check_passes(family):
 def test_the_check_refuses_an_attention_that_leaves_something_out(monkeypatch):
     policy = tiny_policy("gemma2")
     monkeypatch.setattr("maxrl_fast.training.passes.shared_prompt_attention", without_soft_cap)
-    with pytest.raises(
-        InputError,
-        match=r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d",
-    ):
+    with refused(r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d"):
         check_exact(policy)
 
 
@@ -198,7 +195,7 @@ def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute):
         policy.lm_head.weight.mul_(1e-2)
     check_head(policy, torch.arange(9))
     setattr(policy, attribute, {"softcap": 0.0, "logit_scale": 1.0}[attribute])
-    with pytest.raises(InputError, match="its logits are not a soft cap or a multiple"):
+    with refused("its logits are not a soft cap or a multiple"):
         check_head(policy, torch.arange(9))
 
 
@@ -230,7 +227,7 @@ def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute):
 )
 def test_what_cannot_be_exact_is_refused_by_name(family, changes, reason):
     config = AutoConfig.for_model(family, **changes)
-    with pytest.raises(InputError, match=f"{family} of transformers is not supported: {reason}"):
+    with refused(f"{family} of transformers is not supported: {reason}"):
         check_supported(config, 64)
 
 
@@ -261,9 +258,7 @@ def test_which_backend_is_taken(tmp_path):
     assert backend_of(saved_model("qwen2", tmp_path / "windowed")) == "transformers"
     assert [read_sizes(tmp_path / name).vocab_size for name in ("llama", "gemma2")] == [40, 40]
     options = {"task": "t", "vocab_size": 40, "prompt_length": 8, "max_new_tokens": 8}
-    with pytest.raises(
-        InputError, match="model_type must be one of qwen2, qwen3, llama, got 'gemma2'"
-    ):
+    with refused("model_type must be one of qwen2, qwen3, llama, got 'gemma2'"):
         load_policy(tmp_path / "gemma2", backend="native", **options)
     native = load_policy(tmp_path / "llama", **options)
     other = load_policy(tmp_path / "llama", backend="transformers", **options)
@@ -332,7 +327,7 @@ def layers(count):
 def test_wrong_directories_are_refused(edit, message, tmp_path):
     saved_model("gemma2", tmp_path)
     edit(tmp_path)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         load_huggingface(tmp_path, 64)
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.pool import RewardPool
 from tests.rewards.pools import FUNCTIONS, THREAD, pids, pool
+from tests.tables import refused
 
 
 @pytest.fixture(params=["forked", "loaded again"])
@@ -56,9 +56,7 @@ def test_a_process_for_each_call_keeps_nothing_of_other_calls():
 
 def test_a_function_that_starts_threads_is_refused_where_each_call_needs_a_process(tmp_path):
     (tmp_path / "threads.py").write_text(THREAD + "def f(): return 1.0")
-    with pytest.raises(
-        InputError, match="loading it starts threads, so it cannot be forked for each call"
-    ):
+    with refused("loading it starts threads, so it cannot be forked for each call"):
         RewardPool(
             f"{tmp_path / 'threads.py'}:f",
             workers=1,
@@ -92,9 +90,7 @@ def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
 
 
 def test_a_variable_that_is_not_set_is_refused():
-    with pytest.raises(
-        InputError, match="needs the environment variable NO_SUCH_NAME, which is not set"
-    ):
+    with refused("needs the environment variable NO_SUCH_NAME, which is not set"):
         RewardPool(
             f"{FUNCTIONS}:act",
             workers=1,

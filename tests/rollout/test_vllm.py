@@ -220,7 +220,7 @@ def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_f
 def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_fake_engine):
     """Before the ranks meet, so that none waits for another."""
 
-    def refused(message, cache_bytes=2**20, tensor_parallel=2, **changes):
+    def check(message, cache_bytes=2**20, tensor_parallel=2, **changes):
         with refused(message):
             make_fake_engine(
                 tiny_decoder(**changes),
@@ -229,19 +229,19 @@ def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_f
                 tensor_parallel=tensor_parallel,
             )
 
-    refused(
+    check(
         "vllm_tensor_parallel must divide num_attention_heads, 4 in this model, got 3",
         tensor_parallel=3,
     )
-    refused(
+    check(
         "vllm_tensor_parallel must divide intermediate_size, 49 in this model, got 2",
         intermediate_size=49,
     )
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    refused(
+    check(
         "must divide num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads
     )
-    refused(
+    check(
         r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got",
         cache_bytes=10**15,
     )

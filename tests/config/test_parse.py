@@ -250,12 +250,12 @@ def test_the_hint_for_every_name_of_another_library_is_an_option():
     for name, meant in OTHER_NAMES.items():
         if name in options:
             continue
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as error:
             parse([f"--{name.replace('_', '-')}", "3"])
-        assert hint(name, options_of(Config)) in str(refused.value)
+        assert hint(name, options_of(Config)) in str(error.value)
         assert (
             f"did you mean --{meant.replace('_', '-', meant.partition(' ')[0].count('_'))}?"
-            in str(refused.value)
+            in str(error.value)
         )
         if " " in meant:  # its value is one that the option has
             flag, value = meant.split()
@@ -352,11 +352,8 @@ def test_an_evaluation_has_hints_too(words, message):
     --objective maxpoo | objective must be one of maxpo, .*, maxrl, .*, got 'maxpoo'; did you
         mean 'maxpo'?
     --k 16 | maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16
-    --rollouts 4 | maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4
     --objective pkpo --k 1 | pkpo needs 2 <= k <= N = 16
-    --objective maxrl --order 16 | maxrl needs 1 <= order <= N-1 = 15
     --objective rloo --rollouts 1 | rloo needs at least 2 rollouts per prompt, got 1
-    --rollouts 1 | maxpo needs at least 2 rollouts per prompt, got 1
     --objective grpo --k 4 | --k is not used by objective grpo
     --objective grpo --eps -1 | eps of grpo must be a finite number of at least 0, got -1
     --objective grpo --ddof 2 | ddof of grpo must be 0 or 1, got 2
@@ -378,14 +375,9 @@ def test_an_evaluation_has_hints_too(words, message):
         got ppo
     --objective pacs --aggregation token_mean | aggregation must be seq_mean_token_sum for pacs
     --aggregation tokenmean | --aggregation must be one of .*did you mean 'token_mean'?
-    --seed 9223372036854775808 | seed must be in \[0, 2\^63\), got 9223372036854775808
     --prompts 0 | prompts must be at least 1, got 0
-    --rollouts 10000000000000000000000000 | rollouts must be below 2\^31, got
-        10000000000000000000000000
     --prompts 1000000000 --rollouts 16 | prompts x rollouts must be below 2\^31, got 1000000000 x
         16
-    --lr nan | lr must be a finite number above 0, got nan
-    --top-p 0 | top_p must be a number above 0 and at most 1, got 0
     --importance-cap -1 | importance_cap must be a finite number of at least 0, got -1
     --objective pacs --importance-cap 2 | pacs does not support --correction: .*, got tis
     --loss sapo --loss-options tau_pos=1 | loss sapo takes the options .*; did you mean
@@ -395,14 +387,12 @@ def test_an_evaluation_has_hints_too(words, message):
     --loss sapo --loss-options tau_positive | loss_options must be NAME=VALUE with a number, got
         'tau_positive'
     --loss dppo --loss-options kl=0 kl=1 | loss_options must have each name once, got kl twice
-    --loss sapo --clip-low 0.1 | --clip-low is not used by loss sapo
     --loss dispo --loss-options low_positive=12 | low_positive of dispo must be at most its
         high_positive, 11, got 12
     --loss topr --loss-options low=1 | --loss-options is not used by loss topr
     --loss-options low=1 | --loss-options is not used by loss ppo
     --loss luspo --aggregation token_mean | aggregation must be seq_mean_token_sum for luspo, .*
         got token_mean
-    --objective pacs --loss sapo | loss must be reinforce for pacs
     --loss kl_cov --loss-options share=2 | share of loss kl_cov must be a number above 0 and at
         most 1, got 2
     --loss clip_cov --loss-options coef=2 | loss clip_cov takes the options share, low, high, got
@@ -413,7 +403,6 @@ def test_an_evaluation_has_hints_too(words, message):
     --objective pacs --top-entropy .2 | pacs does not support --top-entropy: its loss does not
         use token weights
     --objective pacs --clip-high 0.3 | --clip-high is not used by loss reinforce
-    --beta2 1 | beta2 must be a number of at least 0 and below 1
     --prompts 32 --updates-per-step 3 | multiple of updates_per_step, got 32 and 3
     --hidden-size 100 --heads 3 | hidden_size must be a multiple of heads, got 100 and 3
     --heads 8 --kv-heads 3 | heads must be a multiple of kv_heads, got 8 and 3

@@ -204,6 +204,7 @@ def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
     for record in read(out / "metrics.jsonl"):
         assert record["num_sequences_trained"] == 16 - record["reward_exception"]
     assert read(out / "metrics.jsonl")[0]["reward_exception"] > 0
+    assert json.loads((out / "config.json").read_text())["reward"] == f"{rewards}:by_length"
 
 
 def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monkeypatch):
@@ -272,23 +273,11 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     assert [record["step"] for record in read(out / "eval.jsonl")] == [0, 3]
 
 
-@pytest.mark.parametrize(
-    ("reward", "sentence"),
-    [
-        ("nowhere.py:score", "there is no file"),
-        ("{}:missing", "has no missing"),
-        ("score", 'a reward function must be "path/to/file.py:name"'),
-    ],
-)
-def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys, reward, sentence):
+def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys):
     out = tmp_path / "run"
-    assert (
-        train.main(
-            [*base(), "--objective", "rloo", "--reward", reward.format(rewards), "--out", str(out)]
-        )
-        == 2
-    )
-    assert sentence in capsys.readouterr().err
+    flags = ["--objective", "rloo", "--reward", f"{rewards}:missing", "--out", str(out)]
+    assert train.main([*base(), *flags]) == 2
+    assert "has no missing" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -316,13 +305,6 @@ def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, ca
     error = capsys.readouterr().err
     assert "cannot be restarted" in error
     assert "twice only" in error
-
-
-def test_config_json_names_the_function(rewards, tmp_path):
-    out = tmp_path / "run"
-    flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:length", "--out", str(out)]
-    assert train.main([*base(), *flags]) == 0
-    assert json.loads((out / "config.json").read_text())["reward"] == f"{rewards}:length"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ independence of the batch.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -206,33 +207,33 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
     assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
-@pytest.mark.usefixtures("instructions")
-def test_samples_are_bitwise_independent_of_the_batch():
-    model = tiny_decoder()
-    whole = generate(model)
-    one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(
-        model
-    ).decoder.cache_bytes(24)
-    threads = torch.get_num_threads()
+def check_independence(draw, prompts, one_sequence):
+    """Check that samples are bitwise the same whatever is beside them, with any number of threads.
+    `draw` has prompts of its own, of which the third is drawn alone; return all its samples.
+    """
+    whole, threads = draw(), torch.get_num_threads()
+    changes = [{}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}]
     try:
-        for options in (
-            {},
-            {"max_batch": 7},
-            {"max_batch": 1},
-            {"cache_bytes": one_sequence},
-            {"threads": 1},
-            {"threads": 5},
-        ):
+        for options in (*changes, *({"threads": n} for n in (1, 2, 3, 5))):
             torch.set_num_threads(options.pop("threads", threads))
-            other = generate(model, **options)
+            other = draw(**options)
             assert torch.equal(other.tokens, whole.tokens)
             assert torch.equal(other.logprobs, whole.logprobs)
     finally:
         torch.set_num_threads(threads)
-    alone = generate(model, prompts=PROMPTS.take(2, 1))
+    alone = draw(prompts=prompts.take(2, 1))
     part = slice(whole.cu_seqlens[12], whole.cu_seqlens[18])
     assert torch.equal(alone.tokens, whole.tokens[part])
     assert torch.equal(alone.logprobs, whole.logprobs[part])
+    return whole
+
+
+@pytest.mark.usefixtures("instructions")
+def test_samples_are_bitwise_independent_of_the_batch():
+    model = tiny_decoder()
+    decoder = make_engine(model).decoder
+    one_sequence = decoder.cache_bytes(7) + decoder.cache_bytes(24)
+    whole = check_independence(partial(generate, model), PROMPTS, one_sequence)
     fewer = generate(model, num_samples=2)
     assert torch.equal(fewer.tokens[: fewer.cu_seqlens[2]], whole.tokens[: whole.cu_seqlens[2]])
     for changed in (generate(model, seed=5), generate(model, step=3)):

@@ -282,7 +282,7 @@ def test_the_servers_own_options_are_refused():
         train.parse(flags[2:])
 
 
-JOB = ("--rollout vllm --task chain --chain-length 3 --objective grpo --lr 2e-2 --steps 8").split()
+JOB = "--rollout vllm --task chain --chain-length 3 --objective grpo --lr 2e-2 --steps 8".split()
 JOB += "--prompts 4 --rollouts 32 --eval-prompts 8 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 

@@ -72,11 +72,6 @@ def save_byte_level_policy(
     return directory / "policy"
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
-
-
 def written(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

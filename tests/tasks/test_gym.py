@@ -24,7 +24,6 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.gym import HASHED
 from tests.job.test_resume import assert_same, stop_and_resume
 from tests.tables import refused
-from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import read
 
 COMPOSITE = (
@@ -32,11 +31,6 @@ COMPOSITE = (
     '"config": {}}]}'
 )
 NEEDS = {"composite": COMPOSITE}
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 in the pool.
 """
 
+import contextlib
 import json
 
 import datasets
@@ -9,7 +10,6 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
 from maxrl_fast import train
 from maxrl_fast.config.options import RewardOptions, TaskOptions
@@ -23,17 +23,12 @@ from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.hub import use_hub
 from tests.tables import refused, table
-from tests.tasks.test_dataset import save_byte_level_policy, written
+from tests.tasks.test_dataset import written
 
 GSM8K = [
     {"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"}
     for n in range(40)
 ]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(
@@ -184,63 +179,49 @@ def test_files_that_are_not_parquet_are_refused(tmp_path):
             jsonl.read_lines(path, "prompt")
 
 
+@contextlib.contextmanager
+def scored(task, count, texts, options=RewardOptions()):  # noqa: B008
+    """Give the scorer, and its rewards of responses to the first prompts."""
+    with contextlib.closing(build_scorer(options, task)) as scorer:
+        given = Rollouts.given([task._text.encode_response(text) for text in texts])
+        yield scorer, scorer.score(task.prompts("train", 0, count), given).tolist()
+
+
 def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    prompts = task.prompts("train", 0, 2)
-    answers = [line["answer"] for line in prompts.columns]
+    answers = [line["answer"] for line in task.prompts("train", 0, 2).columns]
     texts = [f"\\boxed{{{answers[0]}}}", "no box", "\\boxed{1}"]
     texts += [f"\\boxed{{{answers[1]}.0}}", f"\\boxed{{{'9' * 300}}}", "\\boxed{7"]
-    scorer = build_scorer(RewardOptions(), task)
-    try:
-        rewards = scorer.score(
-            prompts, Rollouts.given([task._text.encode_response(text) for text in texts])
-        )
-        assert rewards.tolist() == [1, 0, 0, 1, 0, 0]
+    with scored(task, 2, texts) as (scorer, rewards):
+        assert rewards == [1, 0, 0, 1, 0, 0]
         assert scorer.failures(Ranks(), "now")[1] == ""
         counts = scorer.take_answers()
         assert counts == {"all": 6, "missing": 2, "too_long": 1}
-        assert scorer.answer_rates(counts, Ranks()) == {
-            "answers_missing": 2 / 6,
-            "answers_too_long": 1 / 6,
-        }
+        rates = {"answers_missing": 2 / 6, "answers_too_long": 1 / 6}
+        assert scorer.answer_rates(counts, Ranks()) == rates
         assert not scorer.take_answers()
-    finally:
-        scorer.close()
 
 
 def test_responses_without_a_box_count_as_scored(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    prompts = task.prompts("train", 0, 1)
-    scorer = build_scorer(RewardOptions(reward_seconds=1.0), task)
-    try:  # 9^9^9^9 cannot be evaluated within a second
-        texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
-        rewards = scorer.score(
-            prompts, Rollouts.given([task._text.encode_response(text) for text in texts])
-        )
-        assert rewards.nan_to_num(0).sum() == 0
+    # 9^9^9^9 cannot be evaluated within a second
+    texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
+    with scored(task, 1, texts, RewardOptions(reward_seconds=1.0)) as (scorer, rewards):
+        assert set(rewards[1:]) == {0}
+        assert not rewards[0] > 0
         assert scorer.failures(Ranks(), "now")[0]["timeout"] <= 1
-    finally:
-        scorer.close()
 
 
 def test_a_users_own_function_sees_every_response(tmp_path, policy):
-    (tmp_path / "own.py").write_text(
-        "def length(prompt, response, **line):\n    return float(len(response))\n"
-    )
+    function = "def length(prompt, response, **line):\n    return float(len(response))\n"
+    (tmp_path / "own.py").write_text(function)
     reward = f"{tmp_path}/own.py:length"
     options = TaskOptions(task="gsm8k", data=written(tmp_path / "gsm8k.jsonl", GSM8K))
     task = build_task(options, 0, policy, (reward,))
-    scorer = build_scorer(RewardOptions(reward=(reward,)), task)
-    try:
-        texts = ["no box", "\\boxed{1}", "x" * 300]
-        rewards = scorer.score(
-            task.prompts("train", 0, 1),
-            Rollouts.given([task._text.encode_response(t) for t in texts]),
-        )
-        assert rewards.tolist() == [6, 9, 300]
+    texts = ["no box", "\\boxed{1}", "x" * 300]
+    with scored(task, 1, texts, RewardOptions(reward=(reward,))) as (scorer, rewards):
+        assert rewards == [6, 9, 300]
         assert scorer.answer_rates(scorer.take_answers(), Ranks()) == {}
-    finally:
-        scorer.close()
 
 
 def test_each_step_counts_only_its_own_answers(tmp_path, policy):
@@ -407,18 +388,3 @@ def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
     own = build_task(TaskOptions(task="gsm8k", hub="me/mine"), 0, policy)
     assert asked[2:] == [("me/mine", None, "train")]
     assert own.num_test_prompts < 10  # held out from the training lines
-
-
-def test_each_response_is_scored_with_its_prompts_columns(tmp_path, policy):
-    task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    prompts = task.prompts("train", 0, 3)
-    right = [task._text.encode_response(f"\\boxed{{{line['answer']}}}") for line in prompts.columns]
-    scorer = build_scorer(RewardOptions(), task)
-    try:
-        responses = [
-            right[g - (n == g)] for g in range(3) for n in range(3)
-        ]  # sample g of prompt g is the answer to another prompt
-        rewards = scorer.score(prompts, Rollouts.given(responses))
-    finally:
-        scorer.close()
-    assert torch.equal(rewards.view(3, 3), 1 - torch.eye(3))

@@ -19,7 +19,7 @@ from maxrl_fast.tasks.text_codec import prompts_of
 from maxrl_fast.training.policy_reward import check_answers
 from tests.job.test_resume import assert_same, stop_at
 from tests.tables import refused
-from tests.tasks.test_dataset import save_byte_level_policy, written
+from tests.tasks.test_dataset import written
 from tests.test_train import read
 
 
@@ -103,11 +103,6 @@ def test_a_token_across_the_marker_begins_the_answer_or_gives_another_one():
 def test_a_prompt_without_an_answer_is_refused():
     with refused("every prompt must have a reference answer as text, got none for prompt 4"):
         references(Merging(), None, [1])
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
 
 
 PROBLEMS = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(6)]

@@ -128,19 +128,9 @@ def test_a_run_with_a_reward_model_beside_a_function(tokenizer, tmp_path, capsys
         tmp_path / "run",
     )
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
-    rewards = f"--reward hf:{directory} {tmp_path}/half.py:half --reward-weights 2 -1".split()
-    assert (
-        train.main(
-            [
-                *base(),
-                *"--sft-steps 2 --steps 1 --objective rloo".split(),
-                *rewards,
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    flags = f"--reward hf:{directory} {tmp_path}/half.py:half --reward-weights 2 -1 --out {out}"
+    flags += " --sft-steps 2 --steps 1 --objective rloo"
+    assert train.main([*base(), *flags.split()]) == 0
     assert (
         f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability"
         in capsys.readouterr().out

@@ -262,12 +262,8 @@ def test_a_run_with_a_judge_and_a_function(server, tmp_path, capsys, monkeypatch
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
     out, names = tmp_path / "run", (f"openai:{server.url}/org/tiny", f"{tmp_path}/half.py:half")
     flags = f"--sft-steps 2 --steps 2 --objective rloo --judge-template {tmp_path}/template".split()
-    assert (
-        train.main(
-            [*base(), *flags, "--reward", *names, "--reward-weights", "1", "2", "--out", str(out)]
-        )
-        == 0
-    )
+    flags += ["--reward", *names, *f"--reward-weights 1 2 --out {out}".split()]
+    assert train.main([*base(), *flags]) == 0
     assert f"tiny at {server.url}" in capsys.readouterr().out
     for record in read(out / "metrics.jsonl"):
         assert record["reward/half"] == 0.5

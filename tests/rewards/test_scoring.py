@@ -152,15 +152,8 @@ def test_failed_rewards_are_left_out_of_their_groups(
 
     monkeypatch.setattr(Learner, "update", spy)
     out = tmp_path / "run"
-    flags = [
-        *FLAGS,
-        "--reward",
-        f"{rewards}:by_length",
-        "--objective",
-        *objective.split(),
-        "--out",
-        str(out),
-    ]
+    job = f"--reward {rewards}:by_length --objective {objective} --out {out}"
+    flags = [*FLAGS, *job.split()]
     assert train.main([*base(), *flags]) == 0
     (_, rollouts, advantages) = next(entry for entry in seen if entry[0] == "step 1")
     texts = [
@@ -194,12 +187,8 @@ def test_failed_rewards_are_left_out_of_their_groups(
 
 def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
     out = tmp_path / "run"
-    flags = [
-        *FLAGS,
-        "--reward",
-        f"{rewards}:by_length",
-        *f"--objective rloo --entropy-coef 0.1 --out {out}".split(),
-    ]
+    job = f"--reward {rewards}:by_length --objective rloo --entropy-coef 0.1 --out {out}"
+    flags = [*FLAGS, *job.split()]
     assert train.main([*base(), *flags]) == 0
     for record in read(out / "metrics.jsonl"):
         assert record["num_sequences_trained"] == 16 - record["reward_exception"]
@@ -248,13 +237,7 @@ def test_nonfinite_rewards_of_a_task_stop_the_run(tmp_path, monkeypatch, capsys)
 @pytest.mark.slow
 def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path, capsys):
     out = tmp_path / "run"
-    flags = [
-        "--objective",
-        "rloo",
-        "--reward",
-        f"{rewards}:broken",
-        *f"--reward-workers 1 --out {out}".split(),
-    ]
+    flags = f"--objective rloo --reward {rewards}:broken --reward-workers 1 --out {out}".split()
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
     # The run stops after the third failure of 24 calls.
@@ -291,15 +274,8 @@ def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, ca
         "open(__file__ + '.started', 'a').write('.')\n"
         "if os.path.getsize(__file__ + '.started') > 2:\n    raise RuntimeError('twice only')\n"
     )
-    flags = [
-        *FLAGS,
-        "--objective",
-        "rloo",
-        "--reward",
-        f"{rewards}:crashes",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    job = f"--objective rloo --reward {rewards}:crashes --out {tmp_path}/run"
+    flags = [*FLAGS, *job.split()]
     rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
@@ -321,26 +297,12 @@ def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch
         monkeypatch.setenv(name, "x")
     out = tmp_path / "run"
     flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:judge", "--out", str(out)]
-    assert (
-        train.main(
-            [
-                *base(),
-                *flags,
-                "--reward-isolation",
-                "call",
-                "--reward-env",
-                "JUDGE_KEY, NO_SUCH_NAME",
-            ]
-        )
-        == 2
-    )
+    flags += ["--reward-isolation", "call", "--reward-env"]
+    assert train.main([*base(), *flags, "JUDGE_KEY, NO_SUCH_NAME"]) == 2
     assert (
         "needs the environment variable NO_SUCH_NAME, which is not set" in capsys.readouterr().err
     )
-    assert (
-        train.main([*base(), *flags, "--reward-isolation", "call", "--reward-env", "JUDGE_KEY"])
-        == 0
-    )
+    assert train.main([*base(), *flags, "JUDGE_KEY"]) == 0
     said = capsys.readouterr()
     assert "reward workers: 1, a fresh process after each call; " in said.out + said.err
     assert [record["reward_mean"] for record in read(out / "metrics.jsonl")] == [1.0, 1.0]

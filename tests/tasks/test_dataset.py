@@ -299,9 +299,8 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     tally = SampleTally(task, NGramDiversity(), lines.append)
     tally(samples, torch.ones(4), [{}] * 4)
     records = [json.loads(line) for line in lines]
-    assert [
-        record["response"] for record in records
-    ] == "2<|im_end|> 2<|im_start|>2 2 22<|im_end|>".split()
+    shown = "2<|im_end|> 2<|im_start|>2 2 22<|im_end|>".split()
+    assert [record["response"] for record in records] == shown
     assert {record["prompt"] for record in records} == {
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     }
@@ -321,21 +320,12 @@ def job(tmp_path, policy):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     data = written(tmp_path / "sums.jsonl", [line | {"kind": "sum"} for line in SUMS])
-    return [
-        *(
-            "--task",
-            "dataset",
-            "--data",
-            os.path.relpath(data),
-            "--reward",
-            f"{os.path.relpath(reward)}:right",
-        ),
-        *("--model", os.path.relpath(policy)),
-        *(
-            "--prompts 8 --rollouts 4 --k 2 --steps 9 --max-new-tokens 6 --eval-samples 2 "
-            "--threads 1 --dtype float32 --reward-workers 1"
-        ).split(),
-    ]
+    files = f"--data {os.path.relpath(data)} --reward {os.path.relpath(reward)}:right"
+    return (
+        f"--task dataset {files} --model {os.path.relpath(policy)} --prompts 8 --rollouts 4 --k 2 "
+        "--steps 9 --max-new-tokens 6 --eval-samples 2 --threads 1 --dtype float32 "
+        "--reward-workers 1"
+    ).split()
 
 
 @pytest.mark.slow
@@ -349,12 +339,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     for record in (*rollouts, *read(tmp_path / "whole" / "samples.jsonl")):
         assert record["answer"] == answers[record["prompt"]]
         assert record["columns"] == {"kind": "sum"}
-        text = (
-            record["response"]
-            .replace("<|im_end|>", "")
-            .replace("<|im_start|>", "")
-            .replace("<|endoftext|>", "")
-        )
+        text = re.sub(r"<\|(im_end|im_start|endoftext)\|>", "", record["response"])
         assert record["components"] == {"letters": len(text), **({} if text else {"empty": 1})}
     stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
@@ -387,23 +372,13 @@ def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, caps
     (tmp_path / "objective.py").write_text(OBJECTIVE)
     written(tmp_path / "sums.jsonl", SUMS)
     monkeypatch.syspath_prepend(tmp_path)
-    flags = [
-        "--task",
-        "dataset",
-        "--data",
-        tmp_path / "sums.jsonl",
-        "--model",
-        model,
-        "--reward",
-        "own_rewards.verifier:score",
-    ]
-    flags += (
-        f"--objective {tmp_path}/objective.py:advantage --steps 1 --prompts 2 --rollouts 2"
-    ).split()
-    flags += (
+    flags = (
+        f"--task dataset --data {tmp_path}/sums.jsonl --model {model} "
+        "--reward own_rewards.verifier:score "
+        f"--objective {tmp_path}/objective.py:advantage --steps 1 --prompts 2 --rollouts 2 "
         "--max-new-tokens 3 --eval-prompts 2 --threads 1 --dtype float32 --reward-workers 1"
     ).split()
-    assert train.main([*map(str, flags), "--out", str(out)]) == 0
+    assert train.main([*flags, "--out", str(out)]) == 0
     assert "own_rewards" not in sys.modules  # its code runs in the workers alone
     changes = {
         package / "verifier.py": "the file of --reward: changed",
@@ -450,9 +425,8 @@ def test_a_directory_without_a_tokenizer_is_named_and_not_the_data(job, tmp_path
     """transformers makes an empty tokenizer of it, which encodes every prompt as no tokens."""
     bare = tmp_path / "bare"
     bare.mkdir()
-    for name in (
-        *"config.json generation_config.json model.safetensors tokenizer_config.json".split(),
-    ):
+    files = "config.json generation_config.json model.safetensors tokenizer_config.json"
+    for name in files.split():
         (bare / name).write_bytes((policy / name).read_bytes())
     assert train.main([*job, "--model", str(bare), "--out", str(tmp_path / "run")]) == 2
     assert f"{bare} has no tokenizer: it must have one of tokenizer.json, " in " ".join(

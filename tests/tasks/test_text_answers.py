@@ -149,11 +149,8 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
 
 def flags_of(policy, tmp_path, *more):
     data = written(tmp_path / "sums.jsonl", PROBLEMS)
-    flags = [
-        *f"--task math --data {data} --model {policy} --prompt-suffix".split(),
-        "",
-        "--plain-prompts",
-    ]
+    flags = [*f"--task math --data {data} --model {policy} --plain-prompts".split()]
+    flags += ["--prompt-suffix", ""]
     flags += "--prompts 4 --rollouts 4 --steps 4 --max-new-tokens 24 --eval-prompts 2".split()
     flags += "--eval-samples 2 --keep-rollouts 16 --lr 1e-3 --warmup-steps 1 --save-every 1".split()
     return [*flags, "--threads", "1", "--dtype", "float32", "--keep-checkpoints", "0", *more]

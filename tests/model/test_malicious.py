@@ -67,19 +67,8 @@ def edit_config(directory, changes):
 @pytest.mark.parametrize(
     "value",
     [
-        10**15,
-        10**400,
-        2**31,
-        0,
-        -1,
-        True,
-        32.0,
-        "32",
-        float("nan"),
-        float("inf"),
-        [32],
-        {"size": 32},
-        "9" * 10**6,
+        *(10**15, 10**400, 2**31, 0, -1, True, 32.0, "32", float("nan"), float("inf")),
+        *([32], {"size": 32}, "9" * 10**6),
     ],
 )
 @pytest.mark.parametrize("name", SIZES)

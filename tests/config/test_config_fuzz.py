@@ -29,25 +29,7 @@ from tests.fuzzing import settings
 OPTIONS = {name: value for name, value in Config().flat().items() if name != "config"}
 FLAGS = sorted(name for name, value in OPTIONS.items() if isinstance(value, bool))
 VALUED = sorted(OPTIONS.keys() - set(FLAGS))
-WORDS = [
-    "",
-    "0",
-    "1",
-    "2",
-    "-1",
-    "16",
-    "0.5",
-    "1e-3",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "None",
-    "none",
-    "true",
-    "x",
-    "--",
-]
+WORDS = ["", *"0 1 2 -1 16 0.5 1e-3 nan inf -inf 1e400 None none true x --".split()]
 WORDS += [
     "9" * 30,
     "9" * 5000,
@@ -56,47 +38,14 @@ WORDS += [
     "1_000",
     "a\0b",
     "\ud800",
-    "é",
-    "a=b",
-    "../..",
-    "/dev/null",
-    "/nowhere/x",
+    *"é a=b ../.. /dev/null /nowhere/x".split(),
     "x" * 300,
     "cpu",
 ]
-WORDS += [
-    "eps=1e-4",
-    "eps=nan",
-    "eps=1e999",
-    "tau=inf",
-    "quantile=2",
-    "=",
-    "float32",
-    "auto",
-    "rloo",
-    "q_proj",
-]
+WORDS += "eps=1e-4 eps=nan eps=1e999 tau=inf quantile=2 = float32 auto rloo q_proj".split()
 NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    4,
-    16,
-    -1,
-    2**31,
-    2**63,
-    10**30,
-    10**400,
-    0.0,
-    0.5,
-    1.0,
-    1e-3,
-    0.999,
-    -0.5,
-    1e300,
-    math.nan,
-    math.inf,
+    *(0, 1, 2, 3, 4, 16, -1, 2**31, 2**63, 10**30, 10**400, 0.0, 0.5, 1.0, 1e-3),
+    *(0.999, -0.5, 1e300, math.nan, math.inf),
 ]
 
 
@@ -128,14 +77,7 @@ def assert_possible(config):
     for name, value in options.items():
         assert not isinstance(value, float) or math.isfinite(value), name
     for name in (
-        "prompts",
-        "rollouts",
-        "max_new_tokens",
-        "layers",
-        "heads",
-        "kv_heads",
-        "threads",
-        "token_budget",
+        *"prompts rollouts max_new_tokens layers heads kv_heads threads token_budget".split(),
     ):
         assert options[name] >= 1, name
     assert 0 <= options["seed"] < 2**63
@@ -167,11 +109,7 @@ def test_any_flags(data):
         st.sampled_from(WORDS), st.sampled_from(NUMBERS).map(str), st.text(max_size=5)
     )
     flags = [
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--objective",
+        *"--device cpu --dtype float32 --objective".split(),
         data.draw(st.sampled_from(sorted(OBJECTIVES))),
     ]
     for name in names:
@@ -254,16 +192,9 @@ def file(tmp_path_factory):
 TEXTS = [
     "k = ",
     "= 4",
-    "[",
-    "]",
-    "{",
-    "}",
+    *"[ ] { }".split(),
     "\n",
-    "[a]",
-    "[[a]]",
-    '"',
-    "'",
-    '"""',
+    *'[a] [[a]] " \' """'.split(),
     "lr = 1e-3",
     "k = 4",
     "#",
@@ -271,17 +202,8 @@ TEXTS = [
     "é",
 ]
 TEXTS += [
-    "\0",
-    ".",
-    "9" * 5000,
-    "k = {a = 1}",
-    "k = [1, [2]]",
-    "k = 1979-05-27",
-    "k = 07:32:00",
-    "k.a = 4",
-    "order=0x10",
-    "\r",
-    "\ud7ff",
+    *("\0", ".", "9" * 5000, "k = {a = 1}", "k = [1, [2]]", "k = 1979-05-27"),
+    *("k = 07:32:00", "k.a = 4", "order=0x10", "\r", "\ud7ff"),
 ]
 
 

@@ -12,7 +12,6 @@ from maxrl_fast import train
 from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.errors import InputError
 from maxrl_fast.job import build_engine as build
 from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.job.build_task import build_task
@@ -29,6 +28,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts
 from tests.model.test_huggingface import tiny_policy
+from tests.tables import refused
 
 
 class LiveBytes(TorchDispatchMode):
@@ -160,17 +160,7 @@ def test_sharding_does_not_divide_the_copies_of_weights_on_a_cpu():
 
 def big(*flags):
     config = parse(
-        [
-            "--hidden-size",
-            "1024",
-            "--intermediate-size",
-            "4096",
-            "--layers",
-            "8",
-            "--heads",
-            "16",
-            *flags,
-        ]
+        [*"--hidden-size 1024 --intermediate-size 4096 --layers 8 --heads 16".split(), *flags]
     )
     task = build_task(config.task, 0)
     return build_policy(resolve(config, task), task, is_empty=True)
@@ -239,14 +229,7 @@ def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtyp
     flags = (
         "--dtype",
         dtype,
-        "--prompts",
-        "4",
-        "--rollouts",
-        "64",
-        "--eval-samples",
-        "1",
-        "--max-new-tokens",
-        "20",
+        *"--prompts 4 --rollouts 64 --eval-samples 1 --max-new-tokens 20".split(),
     )
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     arithmetic = arithmetic_of(getattr(torch, dtype))
@@ -271,16 +254,7 @@ def test_neighbours_that_share_a_vllm_engine_divide_its_weights():
 
 
 SEVEN_BILLION = (
-    "--hidden-size",
-    "4096",
-    "--intermediate-size",
-    "16384",
-    "--layers",
-    "28",
-    "--heads",
-    "32",
-    "--kv-heads",
-    "8",
+    "--hidden-size 4096 --intermediate-size 16384 --layers 28 --heads 32 --kv-heads 8".split()
 )
 
 
@@ -314,7 +288,7 @@ def test_other_names_of_machines_are_refused(text, capsys):
 
 
 def test_a_dry_run_of_gpus_refuses_the_cpu():
-    with pytest.raises(InputError, match="--dry-run 8x80 is for GPUs, got --device cpu"):
+    with refused("--dry-run 8x80 is for GPUs, got --device cpu"):
         resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
 
 

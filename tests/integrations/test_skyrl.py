@@ -48,9 +48,7 @@ def test_skyrl_computes_every_estimator(skyrl, name):
     skyrl.register(name, **options)
     batch = uneven.rollouts(binary=uneven.needs_binary(name))
     advantages, returns = compute(batch, f"maxrl_fast/{name}")
-    expected = uneven.one_group_at_a_time(
-        name, batch.rewards, batch.prompts, batch.lengths, **options
-    )
+    expected = batch.expected(name, **options)
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(advantages, expected[:, None] * batch.mask, rtol=1e-5, atol=1e-6)
     assert torch.equal(returns, advantages)
@@ -68,9 +66,7 @@ def test_importing_registers_every_estimator_and_options_are_given_by_register(s
         compute(batch, "maxrl_fast/maxpo")
     for k in (2, 4):
         skyrl.register("maxpo", k=k)
-        expected = uneven.one_group_at_a_time(
-            "maxpo", batch.rewards, batch.prompts, batch.lengths, k=k
-        )
+        expected = batch.expected("maxpo", k=k)
         torch.testing.assert_close(
             compute(batch, "maxrl_fast/maxpo")[0], expected[:, None] * batch.mask
         )

@@ -57,9 +57,7 @@ def test_the_advantages_of_shuffled_uneven_groups(name, options):
     args = Namespace(reward_key=None, maxrl_fast=options)
     raw, advantages = function(f"maxrl_fast.integrations.slime.{name}")(args, samples_of(batch))
     assert raw == batch.rewards.tolist()
-    expected = uneven.one_group_at_a_time(
-        name, batch.rewards, batch.prompts, batch.lengths, **options
-    )
+    expected = batch.expected(name, **options)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(torch.tensor(advantages), expected)
 

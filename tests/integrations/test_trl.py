@@ -144,14 +144,7 @@ def test_a_mixin_behind_the_trainer_is_refused(job):
 
 def run_in_two_processes(folder, name, **options):
     """Return what each process kept."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    launch = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
     command = [*launch, "-m", "tests.integrations.trl_job", name, json.dumps(options), str(folder)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -102,9 +102,7 @@ def test_verl_computes_every_estimator(name, through):
     options = uneven.options_of(name)
     batch = uneven.rollouts(binary=uneven.needs_binary(name))
     got = through(batch, f"maxrl_fast/{name}", OmegaConf.create({"maxrl_fast": options}))
-    expected = uneven.one_group_at_a_time(
-        name, batch.rewards, batch.prompts, batch.lengths, **options
-    )
+    expected = batch.expected(name, **options)
     assert expected.abs().max() > 0.01
     torch.testing.assert_close(
         got["advantages"], expected[:, None] * batch.mask, rtol=1e-5, atol=1e-6
@@ -193,7 +191,7 @@ def test_options_come_from_verls_command_line():
     ).algorithm
     batch = uneven.rollouts(binary=False)
     got = compute(batch, config.adv_estimator, config)["advantages"]
-    expected = uneven.one_group_at_a_time("maxpo", batch.rewards, batch.prompts, batch.lengths, k=4)
+    expected = batch.expected("maxpo", k=4)
     torch.testing.assert_close(got, expected[:, None] * batch.mask)
     with pytest.raises(ValueError, match="maxpo needs k"):
         compute(batch, "maxrl_fast/maxpo", configuration().algorithm)
@@ -252,7 +250,7 @@ def test_verls_trainer_computes_the_advantages_of_the_batch_in_its_queue():
     finally:
         transfer_queue.close()
         ray.shutdown()
-    expected = uneven.one_group_at_a_time("maxpo", batch.rewards, batch.prompts, batch.lengths, k=3)
+    expected = batch.expected("maxpo", k=3)
     assert expected.abs().max() > 0.1
     for actual, advantage, (_, mask, _, end) in zip(got, expected, per_rollout, strict=True):
         torch.testing.assert_close(actual, advantage * mask[:end], rtol=1e-5, atol=1e-6)

@@ -25,6 +25,10 @@ class Rollouts:
     def lengths(self):
         return self.mask.sum(1)
 
+    def expected(self, name, **options):
+        """Return the advantages [B], computed one group at a time."""
+        return one_group_at_a_time(name, self.rewards, self.prompts, self.lengths, **options)
+
 
 def rollouts(seed=0, binary=True):
     generator = torch.Generator().manual_seed(seed)

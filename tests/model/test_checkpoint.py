@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
@@ -20,6 +19,7 @@ from maxrl_fast.runtime.files import atomic_directory, temporary_path
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
+from tests.tables import refused
 
 TASK = MazeTask(5)
 
@@ -76,7 +76,10 @@ def test_transformers_computes_the_same_logits(tmp_path, family, shard_bytes):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
     assert type(theirs).__name__ == ARCHITECTURES[model.config.model_type]
     check_equal_logits(model, theirs)
-    check_equal_logits(load_checkpoint(tmp_path / "checkpoint"), theirs)
+    loaded = load_checkpoint(tmp_path / "checkpoint")
+    assert loaded.config == model.config
+    for (key, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
 
 
 SIZES = {
@@ -200,16 +203,16 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "b")
     assert encode_chat(tokenizer, [{"role": "START", "content": "UP DOWN"}]) == [11, 13, 14, 6]
     (tmp_path / "b" / "chat_template.jinja").unlink()
-    with pytest.raises(InputError, match="has no chat template"):
+    with refused("has no chat template"):
         encode_chat(load_tokenizer(tmp_path / "b"), [{"role": "user", "content": "UP"}])
     (tmp_path / "b" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match=r"cannot read the tokenizer of .*b: "):
+    with refused(r"cannot read the tokenizer of .*b: "):
         load_tokenizer(tmp_path / "b")
 
 
 def test_a_missing_transformers_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install 'maxrl_fast\[hf\]'"):
+    with refused(r"pip install 'maxrl_fast\[hf\]'"):
         load_tokenizer(tmp_path)
 
 
@@ -247,17 +250,6 @@ def test_the_tokenizer_encodes_the_tasks_words(tmp_path):
     assert len(tokenizer) == TASK.vocab_size
 
 
-def test_loading_restores_the_same_weights(tmp_path):
-    for name, changes in FAMILIES.items():
-        model = save(tmp_path / name, **changes)
-        loaded = load_checkpoint(tmp_path / name)
-        assert loaded.config == model.config
-        for (key, a), b in zip(
-            model.state_dict().items(), loaded.state_dict().values(), strict=True
-        ):
-            assert torch.equal(a, b), key
-
-
 def test_a_checkpoint_is_complete_or_absent(tmp_path):
     directory = tmp_path / "checkpoint"
     with pytest.raises(ZeroDivisionError), atomic_directory(directory) as folder:
@@ -285,62 +277,48 @@ def edit_weights(directory, change):
     ("damage", "message"),
     [
         (lambda d: (d / "config.json").unlink(), "cannot read the checkpoint's .*config.json"),
-        (
-            lambda d: (d / "config.json").write_text("{"),
-            "cannot read the checkpoint's .*config.json",
-        ),
         (lambda d: (d / "config.json").write_text("[]"), r"must hold a JSON object, got \[\]"),
         (
-            lambda d: edit_config(d, model_type="mamba"),
+            {"model_type": "mamba"},
             "model_type must be one of qwen2, qwen3, llama, got 'mamba'",
         ),
         (
-            lambda d: edit_config(d, dtype="float8"),
+            {"dtype": "float8"},
             "dtype must be one of float32, bfloat16, float16, got 'float8'",
         ),
         (
-            lambda d: edit_config(d, model_type="llama", attention_bias=True),
+            {"model_type": "llama", "attention_bias": True},
             "attention_bias must be false, got true",
         ),
         (
-            lambda d: edit_config(d, layer_types=["full_attention", "sliding_attention"]),
+            {"layer_types": ["full_attention", "sliding_attention"]},
             "must all be full_attention",
         ),
-        (lambda d: edit_config(d, hidden_size=None), "lacks the key 'hidden_size'"),
-        (lambda d: edit_config(d, hidden_size="32"), "hidden_size must be an integer"),
+        ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         (
-            lambda d: edit_config(d, num_key_value_heads=3),
+            {"num_key_value_heads": 3},
             "multiple of num_key_value_heads, got 4 and 3",
         ),
         (
-            lambda d: edit_config(d, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}),
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
             "lacks the key 'factor'",
         ),
         (
-            lambda d: edit_config(
-                d, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0}
-            ),
+            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
             "of type default or llama3",
         ),
         (
-            lambda d: edit_config(d, partial_rotary_factor=0.5),
+            {"partial_rotary_factor": 0.5},
             "of type default or llama3, and not partial",
         ),
         (
-            lambda d: edit_config(d, rope_parameters="x"),
+            {"rope_parameters": "x"},
             "rope_parameters must be an object, got 'x'",
         ),
-        (lambda d: edit_config(d, hidden_act="gelu"), 'hidden_act must be "silu", got "gelu"'),
+        ({"hidden_act": "gelu"}, 'hidden_act must be "silu", got "gelu"'),
         (
             lambda d: (d / "model.safetensors").unlink(),
             "cannot read the weights .*model.safetensors",
-        ),
-        (lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 100), "cannot read the weights"),
-        (
-            lambda d: (d / "model.safetensors").write_bytes(
-                (d / "model.safetensors").read_bytes()[:-50]
-            ),
-            "cannot read the weights",
         ),
         (
             lambda d: edit_weights(d, lambda t: t.pop("model.norm.weight")),
@@ -353,7 +331,7 @@ def edit_weights(directory, change):
             "model.norm.weight must be F32, BF16 or F16, got I64",
         ),
         (
-            lambda d: edit_config(d, rope_parameters={"partial_rotary_factor": 0.5}),
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "of type default or llama3, and not partial",
         ),
         (
@@ -369,8 +347,8 @@ def edit_weights(directory, change):
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage, message):
     directory = tmp_path / "checkpoint"
     save(directory)
-    damage(directory)
-    with pytest.raises(InputError, match=message):
+    edit_config(directory, **damage) if isinstance(damage, dict) else damage(directory)
+    with refused(message):
         load_checkpoint(directory)
 
 
@@ -409,16 +387,8 @@ def edit_index(directory, change):
             "model-00001-of-00003.safetensors lacks the tensor extra that .*index.json says it has",
         ),
         (
-            lambda d: edit_index(d, lambda index: index.pop("weight_map")),
-            "weight_map must map tensors to files",
-        ),
-        (
             lambda d: edit_index(d, lambda index: index["weight_map"].update(extra="../../secret")),
             "weight_map must map tensors to files of the same directory",
-        ),
-        (
-            lambda d: (d / "model.safetensors.index.json").write_text("x"),
-            "cannot read the checkpoint's .*index.json",
         ),
     ],
 )
@@ -427,5 +397,5 @@ def test_a_damaged_sharded_checkpoint_is_refused_by_name(tmp_path, damage, messa
     save(directory, 30_000)
     assert len(list(directory.glob("model-*-of-00003.safetensors"))) == 3
     damage(directory)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         load_checkpoint(directory)

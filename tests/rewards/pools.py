@@ -18,13 +18,13 @@ THREAD = (
 )
 
 
-def pool(name, workers=2, time_limit=10.0, memory_limit=GB, start_limit=60.0, file=FUNCTIONS):
+def pool(name, workers=2, time_limit=10.0, memory_limit=GB, file=FUNCTIONS, **options):
     return RewardPool(
         f"{file}:{name}",
         workers=workers,
         time_limit=time_limit,
         memory_limit=memory_limit,
-        start_limit=start_limit,
+        **options,
     )
 
 

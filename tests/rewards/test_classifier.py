@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from maxrl_fast import train
-from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import Classifier
+from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import base, read
 
@@ -116,7 +116,7 @@ def test_other_models_are_refused_without_a_report_of_transformers(
         ),
     }
     for sentence, directory in cases.items():
-        with pytest.raises(InputError, match=sentence):
+        with refused(sentence):
             Classifier(f"hf:{directory}", CPU, torch.float32)
     assert not caplog.records
 
@@ -128,31 +128,9 @@ def test_a_run_with_a_reward_model_beside_a_function(tokenizer, tmp_path, capsys
         tmp_path / "run",
     )
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
-    rewards = [
-        "--reward",
-        f"hf:{directory}",
-        f"{tmp_path}/half.py:half",
-        "--reward-weights",
-        "2",
-        "-1",
-    ]
-    assert (
-        train.main(
-            [
-                *base(),
-                "--sft-steps",
-                "2",
-                "--steps",
-                "1",
-                "--objective",
-                "rloo",
-                *rewards,
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+    flags = f"--reward hf:{directory} {tmp_path}/half.py:half --reward-weights 2 -1 --out {out}"
+    flags += " --sft-steps 2 --steps 1 --objective rloo"
+    assert train.main([*base(), *flags.split()]) == 0
     assert (
         f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability"
         in capsys.readouterr().out

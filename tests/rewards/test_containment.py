@@ -2,9 +2,8 @@
 
 import pytest
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.pool import RewardPool
 from tests.rewards.pools import FUNCTIONS, THREAD, pids, pool
+from tests.tables import refused
 
 
 @pytest.fixture(params=["forked", "loaded again"])
@@ -21,9 +20,7 @@ def file(request, tmp_path):
 def test_a_deleted_working_directory_fails_no_other_call(tmp_path, monkeypatch, isolation):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    with RewardPool(
-        f"{FUNCTIONS}:act", workers=2, time_limit=10, memory_limit=10**9, isolation=isolation
-    ) as two:
+    with pool("act", isolation=isolation) as two:
         scores = two.score(
             [{"action": "delete_folder"}, *({"action": "", "x": float(i)} for i in range(1, 20))]
         )
@@ -47,23 +44,18 @@ def test_a_failed_call_is_followed_by_a_fresh_process(file, failing):
 
 
 def test_a_process_for_each_call_keeps_nothing_of_other_calls():
-    with RewardPool(
-        f"{FUNCTIONS}:act", workers=2, time_limit=10, memory_limit=10**9, isolation="call"
-    ) as two:
+    with pool("act", isolation="call") as two:
         assert two.score([{"action": "count"}] * 20).rewards == [1.0] * 20
         assert len(set(two.score([{"action": "pid"}] * 10).rewards)) == 10
 
 
 def test_a_function_that_starts_threads_is_refused_where_each_call_needs_a_process(tmp_path):
     (tmp_path / "threads.py").write_text(THREAD + "def f(): return 1.0")
-    with pytest.raises(
-        InputError, match="loading it starts threads, so it cannot be forked for each call"
-    ):
-        RewardPool(
-            f"{tmp_path / 'threads.py'}:f",
-            workers=1,
-            time_limit=10,
-            memory_limit=10**9,
+    with refused("loading it starts threads, so it cannot be forked for each call"):
+        pool(
+            "f",
+            1,
+            file=tmp_path / "threads.py",
             isolation="call",
         )
 
@@ -73,9 +65,7 @@ def test_secrets_are_not_in_the_environment_unless_they_are_named(monkeypatch):
         monkeypatch.setenv(name, "secret")
     names = ["OPENAI_API_KEY", "HF_TOKEN", "HTTPS_PROXY", "JUDGE_KEY", "PATH", "HOME"]
     calls = [{"action": "variable", "name": name} for name in names]
-    with RewardPool(
-        f"{FUNCTIONS}:act", workers=1, time_limit=10, memory_limit=10**9, environment=["JUDGE_KEY"]
-    ) as one:
+    with pool("act", 1, environment=["JUDGE_KEY"]) as one:
         assert one.score(calls).rewards == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
@@ -84,22 +74,20 @@ def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
     (tmp_path / "hashes.py").write_text("def f(): return hash('maze') % 2**20\n")
     rewards = set()
     for _ in range(3):
-        with RewardPool(
-            f"{tmp_path / 'hashes.py'}:f", workers=1, time_limit=10, memory_limit=10**9
+        with pool(
+            "f",
+            1,
+            file=tmp_path / "hashes.py",
         ) as one:
             rewards.update(one.score([{}]).rewards)
     assert len(rewards) == 1
 
 
 def test_a_variable_that_is_not_set_is_refused():
-    with pytest.raises(
-        InputError, match="needs the environment variable NO_SUCH_NAME, which is not set"
-    ):
-        RewardPool(
-            f"{FUNCTIONS}:act",
-            workers=1,
-            time_limit=10,
-            memory_limit=10**9,
+    with refused("needs the environment variable NO_SUCH_NAME, which is not set"):
+        pool(
+            "act",
+            1,
             environment=["NO_SUCH_NAME"],
         )
 

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.errors import RewardError
 from maxrl_fast.rewards.pool import MAX_HUNG, InProcessReward, RewardPool
+from tests.tables import refused
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
 
@@ -138,7 +139,5 @@ def test_its_lines_say_that_nothing_contains_it():
 
 
 def test_parameters_that_do_not_fit_are_refused():
-    with pytest.raises(
-        InputError, match="the reward python:f: your function does not take `answer`"
-    ):
+    with refused("the reward python:f: your function does not take `answer`"):
         source(lambda prompt, response: 1.0).check(ROWS[0])

@@ -11,11 +11,12 @@ import pytest
 from maxrl_fast import train
 from maxrl_fast.config.options import SCORE, RewardOptions
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import StorageError
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.rewards import models as module
 from maxrl_fast.rewards.models import Judge
 from maxrl_fast.tasks.maze import MazeTask
+from tests.tables import refused
 from tests.test_train import base, read
 
 TEMPLATE = "Rate {response} to {prompt} ({unknown}, \\boxed{x}) for {answer}."
@@ -88,10 +89,7 @@ def test_the_question_is_the_template_and_the_score_is_parsed(server, tmp_path):
     one = judge(server, tmp_path, TEMPLATE)
     assert one.score(
         [{"prompt": messages, "response": "good {answer}", "answer": 7}, *rows("bad", answer="x")]
-    ).rewards == [
-        8,
-        -0.5,
-    ]
+    ).rewards == [8, -0.5]
     asked = [
         (path, body["model"], body["temperature"], body["messages"])
         for path, _, body in server.requests
@@ -196,7 +194,7 @@ def test_the_key_comes_from_a_named_variable_and_is_not_redirected(server, tmp_p
     assert "HTTP status 307" in source.score(rows("moved")).failures[0].message
     assert len(server.requests) == 3
     monkeypatch.setenv("OPENAI_API_KEY", "secret\nsecond")
-    with pytest.raises(InputError, match="the key of the judge must be printable ASCII") as error:
+    with refused("the key of the judge must be printable ASCII") as error:
         build_scorer(RewardOptions(**options, reward_env="OPENAI_API_KEY"), MazeTask(5))
     assert "secret" not in str(error.value)
 
@@ -222,16 +220,13 @@ def test_too_many_failures_end_the_scoring(server, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "openai:model",
-        "openai:ftp://host/v1/m",
-        "openai:http://host/v1/",
-        "openai:http://u:p@host/v1/m",
-        "openai:http://h:x/v1/m",
-    ],
+    (
+        "openai:model openai:ftp://host/v1/m openai:http://host/v1/ "
+        "openai:http://u:p@host/v1/m openai:http://h:x/v1/m"
+    ).split(),
 )
 def test_other_addresses_are_refused(name, tmp_path):
-    with pytest.raises(InputError, match=r"--reward must be openai:URL/MODEL, such as"):
+    with refused(r"--reward must be openai:URL/MODEL, such as"):
         Judge(name, "{response}", pattern=SCORE, time_limit=1, concurrency=1, cache=tmp_path)
 
 
@@ -244,12 +239,12 @@ def test_other_addresses_are_refused(name, tmp_path):
     ],
 )
 def test_templates_and_patterns_are_checked(server, tmp_path, changed, sentence):
-    with pytest.raises(InputError, match=sentence):
+    with refused(sentence):
         judge(server, tmp_path, **changed)
 
 
 def test_options_of_a_judge_are_refused_without_one():
-    with pytest.raises(InputError, match="--judge-template needs --reward openai:"):
+    with refused("--judge-template needs --reward openai:"):
         parse(["--reward", "a.py:f", "--judge-template", "x"])
     assert (
         parse(
@@ -266,22 +261,9 @@ def test_a_run_with_a_judge_and_a_function(server, tmp_path, capsys, monkeypatch
     (tmp_path / "template").write_text("{response}")
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
     out, names = tmp_path / "run", (f"openai:{server.url}/org/tiny", f"{tmp_path}/half.py:half")
-    flags = [
-        "--sft-steps",
-        "2",
-        "--steps",
-        "2",
-        "--objective",
-        "rloo",
-        "--judge-template",
-        str(tmp_path / "template"),
-    ]
-    assert (
-        train.main(
-            [*base(), *flags, "--reward", *names, "--reward-weights", "1", "2", "--out", str(out)]
-        )
-        == 0
-    )
+    flags = f"--sft-steps 2 --steps 2 --objective rloo --judge-template {tmp_path}/template".split()
+    flags += ["--reward", *names, *f"--reward-weights 1 2 --out {out}".split()]
+    assert train.main([*base(), *flags]) == 0
     assert f"tiny at {server.url}" in capsys.readouterr().out
     for record in read(out / "metrics.jsonl"):
         assert record["reward/half"] == 0.5

@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.function import mismatch, signature_of
 from maxrl_fast.rewards.pool import RewardPool
+from tests.tables import refused
 
 FUNCTIONS = """
 import asyncio, time
@@ -199,6 +199,6 @@ def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, s
 def test_the_pool_refuses_columns_that_do_not_fit(file):
     with (
         pool(file, "client") as one,
-        pytest.raises(InputError, match=r"--reward .*:client: your function does not take `level`"),
+        refused(r"--reward .*:client: your function does not take `level`"),
     ):
         one.check({"prompt": "p", "response": "", "level": 1})

@@ -10,10 +10,10 @@ import torch
 from maxrl_fast import train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.scoring import MajorityVote, Scorer
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
+from tests.tables import refused
 from tests.test_train import base, read
 
 
@@ -47,18 +47,7 @@ def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, mon
         MazeTask, "score", lambda self, *given: scored.append(len(given[1])) or score(self, *given)
     )
     monkeypatch.setattr(MazeTask, "answer", lambda self, text: str(len(text.split()) % 2))
-    flags = [
-        "--labels",
-        "vote",
-        "--objective",
-        "rloo",
-        "--steps",
-        "2",
-        "--eval-prompts",
-        "4",
-        "--keep-rollouts",
-        "16",
-    ]
+    flags = "--labels vote --objective rloo --steps 2 --eval-prompts 4 --keep-rollouts 16".split()
     assert train.main([*base(), "--out", str(tmp_path / "run"), *flags]) == 0
     assert len(scored) == len(read(tmp_path / "run" / "eval.jsonl"))  # once for each evaluation
     for record in read(tmp_path / "run" / "metrics.jsonl"):
@@ -77,8 +66,6 @@ def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, mon
 
 def test_objectives_with_other_rewards_refuse_votes():
     for name in ("self", "remax"):
-        with pytest.raises(
-            InputError, match=f"labels cannot be vote for {name}, whose other rewards no vote gives"
-        ):
+        with refused(f"labels cannot be vote for {name}, whose other rewards no vote gives"):
             check(parse(["--objective", name, "--labels", "vote"]))
     check(parse(["--objective", "maxrl", "--labels", "vote"]))

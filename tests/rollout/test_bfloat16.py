@@ -3,6 +3,7 @@ of the batch.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from maxrl_fast.rollout.cpu_decoder import CPU, CpuDecoder
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
+from tests.rollout.test_native import check_independence
 
 PLAIN = "bfloat16, plain C++"
 PATHS = _C.bfloat16_arithmetics()  # plain C++ always, and the instructions that this machine has
@@ -143,27 +145,9 @@ def test_greedy_decoding_takes_the_largest_logit_of_a_float64_model(arithmetic):
 @pytest.mark.parametrize("arithmetic", PATHS)
 def test_samples_are_bitwise_independent_of_the_batch(arithmetic, changes):
     model = tiny_decoder(**changes)
-    whole = generate(model, arithmetic)
     decoder = CpuDecoder(model.config, arithmetic)
     one_sequence = decoder.cache_bytes(79) + decoder.cache_bytes(40)
-    threads = torch.get_num_threads()
-    try:
-        for options in (
-            {"max_batch": 7},
-            {"max_batch": 1},
-            {"cache_bytes": one_sequence},
-            *({"threads": n} for n in (1, 2, 3)),
-        ):
-            torch.set_num_threads(options.pop("threads", threads))
-            other = generate(model, arithmetic, **options)
-            assert torch.equal(other.tokens, whole.tokens)
-            assert torch.equal(other.logprobs, whole.logprobs)
-    finally:
-        torch.set_num_threads(threads)
-    alone = generate(model, arithmetic, prompts=PROMPTS.take(2, 1))
-    part = slice(whole.cu_seqlens[12], whole.cu_seqlens[18])
-    assert torch.equal(alone.tokens, whole.tokens[part])
-    assert torch.equal(alone.logprobs, whole.logprobs[part])
+    check_independence(partial(generate, model, arithmetic), PROMPTS, one_sequence)
 
 
 @pytest.mark.parametrize("arithmetic", PATHS)

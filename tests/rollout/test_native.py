@@ -3,12 +3,13 @@ independence of the batch.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.records import Prompts
@@ -18,6 +19,7 @@ from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
+from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 STOPS = (3, 17)
@@ -71,20 +73,15 @@ def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
         assert rollouts.lengths.unique().numel() > 3  # responses finished at different times
 
 
+WAITING = "_local_scalar_dense nonzero is_nonzero equal masked_select unique_dim _unique2".split()
+
+
 class NoWaiting(TorchDispatchMode):
     """Refuse operators that would make the host wait for a value or a shape on a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().removeprefix("aten::")
-        if name in (
-            "_local_scalar_dense",
-            "nonzero",
-            "is_nonzero",
-            "equal",
-            "masked_select",
-            "unique_dim",
-            "_unique2",
-        ):
+        if name in WAITING:
             raise AssertionError(f"{name} within a burst")
         return function(*args, **(kwargs or {}))
 
@@ -210,33 +207,33 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
     assert Sampling(1.3, 24, STOPS, 5).greedy == Sampling(0.0, 24, STOPS, 5)
 
 
-@pytest.mark.usefixtures("instructions")
-def test_samples_are_bitwise_independent_of_the_batch():
-    model = tiny_decoder()
-    whole = generate(model)
-    one_sequence = make_engine(model).decoder.cache_bytes(7) + make_engine(
-        model
-    ).decoder.cache_bytes(24)
-    threads = torch.get_num_threads()
+def check_independence(draw, prompts, one_sequence):
+    """Check that samples are bitwise the same whatever is beside them, with any number of threads.
+    `draw` has prompts of its own, of which the third is drawn alone; return all its samples.
+    """
+    whole, threads = draw(), torch.get_num_threads()
+    changes = [{}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}]
     try:
-        for options in (
-            {},
-            {"max_batch": 7},
-            {"max_batch": 1},
-            {"cache_bytes": one_sequence},
-            {"threads": 1},
-            {"threads": 5},
-        ):
+        for options in (*changes, *({"threads": n} for n in (1, 2, 3, 5))):
             torch.set_num_threads(options.pop("threads", threads))
-            other = generate(model, **options)
+            other = draw(**options)
             assert torch.equal(other.tokens, whole.tokens)
             assert torch.equal(other.logprobs, whole.logprobs)
     finally:
         torch.set_num_threads(threads)
-    alone = generate(model, prompts=PROMPTS.take(2, 1))
+    alone = draw(prompts=prompts.take(2, 1))
     part = slice(whole.cu_seqlens[12], whole.cu_seqlens[18])
     assert torch.equal(alone.tokens, whole.tokens[part])
     assert torch.equal(alone.logprobs, whole.logprobs[part])
+    return whole
+
+
+@pytest.mark.usefixtures("instructions")
+def test_samples_are_bitwise_independent_of_the_batch():
+    model = tiny_decoder()
+    decoder = make_engine(model).decoder
+    one_sequence = decoder.cache_bytes(7) + decoder.cache_bytes(24)
+    whole = check_independence(partial(generate, model), PROMPTS, one_sequence)
     fewer = generate(model, num_samples=2)
     assert torch.equal(fewer.tokens[: fewer.cu_seqlens[2]], whole.tokens[: whole.cu_seqlens[2]])
     for changed in (generate(model, seed=5), generate(model, step=3)):
@@ -271,9 +268,7 @@ def test_memory_stays_within_the_budget(in_cpp):
     assert bounded.statistics.decode_steps > free.statistics.decode_steps
     assert bounded.statistics.prompt_tokens >= len(PROMPTS.tokens)
     assert bounded.statistics.response_tokens == len(rollouts.tokens)
-    with pytest.raises(
-        InputError, match=r"kv_cache_gb must hold the longest prompt and a response, .* got 1e-06"
-    ):
+    with refused(r"kv_cache_gb must hold the longest prompt and a response, .* got 1e-06"):
         make_engine(model, in_cpp=in_cpp, cache_bytes=1000).generate(
             PROMPTS, 6, sampling, seed=0, step=0
         )
@@ -300,7 +295,7 @@ def test_memory_stays_within_the_budget(in_cpp):
 def test_bad_requests_are_refused(prompts, changes, message, in_cpp):
     sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 24, "stop_ids": STOPS} | changes)
     engine = make_engine(tiny_decoder(), in_cpp=in_cpp)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         engine.generate(make_prompts(prompts), 2, sampling, seed=0, step=0)
 
 

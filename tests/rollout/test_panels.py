@@ -11,14 +11,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_products_of_every_shape_equal_float64_on_every_instruction_set(tmp_path):
     program = tmp_path / "panels"
-    options = [
-        "-std=c++17",
-        "-O2",
-        "-fopenmp",
-        "-Wno-psabi",
-        "-ffp-contract=fast",
-        f"-I{ROOT / 'csrc'}",
-    ]
+    options = f"-std=c++17 -O2 -fopenmp -Wno-psabi -ffp-contract=fast -I{ROOT}/csrc".split()
     source = ROOT / "tests" / "rollout" / "panels.cpp"
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *options, str(source), "-o", str(program)], check=True, timeout=120)

@@ -5,7 +5,6 @@ engine.
 import pytest
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.linear import LoraLinear, add_adapters
@@ -17,6 +16,7 @@ from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.model.test_huggingface import tiny_policy
+from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14], [9, 9], [30, 2, 4]])
 SAMPLING = Sampling(1.3, 20, (3, 17))
@@ -86,7 +86,7 @@ def test_samples_do_not_depend_on_the_size_of_a_pass():
 
 def test_a_cache_that_is_too_small_is_refused():
     engine = TransformersEngine(tiny_policy("gemma2"), torch.float32, cache_bytes=1000)
-    with pytest.raises(InputError, match="kv_cache_gb must hold the longest prompt and a response"):
+    with refused("kv_cache_gb must hold the longest prompt and a response"):
         engine.sequence_bytes(10, 20)
 
 

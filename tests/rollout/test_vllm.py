@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import policy_of
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
@@ -35,6 +34,7 @@ from tests.batches import make_prompts, one_batch
 from tests.families import tiny_model
 from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
+from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
 STOPS = (3, 17)
@@ -59,9 +59,7 @@ def installed(monkeypatch):
 
 def test_a_missing_vllm_is_reported_with_the_install_command(installed, tmp_path, capsys):
     installed(None)
-    with pytest.raises(
-        InputError, match=r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"
-    ):
+    with refused(r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
         check_installed()
     assert (
         train.main(["--rollout", "vllm", "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
@@ -76,9 +74,7 @@ def test_a_missing_vllm_is_reported_with_the_install_command(installed, tmp_path
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_other_versions_are_refused(installed, version):
     installed(version)
-    with pytest.raises(
-        InputError, match=f"needs a version of vLLM from 0.32 to below 0.34, got {version}"
-    ):
+    with refused(f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
         check_installed()
 
 
@@ -179,9 +175,7 @@ def test_an_engine_that_samples_from_another_model_is_refused():
     policy = tiny_policy("gemma2")
     told = check_engine(policy, TransformersEngine(policy, torch.float32))
     assert float(told.partition(" by ")[2].partition(" nats")[0]) < 1e-4
-    with pytest.raises(
-        InputError, match="samples from another model than this gemma2: log-probs differ by"
-    ):
+    with refused("samples from another model than this gemma2: log-probs differ by"):
         check_engine(
             policy,
             TransformersEngine(
@@ -195,9 +189,8 @@ def test_mixtures_of_experts_are_refused_on_a_cpu(make_fake_engine, family):
     """vLLM 0.32's `reload_weights` leaves them wrong there: with its own checkpoint, log-probs
     differ by 0.6 nats.
     """
-    with pytest.raises(
-        InputError,
-        match=f"samples with wrong experts once weights are loaded again, and {family} has experts",
+    with refused(
+        f"samples with wrong experts once weights are loaded again, and {family} has experts"
     ):
         make_fake_engine(tiny_policy(family))
 
@@ -207,9 +200,7 @@ def test_weights_that_vllm_refuses_are_a_sentence(make_fake_engine, monkeypatch)
         raise ValueError("There is no module\nor parameter named 'lm_head'")
 
     monkeypatch.setattr(FakeLLM, "collective_rpc", refuse)
-    with pytest.raises(
-        InputError, match="vLLM cannot load this policy's weights: There is no module or parameter"
-    ):
+    with refused("vLLM cannot load this policy's weights: There is no module or parameter"):
         make_fake_engine(tiny_decoder())
 
 
@@ -229,8 +220,8 @@ def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_f
 def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_fake_engine):
     """Before the ranks meet, so that none waits for another."""
 
-    def refused(message, cache_bytes=2**20, tensor_parallel=2, **changes):
-        with pytest.raises(InputError, match=message):
+    def check(message, cache_bytes=2**20, tensor_parallel=2, **changes):
+        with refused(message):
             make_fake_engine(
                 tiny_decoder(**changes),
                 cache_bytes=cache_bytes,
@@ -238,19 +229,19 @@ def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_f
                 tensor_parallel=tensor_parallel,
             )
 
-    refused(
+    check(
         "vllm_tensor_parallel must divide num_attention_heads, 4 in this model, got 3",
         tensor_parallel=3,
     )
-    refused(
+    check(
         "vllm_tensor_parallel must divide intermediate_size, 49 in this model, got 2",
         intermediate_size=49,
     )
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    refused(
+    check(
         "must divide num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads
     )
-    refused(
+    check(
         r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got",
         cache_bytes=10**15,
     )
@@ -312,12 +303,7 @@ def own_logprobs(model, rollouts, sampling):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(1.0, 24, STOPS),
-        Sampling(0.7, 24, STOPS),
-        Sampling(1.2, 24, ()),
-    ],
+    "sampling", [Sampling(1.0, 24, STOPS), Sampling(0.7, 24, STOPS), Sampling(1.2, 24, ())]
 )
 def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling):
     model = tiny_decoder()
@@ -425,7 +411,7 @@ def test_tokens_follow_the_distribution(engine):
 
 @pytest.mark.vllm
 def test_bad_requests_are_refused(engine):
-    with pytest.raises(InputError, match="vocabulary, 0 to 31, got 40"):
+    with refused("vocabulary, 0 to 31, got 40"):
         engine.generate(make_prompts([[40]]), 2, Sampling(1.0, 24, STOPS), seed=0, step=0)
 
 
@@ -466,28 +452,8 @@ def test_the_default_job_trains(tmp_path):
     """A small run from the command line earns rewards and changes weights, and only the trainer
     prints.
     """
-    flags = [
-        "--rollout",
-        "vllm",
-        "--steps",
-        "3",
-        "--sft-steps",
-        "40",
-        "--eval-prompts",
-        "16",
-        "--eval-samples",
-        "4",
-    ]
-    flags += [
-        "--prompts",
-        "8",
-        "--maze-size",
-        "5",
-        "--kv-cache-gb",
-        "0.2",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    flags = "--rollout vllm --steps 3 --sft-steps 40 --eval-prompts 16 --eval-samples 4".split()
+    flags += f"--prompts 8 --maze-size 5 --kv-cache-gb 0.2 --out {tmp_path}/run".split()
     flags += ["--dtype", "float32"]  # the tolerances below are for float32
     command = [sys.executable, "-m", "maxrl_fast.train", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

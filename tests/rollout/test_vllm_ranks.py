@@ -13,44 +13,9 @@ from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
 
 pytestmark = pytest.mark.vllm
 
-JOB = [
-    "--rollout",
-    "vllm",
-    "--task",
-    "chain",
-    "--chain-length",
-    "3",
-    "--objective",
-    "grpo",
-    "--lr",
-    "2e-2",
-    "--steps",
-    "10",
-]
-JOB += [
-    "--prompts",
-    "4",
-    "--rollouts",
-    "32",
-    "--eval-prompts",
-    "65",
-    "--eval-samples",
-    "2",
-    "--kv-cache-gb",
-    "0.03",
-]
-JOB += [
-    "--hidden-size",
-    "32",
-    "--intermediate-size",
-    "64",
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-    "--kv-heads",
-    "2",
-]
+JOB = "--rollout vllm --task chain --chain-length 3 --objective grpo --lr 2e-2 --steps 10".split()
+JOB += "--prompts 4 --rollouts 32 --eval-prompts 65 --eval-samples 2 --kv-cache-gb 0.03".split()
+JOB += "--hidden-size 32 --intermediate-size 64 --layers 2 --heads 2 --kv-heads 2".split()
 JOB += ["--threads", "1", "--dtype", "float32"]  # the tolerances below are for float32
 
 

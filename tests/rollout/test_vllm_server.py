@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
-from maxrl_fast.errors import InputError, ServerError
+from maxrl_fast.errors import ServerError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm_server as module
@@ -25,6 +25,7 @@ from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
 from tests.models import tiny_decoder
+from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
 SAMPLING = Sampling(1.0, 8, (3,))
@@ -167,15 +168,13 @@ ANSWER = "the vLLM server at http://127.0.0.1:\\d+ answered"
 )
 def test_a_server_that_is_started_otherwise_is_refused(server, path, answer, message):
     server.answers[path] = answer
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         VllmServerEngine(tiny_decoder(), torch.float32, server.url)
 
 
 def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
-    with pytest.raises(
-        InputError,
-        match="--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got "
-        "processed",
+    with refused(
+        "--vllm-url with --top-p needs a server with --logprobs-mode raw_logprobs, got processed"
     ):
         VllmServerEngine(tiny_decoder(), torch.float32, server.url, filters_tokens=True)
     of_all = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
@@ -202,16 +201,7 @@ def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
 def test_a_missing_server_is_reported_before_any_work(tmp_path, capsys, url):
     assert (
         train.main(
-            [
-                "--rollout",
-                "vllm",
-                "--vllm-url",
-                url,
-                "--sft-steps",
-                "0",
-                "--out",
-                str(tmp_path / "run"),
-            ]
+            ["--rollout", "vllm", "--vllm-url", url, *f"--sft-steps 0 --out {tmp_path}/run".split()]
         )
         == 2
     )
@@ -268,25 +258,9 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
         "vllm",
         "--vllm-url",
         server.url,
-        "--task",
-        "chain",
-        "--objective",
-        "grpo",
-        "--out",
-        str(tmp_path),
+        *f"--task chain --objective grpo --out {tmp_path}".split(),
     ]
-    flags += [
-        "--prompts",
-        "2",
-        "--rollouts",
-        "4",
-        "--steps",
-        "2",
-        "--eval-prompts",
-        "2",
-        "--eval-samples",
-        "1",
-    ]
+    flags += "--prompts 2 --rollouts 4 --steps 2 --eval-prompts 2 --eval-samples 1".split()
     assert train.main([*flags, "--save-every", "1", "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert (
@@ -302,38 +276,14 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
 def test_the_servers_own_options_are_refused():
     flags = ["--rollout", "vllm", "--vllm-url", "http://127.0.0.1:1"]
     for more in (["--vllm-tensor-parallel", "2"], ["--kv-cache-gb", "1"]):
-        with pytest.raises(InputError, match="cannot be used with --vllm-url"):
+        with refused("cannot be used with --vllm-url"):
             train.parse([*flags, *more])
-    with pytest.raises(InputError, match="--vllm-url needs --rollout vllm"):
+    with refused("--vllm-url needs --rollout vllm"):
         train.parse(flags[2:])
 
 
-JOB = [
-    "--rollout",
-    "vllm",
-    "--task",
-    "chain",
-    "--chain-length",
-    "3",
-    "--objective",
-    "grpo",
-    "--lr",
-    "2e-2",
-    "--steps",
-    "8",
-]
-JOB += [
-    "--prompts",
-    "4",
-    "--rollouts",
-    "32",
-    "--eval-prompts",
-    "8",
-    "--eval-samples",
-    "2",
-    "--threads",
-    "1",
-]
+JOB = "--rollout vllm --task chain --chain-length 3 --objective grpo --lr 2e-2 --steps 8".split()
+JOB += "--prompts 4 --rollouts 32 --eval-prompts 8 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 
 
@@ -364,23 +314,12 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
     model = tiny_decoder(**sizes)
     model.initialise(0)
     write_policy(policy, "float32", model.weights(), new_files(model.config, (2,)))
-    options = [
-        "--model",
-        str(policy),
-        "--skip-tokenizer-init",
-        "--enable-scale-out",
-        "--enforce-eager",
-        "--dtype",
-        "float32",
-    ]
-    options += [
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--kv-cache-memory-bytes",
-        "30000000",
-        "--port",
-        str(port),
-    ]
+    options = (
+        f"--model {policy} --skip-tokenizer-init --enable-scale-out --enforce-eager --dtype float32"
+    ).split()
+    options += (
+        f"--logprobs-mode processed_logprobs --kv-cache-memory-bytes 30000000 --port {port}"
+    ).split()
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -393,10 +332,7 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
     }
     command = [
         sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--host",
-        "127.0.0.1",
+        *"-m vllm.entrypoints.openai.api_server --host 127.0.0.1".split(),
         *options,
     ]
     log = (tmp_path / "log").open("w")
@@ -413,12 +349,7 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
             *JOB,
             "--vllm-url",
             url,
-            "--model",
-            str(policy),
-            "--sharding",
-            "full",
-            "--out",
-            str(tmp_path / "run"),
+            *f"--model {policy} --sharding full --out {tmp_path}/run".split(),
         ]
         process = torchrun(
             2, "-m", "maxrl_fast.train", *flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -437,13 +368,7 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "maxrl_fast.train",
-            "--resume",
-            str(tmp_path / "run"),
-            "--steps",
-            "9",
-            "--allow-changes",
+            *f"-m maxrl_fast.train --resume {tmp_path}/run --steps 9 --allow-changes".split(),
         ],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

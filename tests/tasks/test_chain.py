@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.chain import BOS, EOS, HABIT, LEFT, PAD, RIGHT, ChainTask
+from tests.tables import refused
 from tests.test_train import read
 
 
@@ -56,7 +56,7 @@ def test_every_prompt_is_one_bos_token():
         [0, 1, 2, 3],
         [4, 5, 6],
     )
-    with pytest.raises(InputError, match="chain_length must be at least 2, got 1"):
+    with refused("chain_length must be at least 2, got 1"):
         ChainTask(1)
 
 

@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast import train
-from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import Rollouts, Samples
@@ -24,6 +23,7 @@ from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_lines
 from tests.job.test_resume import assert_same, stop_at
 from tests.models import save_checkpoint, tiny_decoder
+from tests.tables import refused
 from tests.test_train import read
 
 CHAT = (
@@ -70,11 +70,6 @@ def save_byte_level_policy(
         directory / "policy", model.config, model.weights(), files, (fast.eos_token_id,)
     )
     return directory / "policy"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
 
 
 def written(path, records):
@@ -145,10 +140,9 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
     task = task_of(path, policy, max_prompt_tokens=30)
     assert task.prompt_length == 30
     assert task.name.endswith(", 10 longer than 30 tokens left out")
-    with pytest.raises(
-        InputError,
-        match="must have prompts of at most 3 tokens for the train split, got none in 1 training "
-        "lines and 0 ",
+    with refused(
+        "must have prompts of at most 3 tokens for the train split, got none in 1 training "
+        "lines and 0 "
     ):
         task_of(
             written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3
@@ -202,7 +196,7 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
 def test_malicious_lines_are_refused_with_their_number(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         read_lines(path, "prompt")
 
 
@@ -215,9 +209,9 @@ def test_other_kinds_of_files_are_refused(tmp_path):
         ("nowhere", "readable JSON Lines"),
         ("empty", "got none"),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             read_lines(tmp_path / path, "prompt")
-    with pytest.raises(InputError, match="a device"):
+    with refused("a device"):
         read_lines(Path("/dev/zero"), "prompt")
 
 
@@ -263,7 +257,7 @@ def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text
         f"data.jsonl, line 2: a prompt must not have the special token {token!r} of the tokenizer "
         "in its text"
     )
-    with pytest.raises(InputError, match=re.escape(message)):
+    with refused(re.escape(message)):
         task_of(path, policy, test_data=path)
     task = task_of(path, policy, test_data=path, allow_special_tokens=True)
     honest, allowed = (task.prompts("test", i, 1).tokens.tolist() for i in range(2))
@@ -305,12 +299,8 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     tally = SampleTally(task, NGramDiversity(), lines.append)
     tally(samples, torch.ones(4), [{}] * 4)
     records = [json.loads(line) for line in lines]
-    assert [record["response"] for record in records] == [
-        "2<|im_end|>",
-        "2<|im_start|>2",
-        "2",
-        "22<|im_end|>",
-    ]
+    shown = "2<|im_end|> 2<|im_start|>2 2 22<|im_end|>".split()
+    assert [record["response"] for record in records] == shown
     assert {record["prompt"] for record in records} == {
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     }
@@ -330,32 +320,12 @@ def job(tmp_path, policy):
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
     data = written(tmp_path / "sums.jsonl", [line | {"kind": "sum"} for line in SUMS])
-    return [
-        *(
-            "--task",
-            "dataset",
-            "--data",
-            os.path.relpath(data),
-            "--reward",
-            f"{os.path.relpath(reward)}:right",
-        ),
-        *("--model", os.path.relpath(policy)),
-        *(
-            "--prompts",
-            "8",
-            "--rollouts",
-            "4",
-            "--k",
-            "2",
-            "--steps",
-            "9",
-            "--max-new-tokens",
-            "6",
-            "--eval-samples",
-            "2",
-        ),
-        *("--threads", "1", "--dtype", "float32", "--reward-workers", "1"),
-    ]
+    files = f"--data {os.path.relpath(data)} --reward {os.path.relpath(reward)}:right"
+    return (
+        f"--task dataset {files} --model {os.path.relpath(policy)} --prompts 8 --rollouts 4 --k 2 "
+        "--steps 9 --max-new-tokens 6 --eval-samples 2 --threads 1 --dtype float32 "
+        "--reward-workers 1"
+    ).split()
 
 
 @pytest.mark.slow
@@ -369,12 +339,7 @@ def test_training_on_a_file_and_resuming_in_the_second_epoch(job, tmp_path, monk
     for record in (*rollouts, *read(tmp_path / "whole" / "samples.jsonl")):
         assert record["answer"] == answers[record["prompt"]]
         assert record["columns"] == {"kind": "sum"}
-        text = (
-            record["response"]
-            .replace("<|im_end|>", "")
-            .replace("<|im_start|>", "")
-            .replace("<|endoftext|>", "")
-        )
+        text = re.sub(r"<\|(im_end|im_start|endoftext)\|>", "", record["response"])
         assert record["components"] == {"letters": len(text), **({} if text else {"empty": 1})}
     stop_at(monkeypatch, "step 7")  # 56 prompts of 60, held-out ones included
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
@@ -407,39 +372,13 @@ def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, caps
     (tmp_path / "objective.py").write_text(OBJECTIVE)
     written(tmp_path / "sums.jsonl", SUMS)
     monkeypatch.syspath_prepend(tmp_path)
-    flags = [
-        "--task",
-        "dataset",
-        "--data",
-        tmp_path / "sums.jsonl",
-        "--model",
-        model,
-        "--reward",
-        "own_rewards.verifier:score",
-    ]
-    flags += [
-        "--objective",
-        f"{tmp_path / 'objective.py'}:advantage",
-        "--steps",
-        "1",
-        "--prompts",
-        "2",
-        "--rollouts",
-        "2",
-    ]
-    flags += [
-        "--max-new-tokens",
-        "3",
-        "--eval-prompts",
-        "2",
-        "--threads",
-        "1",
-        "--dtype",
-        "float32",
-        "--reward-workers",
-        "1",
-    ]
-    assert train.main([*map(str, flags), "--out", str(out)]) == 0
+    flags = (
+        f"--task dataset --data {tmp_path}/sums.jsonl --model {model} "
+        "--reward own_rewards.verifier:score "
+        f"--objective {tmp_path}/objective.py:advantage --steps 1 --prompts 2 --rollouts 2 "
+        "--max-new-tokens 3 --eval-prompts 2 --threads 1 --dtype float32 --reward-workers 1"
+    ).split()
+    assert train.main([*flags, "--out", str(out)]) == 0
     assert "own_rewards" not in sys.modules  # its code runs in the workers alone
     changes = {
         package / "verifier.py": "the file of --reward: changed",
@@ -486,12 +425,8 @@ def test_a_directory_without_a_tokenizer_is_named_and_not_the_data(job, tmp_path
     """transformers makes an empty tokenizer of it, which encodes every prompt as no tokens."""
     bare = tmp_path / "bare"
     bare.mkdir()
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer_config.json",
-    ):
+    files = "config.json generation_config.json model.safetensors tokenizer_config.json"
+    for name in files.split():
         (bare / name).write_bytes((policy / name).read_bytes())
     assert train.main([*job, "--model", str(bare), "--out", str(tmp_path / "run")]) == 2
     assert f"{bare} has no tokenizer: it must have one of tokenizer.json, " in " ".join(

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast import train
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_demonstrations
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.job.test_resume import assert_same, stop_at
-from tests.tasks.test_dataset import SUMS, policy, written  # noqa: F401
+from tests.tables import refused
+from tests.tasks.test_dataset import SUMS, written
 from tests.test_train import read
 
 SHOWN = [{"prompt": f"{a}*{b}=", "response": f"{a * b}."} for a in range(5) for b in range(3)]
@@ -31,7 +31,7 @@ TALK = [
 FORGED = [{"prompt": "1", "response": "2<|im_end|>"}]
 
 
-def task_of(tmp_path, policy, demonstrations, name="dataset", **options):  # noqa: F811
+def task_of(tmp_path, policy, demonstrations, name="dataset", **options):
     key = DATASETS[name].prompt_key
     data = written(
         tmp_path / "data.jsonl", [{key: line["prompt"], "answer": line["answer"]} for line in SUMS]
@@ -76,7 +76,7 @@ def texts(task, start, count):
 )
 def test_demonstrations_are_asked_as_prompts_are_and_end_with_the_stop_token(
     tmp_path,
-    policy,  # noqa: F811
+    policy,
     line,
     name,
     prompt,
@@ -86,7 +86,7 @@ def test_demonstrations_are_asked_as_prompts_are_and_end_with_the_stop_token(
     assert texts(task, 0, 1) == [(prompt, f"{response}<|im_end|>")]
 
 
-def test_every_epoch_has_each_demonstration_once_in_a_new_order(tmp_path, policy):  # noqa: F811
+def test_every_epoch_has_each_demonstration_once_in_a_new_order(tmp_path, policy):
     task = task_of(tmp_path, policy, SHOWN)
     one, two = texts(task, 0, 15), texts(task, 15, 15)
     assert one != two
@@ -102,7 +102,7 @@ def test_every_epoch_has_each_demonstration_once_in_a_new_order(tmp_path, policy
     assert other.name.endswith("; 14 demonstrations of shown.jsonl")
 
 
-def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa: F811
+def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):
     """Prompts of 9, responses of 5 tokens with their stop token, and 256 positions."""
     lengths = [(9, 4), (10, 4), (9, 5), (2, 3)]
     lines = [{"prompt": "1" * a, "response": "2" * b} for a, b in lengths]
@@ -115,14 +115,11 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):  # noqa
     )
     assert task.name.endswith(wanted)
     assert task.prompt_length == 4  # of the prompts that are asked
-    with pytest.raises(
-        InputError,
-        match=r"must have demonstrations with at most .* 256 of both, .* got none in 1 lines",
-    ):
+    with refused(r"must have demonstrations with at most .* 256 of both, .* got none in 1 lines"):
         task_of(tmp_path, policy, [{"prompt": "1" * 200, "response": "2" * 56}])
 
 
-def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):  # noqa: F811
+def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
     task = task_of(
         tmp_path, policy, [{"prompt": line["prompt"], "response": line["answer"]} for line in SUMS]
     )
@@ -136,7 +133,7 @@ def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):  # n
     )
 
 
-def test_a_response_limit_lowered_to_the_positions_leaves_the_same_demonstrations(tmp_path, policy):  # noqa: F811
+def test_a_response_limit_lowered_to_the_positions_leaves_the_same_demonstrations(tmp_path, policy):
     """A run that is resumed has the lowered limit."""
     lines = [{"prompt": "1", "response": "2" * count} for count in (3, 250, 251, 252)]
     task = task_of(tmp_path, policy, [*lines, {"prompt": "1" * 100, "response": "2"}])
@@ -173,33 +170,21 @@ def test_a_response_limit_lowered_to_the_positions_leaves_the_same_demonstration
     ],
 )
 def test_lines_without_a_prompt_or_a_response_are_refused(tmp_path, line, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         read_demonstrations(written(tmp_path / "shown.jsonl", [line]), "prompt")
 
 
-def test_special_tokens_in_responses_are_refused_unless_allowed(tmp_path, policy):  # noqa: F811
-    with pytest.raises(
-        InputError,
-        match=r"shown.jsonl, line 1: a response must not have the special token '<\|im_end\|>'",
-    ):
+def test_special_tokens_in_responses_are_refused_unless_allowed(tmp_path, policy):
+    with refused(r"shown.jsonl, line 1: a response must not have the special token '<\|im_end\|>'"):
         task_of(tmp_path, policy, FORGED)
     task = task_of(tmp_path, policy, FORGED, allow_special_tokens=True)
     assert texts(task, 0, 1) == [("1", "2<|im_end|>")]  # not two stop tokens
 
 
-def test_an_epoch_is_the_default_and_training_prompts_are_not_used_up(tmp_path, policy):  # noqa: F811
-    flags = [
-        "--task",
-        "dataset",
-        "--model",
-        str(policy),
-        "--sft-data",
-        "shown.jsonl",
-        "--sft-batch",
-        "4",
-        "--reward",
-        "r.py:f",
-    ]
+def test_an_epoch_is_the_default_and_training_prompts_are_not_used_up(tmp_path, policy):
+    flags = (
+        f"--task dataset --model {policy} --sft-data shown.jsonl --sft-batch 4 --reward r.py:f"
+    ).split()
     task = task_of(tmp_path, policy, SHOWN)
     # 15 lines
     assert resolve(parse([*flags, "--data", "x"]), task, warn=list).warm_start.sft_steps == 4
@@ -209,75 +194,30 @@ def test_an_epoch_is_the_default_and_training_prompts_are_not_used_up(tmp_path, 
         ).warm_start.sft_steps
         == 0
     )
-    with pytest.raises(InputError, match="--sft-data is not used by task maze"):
+    with refused("--sft-data is not used by task maze"):
         parse(["--sft-data", "x"])
 
 
 @pytest.fixture
-def job(tmp_path, policy):  # noqa: F811
+def job(tmp_path, policy):
     (tmp_path / "reward.py").write_text(
         "def score(prompt, response, answer):\n    return float(len(response))\n"
     )
     data, shown = written(tmp_path / "sums.jsonl", SUMS), written(tmp_path / "shown.jsonl", SHOWN)
-    return [
-        *(
-            "--task",
-            f"{tmp_path / 'reward.py'}:score",
-            "--data",
-            str(data),
-            "--sft-data",
-            str(shown),
-            "--sft-batch",
-            "5",
-        ),
-        *(
-            "--sft-steps",
-            "5",
-            "--sft-lr",
-            "1e-2",
-            "--objective",
-            "rloo",
-            "--prompts",
-            "4",
-            "--rollouts",
-            "2",
-            "--steps",
-            "2",
-        ),
-        *(
-            "--max-new-tokens",
-            "5",
-            "--eval-prompts",
-            "2",
-            "--eval-samples",
-            "2",
-            "--threads",
-            "1",
-            "--dtype",
-            "float32",
-        ),
-        *("--reward-workers", "1", "--model", str(policy)),
-    ]
+    return (
+        f"--task {tmp_path}/reward.py:score --data {data} --sft-data {shown} --sft-batch "
+        "5 --sft-steps 5 --sft-lr 1e-2 --objective rloo --prompts 4 --rollouts 2 --steps "
+        "2 --max-new-tokens 5 --eval-prompts 2 --eval-samples 2 --threads 1 --dtype "
+        f"float32 --reward-workers 1 --model {policy}"
+    ).split()
 
 
-def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys):  # noqa: F811
+def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys):
     """Its loss is the mean of -log p of the responses' tokens, their stop tokens too, by
     transformers.
     """
     assert (
-        train.main(
-            [
-                *job,
-                "--sft-steps",
-                "1",
-                "--sft-batch",
-                "15",
-                "--steps",
-                "1",
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )
+        train.main([*job, *f"--sft-steps 1 --sft-batch 15 --steps 1 --out {tmp_path}/run".split()])
         == 0
     )
     out = " ".join(capsys.readouterr().out.split())

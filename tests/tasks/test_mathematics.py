@@ -2,6 +2,7 @@
 in the pool.
 """
 
+import contextlib
 import json
 
 import datasets
@@ -9,11 +10,9 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
 from maxrl_fast import train
 from maxrl_fast.config.options import RewardOptions, TaskOptions
-from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
@@ -23,7 +22,8 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.hub import use_hub
-from tests.tasks.test_dataset import save_byte_level_policy, written
+from tests.tables import refused, table
+from tests.tasks.test_dataset import written
 
 GSM8K = [
     {"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"}
@@ -31,25 +31,20 @@ GSM8K = [
 ]
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_byte_level_policy(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize(
     ("text", "content"),
-    [
-        ("so \\boxed{5} apples", "5"),
-        ("first \\boxed{4}, no: \\boxed{ \\frac{1}{2} }.", "\\frac{1}{2}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{x \\} y}", "x \\} y"),
-        ("\\boxed{\\text{a}{b}} and more}", "\\text{a}{b}"),
-        ("\\boxed{\\boxed{3}}", "\\boxed{3}"),
-        ("\\boxed{3} then \\boxed{4", ""),
-        ("no box, {5}", ""),
-        ("\\boxed{}", ""),
-        ("\\boxed{\\", ""),
-    ],
+    table(r"""
+    so \boxed{5} apples | 5
+    first \boxed{4}, no: \boxed{ \frac{1}{2} }. | \frac{1}{2}
+    \boxed{\{1, 2\}} | \{1, 2\}
+    \boxed{x \} y} | x \} y
+    \boxed{\text{a}{b}} and more} | \text{a}{b}
+    \boxed{\boxed{3}} | \boxed{3}
+    \boxed{3} then \boxed{4 |
+    no box, {5} |
+    \boxed{} |
+    \boxed{\ |
+    """),
 )
 def test_the_last_box_is_the_answer(text, content):
     assert boxed(text) == content
@@ -85,15 +80,13 @@ def test_the_correct_answer_is_found_in_each_line():
     assert math_answer({"reward_model": {"ground_truth": "5"}}, "reward_model.ground_truth") == "5"
     assert look_up({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
     for line in ({}, {"answer": ""}, {"answer": True}, {"answer": [1]}):
-        with pytest.raises(InputError, match="each line must have an answer in 'answer'"):
+        with refused("each line must have an answer in 'answer'"):
             math_answer(line, None)
-    with pytest.raises(
-        InputError, match=r"\(--answer-key\); it has the keys 'question', 'solution'"
-    ):
+    with refused(r"\(--answer-key\); it has the keys 'question', 'solution'"):
         math_answer({"question": "1?", "solution": "1"}, "answer")
-    with pytest.raises(InputError, match=r"each line must have an answer in 'a\.b', got None"):
+    with refused(r"each line must have an answer in 'a\.b', got None"):
         math_answer({"a": {}}, "a.b")
-    with pytest.raises(InputError, match="must have its answer in"):
+    with refused("must have its answer in"):
         math_answer({"solution": "it is 4"}, None)
 
 
@@ -174,7 +167,7 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
 def test_malicious_rows_are_refused_with_their_number(tmp_path, rows, message):
     path = tmp_path / "bad.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         jsonl.read_lines(path, "prompt")
 
 
@@ -182,67 +175,53 @@ def test_files_that_are_not_parquet_are_refused(tmp_path):
     path = tmp_path / "bad.parquet"
     for content in (b"", b"PAR1 and nothing more PAR1"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"bad.parquet must be a Parquet file: "):
+        with refused(r"bad.parquet must be a Parquet file: "):
             jsonl.read_lines(path, "prompt")
+
+
+@contextlib.contextmanager
+def scored(task, count, texts, options=RewardOptions()):  # noqa: B008
+    """Give the scorer, and its rewards of responses to the first prompts."""
+    with contextlib.closing(build_scorer(options, task)) as scorer:
+        given = Rollouts.given([task._text.encode_response(text) for text in texts])
+        yield scorer, scorer.score(task.prompts("train", 0, count), given).tolist()
 
 
 def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    prompts = task.prompts("train", 0, 2)
-    answers = [line["answer"] for line in prompts.columns]
+    answers = [line["answer"] for line in task.prompts("train", 0, 2).columns]
     texts = [f"\\boxed{{{answers[0]}}}", "no box", "\\boxed{1}"]
     texts += [f"\\boxed{{{answers[1]}.0}}", f"\\boxed{{{'9' * 300}}}", "\\boxed{7"]
-    scorer = build_scorer(RewardOptions(), task)
-    try:
-        rewards = scorer.score(
-            prompts, Rollouts.given([task._text.encode_response(text) for text in texts])
-        )
-        assert rewards.tolist() == [1, 0, 0, 1, 0, 0]
+    with scored(task, 2, texts) as (scorer, rewards):
+        assert rewards == [1, 0, 0, 1, 0, 0]
         assert scorer.failures(Ranks(), "now")[1] == ""
         counts = scorer.take_answers()
         assert counts == {"all": 6, "missing": 2, "too_long": 1}
-        assert scorer.answer_rates(counts, Ranks()) == {
-            "answers_missing": 2 / 6,
-            "answers_too_long": 1 / 6,
-        }
+        rates = {"answers_missing": 2 / 6, "answers_too_long": 1 / 6}
+        assert scorer.answer_rates(counts, Ranks()) == rates
         assert not scorer.take_answers()
-    finally:
-        scorer.close()
 
 
 def test_responses_without_a_box_count_as_scored(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    prompts = task.prompts("train", 0, 1)
-    scorer = build_scorer(RewardOptions(reward_seconds=1.0), task)
-    try:  # 9^9^9^9 cannot be evaluated within a second
-        texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
-        rewards = scorer.score(
-            prompts, Rollouts.given([task._text.encode_response(text) for text in texts])
-        )
-        assert rewards.nan_to_num(0).sum() == 0
+    # 9^9^9^9 cannot be evaluated within a second
+    texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
+    with scored(task, 1, texts, RewardOptions(reward_seconds=1.0)) as (scorer, rewards):
+        assert set(rewards[1:]) == {0}
+        assert not rewards[0] > 0
         assert scorer.failures(Ranks(), "now")[0]["timeout"] <= 1
-    finally:
-        scorer.close()
 
 
 def test_a_users_own_function_sees_every_response(tmp_path, policy):
-    (tmp_path / "own.py").write_text(
-        "def length(prompt, response, **line):\n    return float(len(response))\n"
-    )
+    function = "def length(prompt, response, **line):\n    return float(len(response))\n"
+    (tmp_path / "own.py").write_text(function)
     reward = f"{tmp_path}/own.py:length"
     options = TaskOptions(task="gsm8k", data=written(tmp_path / "gsm8k.jsonl", GSM8K))
     task = build_task(options, 0, policy, (reward,))
-    scorer = build_scorer(RewardOptions(reward=(reward,)), task)
-    try:
-        texts = ["no box", "\\boxed{1}", "x" * 300]
-        rewards = scorer.score(
-            task.prompts("train", 0, 1),
-            Rollouts.given([task._text.encode_response(t) for t in texts]),
-        )
-        assert rewards.tolist() == [6, 9, 300]
+    texts = ["no box", "\\boxed{1}", "x" * 300]
+    with scored(task, 1, texts, RewardOptions(reward=(reward,))) as (scorer, rewards):
+        assert rewards == [6, 9, 300]
         assert scorer.answer_rates(scorer.take_answers(), Ranks()) == {}
-    finally:
-        scorer.close()
 
 
 def test_each_step_counts_only_its_own_answers(tmp_path, policy):
@@ -256,14 +235,7 @@ def test_each_step_counts_only_its_own_answers(tmp_path, policy):
     )
     flags = [
         *sizes.split(),
-        "--task",
-        "gsm8k",
-        "--data",
-        str(data),
-        "--model",
-        str(policy),
-        "--dtype",
-        "float32",
+        *f"--task gsm8k --data {data} --model {policy} --dtype float32".split(),
     ]
     scored = []
     rates = Scorer.answer_rates
@@ -295,9 +267,7 @@ def test_decompression_bombs_are_refused(tmp_path):
     )
     pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
     assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
-    with pytest.raises(
-        InputError, match=r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"
-    ):
+    with refused(r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"):
         jsonl.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 
@@ -311,11 +281,9 @@ def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
         "--prompts 4 --rollouts 4 --k 2 --steps 1 --max-new-tokens 4 --eval-samples 2 --threads 1 "
         "--reward-workers 1"
     )
-    flags = [
-        *f"--task reward.py:score --data data.jsonl --reward-threshold 2 {sizes}".split(),
-        "--model",
-        str(policy),
-    ]
+    flags = (
+        f"--task reward.py:score --data data.jsonl --reward-threshold 2 {sizes} --model {policy}"
+    ).split()
     assert train.main([*flags, "--out", "run"]) == 0
     (record,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert (record["reward_mean"] * 16) % 1 == 0
@@ -363,11 +331,10 @@ def test_an_unreachable_hub_is_reported_without_retries(policy, offline, monkeyp
     monkeypatch.setattr(
         huggingface_hub.utils._http.time, "sleep", lambda seconds: pytest.fail("it retries")
     )
-    with pytest.raises(
-        InputError,
-        match=r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
+    with refused(
+        r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
         r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE reads a local "
-        r"copy",
+        r"copy"
     ):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
 
@@ -421,18 +388,3 @@ def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
     own = build_task(TaskOptions(task="gsm8k", hub="me/mine"), 0, policy)
     assert asked[2:] == [("me/mine", None, "train")]
     assert own.num_test_prompts < 10  # held out from the training lines
-
-
-def test_each_response_is_scored_with_its_prompts_columns(tmp_path, policy):
-    task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    prompts = task.prompts("train", 0, 3)
-    right = [task._text.encode_response(f"\\boxed{{{line['answer']}}}") for line in prompts.columns]
-    scorer = build_scorer(RewardOptions(), task)
-    try:
-        responses = [
-            right[g - (n == g)] for g in range(3) for n in range(3)
-        ]  # sample g of prompt g is the answer to another prompt
-        rewards = scorer.score(prompts, Rollouts.given(responses))
-    finally:
-        scorer.close()
-    assert torch.equal(rewards.view(3, 3), 1 - torch.eye(3))

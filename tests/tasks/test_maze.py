@@ -8,10 +8,10 @@ from collections import deque
 import pytest
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks import maze
 from maxrl_fast.tasks.maze import MazeTask, encode_maze, judge, shortest_path
+from tests.tables import refused
 
 PAPER_PROMPT = [
     word
@@ -104,7 +104,7 @@ def test_no_test_maze_is_ever_trained_on(size):
 
 @pytest.mark.parametrize("size", [4, 3, 10, 33, -9])
 def test_bad_sizes_are_refused(size):
-    with pytest.raises(InputError, match=f"odd number from 5 to 31, got {size}"):
+    with refused(f"odd number from 5 to 31, got {size}"):
         MazeTask(size)
 
 

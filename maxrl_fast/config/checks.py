@@ -17,7 +17,7 @@ from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.objectives.riskpo import RiskpoObjective
-from maxrl_fast.training.policy_reward import LABELS
+from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
 def check(config: Config) -> None:
@@ -177,7 +177,7 @@ def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str
             f"{name} weights single tokens, so loss cannot be {loss.name}, whose ratio is one of "
             "whole responses"
         )
-    _check_labels(name, objective, options)
+    _check_reward_source(name, objective, options)
     if objective.needs.parts:
         _check_parts(name, options)
     if options["overlong_buffer"] and objective.needs.binary:
@@ -199,23 +199,25 @@ def _check_objective(objective: Objective, loss: TokenLoss, options: Mapping[str
     _check_part_of_loss(name, "aggregation", objective.aggregation, options)
 
 
-def _check_labels(name: str, objective: Objective, options: Mapping[str, Any]) -> None:
+def _check_reward_source(name: str, objective: Objective, options: Mapping[str, Any]) -> None:
     """Refuse rewards that are neither the task's nor those of --reward where they do not fit."""
-    labels, needs = options["labels"], objective.needs
-    if labels == "vote" and (needs.greedy or needs.parts):
-        raise InputError(f"labels cannot be vote for {name}, whose other rewards no vote gives")
-    if labels in LABELS and (needs.greedy or needs.parts or needs.binary):
-        what = "needs rewards of 0 or 1" if needs.binary else "needs other rewards too"
-        raise InputError(f"labels cannot be {labels} for {name}, which {what}")
-    if labels in LABELS and options["task"] in ("maze", "chain"):
+    source, needs = options["reward_source"], objective.needs
+    if source == "vote" and (needs.greedy or needs.parts):
         raise InputError(
-            f"labels cannot be {labels} for task {options['task']}, whose responses are answers "
-            "without reasoning, so that all "
-            "responses to a prompt have the same reward; --objective verifree learns from them"
+            f"reward_source cannot be vote for {name}, whose other rewards no vote gives"
         )
-    if needs.answers and labels != "given":
+    if source in LIKELIHOODS and (needs.greedy or needs.parts or needs.binary):
+        what = "needs rewards of 0 or 1" if needs.binary else "needs other rewards too"
+        raise InputError(f"reward_source cannot be {source} for {name}, which {what}")
+    if source in LIKELIHOODS and options["task"] in ("maze", "chain"):
         raise InputError(
-            f"labels must be given for {name}, which computes its own reward, got {labels}"
+            f"reward_source cannot be {source} for task {options['task']}, whose responses are "
+            "answers without reasoning, so that all responses to a prompt have the same reward; "
+            "--objective verifree learns from them"
+        )
+    if needs.answers and source != "given":
+        raise InputError(
+            f"reward_source must be given for {name}, which computes its own reward, got {source}"
         )
     if needs.answers and options["overlong_buffer"]:
         raise InputError(f"{name} does not support --overlong-buffer: its reward is a probability")

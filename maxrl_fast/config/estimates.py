@@ -22,7 +22,7 @@ from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
-from maxrl_fast.training.policy_reward import LABELS
+from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
 def describe_run(
@@ -139,7 +139,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     needs, loss = objective_of(config).needs, config.loss
     more_passes = (
         needs.logprob_passes
-        + (config.shaping.labels in LABELS)
+        + (config.shaping.reward_source in LIKELIHOODS)
         + (config.rollout.correction != "none")
     )
     more_passes += (

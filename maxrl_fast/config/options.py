@@ -225,7 +225,7 @@ class RewardOptions:
 class ShapingOptions:
     """Reward shaping, in training only."""
 
-    labels: Annotated[
+    reward_source: Annotated[
         Literal["given", "vote", "logprob", "mean_logprob", "rlpr"],
         Aka("srt ttrl majority_vote self_reward", value="vote"),
         Aka("rlpr probability_reward", value="rlpr"),

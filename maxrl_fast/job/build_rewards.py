@@ -17,7 +17,7 @@ from maxrl_fast.tasks.names import OBJECT, lost_object
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.objectives.objective import Objective
-from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
+from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,11 @@ def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) ->
     """Return the scorer of training rollouts, which differs from the evaluation's for majority
     votes.
     """
-    return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
+    return (
+        Scorer(task, MajorityVote(task.answer))
+        if config.shaping.reward_source == "vote"
+        else scorer
+    )
 
 
 def build_policy_reward(
@@ -141,16 +145,16 @@ def build_policy_reward(
     Raises:
         InputError: if the task has no reference answers.
     """
-    labels = config.shaping.labels
-    if not objective.needs.answers and labels not in LABELS:
+    source = config.shaping.reward_source
+    if not objective.needs.answers and source not in LIKELIHOODS:
         return None
     who = (
         f"--objective {config.objective.objective}"
         if objective.needs.answers
-        else f"--labels {labels}"
+        else f"--reward-source {source}"
     )
     answered = check_answers(task, who)
-    kind = PROBABILITY if objective.needs.answers else labels
+    kind = PROBABILITY if objective.needs.answers else source
     return (
         None
         if learner is None

@@ -181,7 +181,7 @@ class Job:
             config, self.task, engine, scorer, objective_of(config), ranks=self.ranks
         )
         # these rewards serve only the evaluation, and may be any number
-        if config.shaping.labels == "vote":
+        if config.shaping.reward_source == "vote":
             collector = replace(collector, needs_binary=False)
         try:
             if warning := check_rewards(collector):

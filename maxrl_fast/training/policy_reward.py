@@ -17,7 +17,7 @@ from maxrl_fast.runtime.device import to_device
 from maxrl_fast.tasks import AnsweredTask, ReferenceAnswer, Task
 from maxrl_fast.training.learner import Learner
 
-LABELS = ("logprob", "mean_logprob", "rlpr")  # of --labels
+LIKELIHOODS = ("logprob", "mean_logprob", "rlpr")  # of --reward-source
 PROBABILITY = "probability"
 _FORMAT_SHARE = 0.1  # weight of the format term in RLPR's reward, as the authors set it
 
@@ -56,7 +56,7 @@ class PolicyReward:
     is no room.
 
     Args:
-        kind: one of LABELS, or PROBABILITY.
+        kind: one of LIKELIHOODS, or PROBABILITY.
         limit: the longest response, in tokens, with its answer; longer answers are cut.
     """
 

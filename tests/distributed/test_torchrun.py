@@ -227,7 +227,7 @@ def sums(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("chosen", "sharding"),
-    [("--objective rloo --labels rlpr", "full"), ("--objective verifree", "none")],
+    [("--objective rloo --reward-source rlpr", "full"), ("--objective verifree", "none")],
 )
 def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_weights(
     sums, tmp_path, chosen, sharding

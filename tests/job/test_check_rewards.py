@@ -85,7 +85,7 @@ def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(
     monkeypatch.setattr(WarmStart, "steps", begin)
     reward.write_text("def score(prompt, response):\n    return .5\n")
     with pytest.raises(TrainingBegan):
-        train.main([*job(reward, tmp_path / "run", "pacs"), "--labels", "vote"])
+        train.main([*job(reward, tmp_path / "run", "pacs"), "--reward-source", "vote"])
 
 
 def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):

@@ -47,8 +47,8 @@ def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, mon
         MazeTask, "score", lambda self, *given: scored.append(len(given[1])) or score(self, *given)
     )
     monkeypatch.setattr(MazeTask, "answer", lambda self, text: str(len(text.split()) % 2))
-    flags = "--labels vote --objective rloo --steps 2 --eval-prompts 4 --keep-rollouts 16".split()
-    assert train.main([*base(), "--out", str(tmp_path / "run"), *flags]) == 0
+    flags = "--reward-source vote --objective rloo --steps 2 --eval-prompts 4 --keep-rollouts 16"
+    assert train.main([*base(), "--out", str(tmp_path / "run"), *flags.split()]) == 0
     assert len(scored) == len(read(tmp_path / "run" / "eval.jsonl"))  # once for each evaluation
     for record in read(tmp_path / "run" / "metrics.jsonl"):
         if "reward_mean" in record:
@@ -66,6 +66,6 @@ def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, mon
 
 def test_objectives_with_other_rewards_refuse_votes():
     for name in ("self", "remax"):
-        with refused(f"labels cannot be vote for {name}, whose other rewards no vote gives"):
-            check(parse(["--objective", name, "--labels", "vote"]))
-    check(parse(["--objective", "maxrl", "--labels", "vote"]))
+        with refused(f"reward_source cannot be vote for {name}, whose other rewards no vote gives"):
+            check(parse(["--objective", name, "--reward-source", "vote"]))
+    check(parse(["--objective", "maxrl", "--reward-source", "vote"]))

@@ -138,13 +138,15 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
 ):
     data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
     task = build_task(TaskOptions("dataset", data=data), 0, policy, ("rewards.py:f",))
-    with refused("--labels rlpr: the reference answer must be known, but only the reward function"):
-        check_answers(task, "--labels rlpr")
+    with refused(
+        "--reward-source rlpr: the reference answer must be known, but only the reward function"
+    ):
+        check_answers(task, "--reward-source rlpr")
     data = written(
         tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS]
     )
     with refused("the reference answer to prompt 0: "):
-        check_answers(build_task(TaskOptions("math", data=data), 0, policy), "--labels rlpr")
+        check_answers(build_task(TaskOptions("math", data=data), 0, policy), "--reward-source rlpr")
 
 
 def flags_of(policy, tmp_path, *more):
@@ -160,9 +162,9 @@ def flags_of(policy, tmp_path, *more):
 @pytest.mark.parametrize(
     "chosen",
     [
-        "--objective rloo --labels rlpr",
-        "--objective grpo --labels mean_logprob --updates-per-step 2 --importance-cap 2",
-        "--objective maxpo --k 2 --labels logprob --overlong-buffer 4 --dynamic-sampling 2",
+        "--objective rloo --reward-source rlpr",
+        "--objective grpo --reward-source mean_logprob --updates-per-step 2 --importance-cap 2",
+        "--objective maxpo --k 2 --reward-source logprob --overlong-buffer 4 --dynamic-sampling 2",
         "--objective verifree --temperature 0.9 --kl-coef 0.1 --diagnose-every 2",
     ],
 )
@@ -189,12 +191,12 @@ def test_a_run_logs_its_rewards_and_resumes_bitwise(policy, tmp_path, monkeypatc
         if "dynamic" not in chosen:
             assert record["reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-5)
             assert record["reward/answer_leads"] == pytest.approx(float(leads.mean()))
-        if "labels logprob" in chosen:
+        if "reward-source logprob" in chosen:
             assert [line["components"]["answer_logprob"] for line in own] == pytest.approx(
                 rewards.tolist()
             )
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert config["labels"] == (
-        "given" if "verifree" in chosen else chosen.split("--labels ")[1].split()[0]
+    assert config["reward_source"] == (
+        "given" if "verifree" in chosen else chosen.split("--reward-source ")[1].split()[0]
     )
     assert "answers_missing" in read(tmp_path / "whole" / "eval.jsonl")[-1]  # by math-verify

@@ -21,7 +21,7 @@ from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
-from maxrl_fast.training.policy_reward import LABELS, PROBABILITY, PolicyReward, check_answers
+from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
 from tests.training.test_learner import learner
@@ -104,7 +104,7 @@ def rollouts_of(cases):
 def test_rewards_are_those_of_each_sequence_alone(tmp_path, temperature):
     model = tiny_decoder()
     oracle, prompts, rollouts = alone(model, tmp_path), make_prompts(PROMPTS), rollouts_of(CASES)
-    expected = {kind: [] for kind in (*LABELS, PROBABILITY)}
+    expected = {kind: [] for kind in (*LIKELIHOODS, PROBABILITY)}
     parts, sequences, sampled = [], [], iter(rollouts.logprobs.split(rollouts.lengths.tolist()))
     for prompt, answer, group in zip(PROMPTS, ANSWERS, CASES, strict=True):
         base = oracle([*prompt, MARKER], answer, temperature).exp().mean()
@@ -333,9 +333,9 @@ def test_a_task_without_reference_answers_is_refused():
 
     with pytest.raises(
         InputError,
-        match="--labels rlpr needs the reference answer to every prompt, which the task words",
+        match="--reward-source rlpr needs the reference answer to every prompt, which the task",
     ):
-        check_answers(NoAnswers(), "--labels rlpr")
+        check_answers(NoAnswers(), "--reward-source rlpr")
     assert isinstance(check_answers(MazeTask(5), "--objective verifree"), MazeTask)
 
 
@@ -377,26 +377,29 @@ def test_options():
             "rewards are equal, from which verifree learns",
         ),
         (
-            "--objective verifree --labels vote",
-            "labels must be given for verifree, which computes its own reward, got vote",
+            "--objective verifree --reward-source vote",
+            "reward_source must be given for verifree, which computes its own reward, got vote",
         ),
         (
             "--objective verifree --overlong-buffer 2",
             "verifree does not support --overlong-buffer: its reward is a probability",
         ),
         (
-            "--objective pacs --labels rlpr",
-            "labels cannot be rlpr for pacs, which needs rewards of 0 or 1",
+            "--objective pacs --reward-source rlpr",
+            "reward_source cannot be rlpr for pacs, which needs rewards of 0 or 1",
         ),
         (
-            "--objective remax --labels logprob",
-            "labels cannot be logprob for remax, which needs other rewards too",
+            "--objective remax --reward-source logprob",
+            "reward_source cannot be logprob for remax, which needs other rewards too",
         ),
         (
-            "--objective rloo --labels logprob",
-            "labels cannot be logprob for task maze, whose responses are answers without",
+            "--objective rloo --reward-source logprob",
+            "reward_source cannot be logprob for task maze, whose responses are answers without",
         ),
-        ("--objective rloo --task chain --labels rlpr", "labels cannot be rlpr for task chain"),
+        (
+            "--objective rloo --task chain --reward-source rlpr",
+            "reward_source cannot be rlpr for task chain",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             check(parse(flags.split()))

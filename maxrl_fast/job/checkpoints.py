@@ -24,10 +24,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from maxrl_fast.config.run_folder import checkpoints_of
-from maxrl_fast.errors import RewardError, StorageError
+from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.control import Interrupted, StopSignal
 from maxrl_fast.job.learner_state import (
+    OBJECTIVE,
     Snapshot,
+    learner_tensors,
     load_learner,
     random_states,
     save_shards,
@@ -39,7 +41,7 @@ from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
-from maxrl_fast.model.policy_model import PolicySizes
+from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
 from maxrl_fast.runtime.files import atomic_directory, point, temporary_path, write_checksums
 from maxrl_fast.runtime.ranks import Ranks
@@ -135,12 +137,14 @@ class Checkpoints:
 
         Raises:
             StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.
+            NonFiniteError: if a weight or a moment is NaN or infinite; nothing is written.
         """
         directory = self.out / "checkpoints" / progress.name
         if directory == self._begun:
             return
         with self._clock("checkpoint"):
             self._background.wait()
+            self._check_finite(progress, learner)
             self._begun = directory
             record = self._record(directory, progress, learner.model.config)
             if learner.passes.shares_weights:
@@ -152,6 +156,14 @@ class Checkpoints:
                 self._background.submit(lambda: self._write(directory, record, snapshot))
             else:
                 self.newest = directory
+
+    def _check_finite(self, progress: Progress, learner: Learner) -> None:
+        """Loss and gradients are checked before the optimizer's step, which may still overflow."""
+        own = learner_tensors(learner).items()
+        name = find_nonfinite({key: x for key, x in own if not key.startswith(OBJECTIVE)})
+        if self._ranks.any(name is not None, learner.model.lm_head.weight.device):
+            what = name or "a tensor of another process"
+            raise NonFiniteError(f"after {progress}: {what} is NaN or infinite")
 
     def _record(self, directory: Path, progress: Progress, sizes: PolicySizes) -> str:
         """Return the content of progress.json; "" on all ranks but the first."""

@@ -21,7 +21,7 @@ from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import TensorBoard, Tracker
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, refused, write_json
+from maxrl_fast.runtime.files import atomic_file, open_regular, refused, write_json
 
 LOGS = (
     "metrics",
@@ -43,20 +43,24 @@ class LogFile:
         mark: from `mark`, to continue there: later lines are cut off. None: the whole file is kept.
 
     Raises:
-        InputError: if the file's content up to the mark has changed.
+        InputError: if the file's content up to the mark has changed, or it is not a regular file.
     """
 
     def __init__(self, path: Path, mark: tuple[int, str | None] | None):
-        content = path.read_bytes() if path.exists() else b""
+        exists = path.exists()
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._file = open(descriptor, "a+b")  # noqa: SIM115
+        self._file.seek(0)
+        content = self._file.read()
         size, sha256 = mark or (len(content), None)
-        self.is_lost = bool(size) and not path.exists()  # it had lines at the mark
+        self.is_lost = bool(size) and not exists  # it had lines at the mark
         self.kept = content[:size]
         self._size, self._sha256 = len(self.kept), hashlib.sha256(self.kept)
         if self.kept and sha256 not in (None, self._sha256.hexdigest()):
             wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
             got = f"got {len(content):,} bytes that begin differently"
+            self._file.close()
             raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
-        self._file = open(path, "ab")  # noqa: SIM115
         self._file.truncate(self._size)
         self.close = self._file.close
 

@@ -9,7 +9,7 @@ import torch
 from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.checkpoint import load_checkpoint, read_checked_config, read_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes, find_nonfinite
 from maxrl_fast.runtime.device import memory_bytes
 
 
@@ -94,8 +94,8 @@ def load_policy(
         it is on the meta device, and the directory need not have weights.
 
     Raises:
-        InputError: if it cannot be read, its vocabulary is not the task's, or it has too few
-        positions.
+        InputError: if it cannot be read, a weight is not finite, its vocabulary is not the task's,
+        or it has too few positions.
     """
     longest = prompt_length + max_new_tokens
     model: PolicyModel
@@ -110,6 +110,8 @@ def load_policy(
         from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 
         model = load_huggingface(directory, longest, is_empty)
+    if not is_empty and (name := find_nonfinite(dict(model.named_parameters()))):
+        raise InputError(f"{directory} has NaN or infinite numbers in the weight {name}")
     if model.config.vocab_size != vocab_size:
         raise InputError(
             f"task {task} needs a vocabulary of {vocab_size}, {directory} has "

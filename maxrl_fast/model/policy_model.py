@@ -2,7 +2,7 @@
 transformers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,3 +120,22 @@ class PolicyModel(nn.Module):
     def compile_layers(self) -> None:
         """Run torch.compile on parts of the layers; raise InputError where they are not our own."""
         raise InputError("--compile is for the native decoder, got a policy of transformers")
+
+
+def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor that has a NaN or an infinite number; None if none has.
+
+    Of sharded tensors, this rank's shards are read. A GPU is waited for once.
+    """
+    shards = {name: getattr(x, "_local_tensor", x).detach() for name, x in tensors.items()}
+    read = {name: x for name, x in shards.items() if x.is_floating_point() and x.numel()}
+    # [2, number of tensors] float64: a NaN makes both extremes NaN
+    extremes = [
+        torch.stack(torch.aminmax(x)).to("cpu", torch.float64, non_blocking=True)
+        for x in read.values()
+    ]
+    if any(x.is_cuda for x in read.values()):
+        torch.cuda.synchronize()
+    return next(
+        (name for name, x in zip(read, extremes, strict=True) if not x.isfinite().all()), None
+    )

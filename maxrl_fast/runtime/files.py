@@ -70,6 +70,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     file is removed.
     """
     temporary = temporary_path(path)
+    temporary.unlink(missing_ok=True)  # a killed process's, or a link that somebody put there
     try:
         yield temporary
         fsync(temporary)
@@ -174,7 +175,7 @@ def refused(folder: Path, error: OSError) -> InputError | StorageError:
 def is_locked(folder: Path) -> bool:
     if not (folder / "lock").exists():
         return False
-    with open(folder / "lock", "rb+") as file:
+    with open(open_regular(folder / "lock", os.O_RDWR), "rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -200,14 +201,14 @@ def locked(
 
     Raises:
         InputError: if another process still holds the lock (the message names it), or the folder
-        cannot be locked. StorageError: if the disk is full.
+        or its checkpoints/ cannot be locked or written to. StorageError: if the disk is full.
     """
     if not is_owner:
         yield
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise refused(folder, error) from error
     try:
@@ -220,11 +221,43 @@ def locked(
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            _try_writing(folder)
         except OSError as error:
             raise refused(folder, error) from error
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_writing(folder: Path) -> None:
+    """Raise OSError if no file can be created in a folder or in its checkpoints/."""
+    checkpoints = folder / "checkpoints"
+    for place in (folder, checkpoints) if os.path.lexists(checkpoints) else (folder,):
+        probe = temporary_path(place / "probe")
+        probe.unlink(missing_ok=True)
+        os.close(open_regular(probe, os.O_WRONLY | os.O_CREAT))
+        probe.unlink()
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a file of a run and return its descriptor; neither follow a link nor wait at a pipe.
+
+    Raises:
+        InputError: if the path is not a regular file. OSError: if it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        # a link; a pipe that nobody reads, or a socket; a folder
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            _check_status(path, os.lstat(path), None)
+        raise
+    try:
+        _check_status(path, os.fstat(descriptor), None)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
@@ -244,6 +277,7 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
     if not stat.S_ISREG(status.st_mode):
         kind = {
             stat.S_IFDIR: "a folder",
+            stat.S_IFLNK: "a symbolic link",
             stat.S_IFIFO: "a pipe",
             stat.S_IFCHR: "a device",
             stat.S_IFSOCK: "a socket",

@@ -123,8 +123,9 @@ def test_adapters_are_saved_as_peft_reads_them(tmp_path):
     assert not any(isinstance(module, LoraLinear) for module in policy.modules())
 
 
-@pytest.mark.parametrize("flags", [[], ["--sharding", "full"]])
-@pytest.mark.parametrize("name", ["windows and soft caps", "experts"])
+@pytest.mark.parametrize(
+    ("name", "flags"), [("windows and soft caps", []), ("experts", ["--sharding", "full"])]
+)
 def test_two_ranks_compute_what_one_does(name, flags, tmp_path):
     job = [
         *CHAIN,

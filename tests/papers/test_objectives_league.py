@@ -18,7 +18,7 @@ from tests.papers.load import FOLDER, load
 league = load("objectives_league")
 
 TINY = [
-    *"--maze-size 5 --sft-steps 20 --prompts 4 --tokens 700 --variance-steps 2".split(),
+    *"--maze-size 5 --sft-steps 40 --prompts 4 --tokens 700 --variance-steps 2".split(),
     *"--eval-mazes 4 --eval-samples 16 --seeds 1 --objectives rloo pacs".split(),
 ]
 SMALL = {

@@ -1,0 +1,143 @@
+"""What a run writes is finite, and it writes only into regular files of its folder."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from maxrl_fast import evaluate, train
+from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.job.run_files import LOGS
+from maxrl_fast.model.policy_model import find_nonfinite
+from maxrl_fast.runtime import files
+from maxrl_fast.runtime.files import locked, open_regular
+from tests.test_train import SMALL, base
+
+FATAL = {
+    "policy": "--objective nsr --lr 1e39 --clip-grad 1e30 --warmup-steps 0 --lr-schedule constant",
+    "critic": "--objective ppo --critic-lr 1e39",
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert train.main([*SMALL, *"--steps 2 --save-every 1 --out".split(), str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found_in_any_tensor(bad):
+    tensors = {"a": torch.full((5,), 3e38), "ids": torch.arange(3), "none": torch.zeros(0)}
+    tensors["b"] = torch.zeros(4, 3, dtype=torch.bfloat16)
+    assert find_nonfinite(tensors) is None
+    tensors["b"][2, 1] = bad
+    assert find_nonfinite(tensors) == "b"
+
+
+@pytest.mark.parametrize("flags", FATAL.values(), ids=FATAL)
+def test_an_update_that_overflows_is_never_saved(flags, tmp_path, capsys):
+    """Loss and gradients of the last step are finite; the weights that it makes are not."""
+    out = tmp_path / "run"
+    more = "--sft-steps 2 --steps 1 --save-every 1 --eval-prompts 2".split()
+    assert train.main([*base(), *more, *flags.split(), "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert "after step 1: " in error
+    assert "is NaN or infinite; the last good checkpoint is" in error
+    saved = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert saved[0] == "step-000000"
+    assert "step-000001" not in saved
+    assert (out / "latest").resolve().name == "step-000000"
+    for path in (out / "checkpoints").rglob("*.safetensors"):
+        assert find_nonfinite(load_file(path)) is None
+
+
+def test_an_infinite_moment_is_never_saved(tmp_path, monkeypatch, capsys):
+    step = torch.optim.AdamW.step
+
+    def step_with_infinite_moment(self, *arguments):
+        result = step(self, *arguments)
+        list(self.state.values())[-1]["exp_avg_sq"].view(-1)[-1] = float("inf")
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_with_infinite_moment)
+    assert train.main([*SMALL, "--out", str(tmp_path / "run")]) == 1
+    assert "optimizer.exp_avg_sq." in capsys.readouterr().err
+    (start,) = (tmp_path / "run").glob("checkpoints/step-*")
+    assert start.name == "step-000000"  # before the first step
+
+
+def test_a_checkpoint_with_one_nan_is_refused_by_name(finished, tmp_path, capsys):
+    folder = tmp_path / "policy"
+    shutil.copytree((finished / "latest").resolve(), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    job = "--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 3 --model".split()
+    job += [str(folder), "--out", str(tmp_path / "run")]
+    for command, words in ((train, job), (evaluate, [str(folder), "--task", "maze"])):
+        assert command.main(words) == 2
+        error = capsys.readouterr().err
+        assert f"{folder} has NaN or infinite numbers in the weight model.norm.weight" in error
+
+
+@pytest.mark.parametrize("name", ["lock", *(f"{log}.jsonl" for log in LOGS)])
+def test_a_link_in_the_folder_is_refused_and_its_target_unchanged(name, finished, tmp_path, capsys):
+    out, target = tmp_path / "run", tmp_path / "target"
+    shutil.copytree(finished, out, symlinks=True)
+    target.write_text("precious")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(target)
+    assert train.main(["--resume", str(out), *"--steps 3 --allow-changes".split()]) == 2
+    assert f"{out / name} must be a regular file, got a symbolic link" in capsys.readouterr().err
+    assert target.read_text() == "precious"
+
+
+def test_a_pipe_in_the_folder_is_refused_at_once(finished, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, symlinks=True)
+    (out / "metrics.jsonl").unlink()
+    os.mkfifo(out / "metrics.jsonl")
+    assert train.main(["--resume", str(out), *"--steps 3 --allow-changes".split()]) == 2
+    assert f"{out / 'metrics.jsonl'} must be a regular file, got a pipe" in capsys.readouterr().err
+    with pytest.raises(InputError, match="got a pipe"):
+        open_regular(out / "metrics.jsonl", os.O_WRONLY)
+    with pytest.raises(InputError, match="got a folder"):
+        open_regular(out, os.O_WRONLY)
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_replaced(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / ".config.json.partial").symlink_to(tmp_path / "target")
+    files.write_json(tmp_path / "config.json", {"k": 4})
+    assert (tmp_path / "target").read_text() == "precious"
+    assert json.loads((tmp_path / "config.json").read_text()) == {"k": 4}
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.EROFS, InputError), (errno.ENOSPC, StorageError)],
+    ids=["read", "full"],
+)
+def test_a_folder_that_cannot_be_written_is_refused_with_the_lock(
+    code, kind, tmp_path, monkeypatch
+):
+    (tmp_path / "checkpoints").mkdir()
+    open_file = os.open
+
+    def refusing(path, flags, *arguments):
+        if Path(path).parent.name == "checkpoints" and flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code))
+        return open_file(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(kind, match="cannot write to --out"), locked(tmp_path):
+        raise AssertionError("the lock was taken")
+    monkeypatch.undo()
+    with locked(tmp_path):
+        assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", "lock"}

@@ -75,9 +75,8 @@ class Size:
         )
 
     def check(self, owner: str, size: int, n: int | None) -> None:
-        """Raise ValueError with the range if the size does not fit groups of n (None: uneven, not
-        known yet).
-        """
+        """Raise ValueError with the range if the size does not fit groups of n (None: not
+        known)."""
         if isinstance(size, bool) or not isinstance(size, int):
             raise ValueError(f"{owner} needs an integer as {self.name}, got {size!r:.80}")
         if not self.smallest <= size <= (_LARGEST_SIZE if n is None else n - self.below_n):
@@ -102,9 +101,9 @@ Ddof = Annotated[
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the kernel (csrc/group_advantage.h) computes for an estimator: a table by rank, or by
-    the number of correct rollouts where `binary`; without a table the rewards, minus their mean
-    where `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)."""
+    """What the kernel (csrc/group_advantage.h) computes: a table by rank, or by the number of
+    correct rollouts where `binary`; without a table the rewards, minus their mean where
+    `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)."""
 
     table: Callable[..., Tensor] | None = None  # of n, the size and the options
     binary: bool = False
@@ -114,9 +113,8 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # rows are keys of caches
 class Estimator:
-    """A group advantage. Functions are those of modules, not lambdas, so that Ray can pickle a row
-    for its workers.
-    """
+    """A group advantage. Functions are not lambdas, so that Ray can pickle a row for its
+    workers."""
 
     name: str
     function: Callable[..., Tensor]
@@ -139,11 +137,9 @@ class Estimator:
 
     @classmethod
     def of(cls, function: Callable[..., Any], **row: Any) -> "Estimator":
-        """Return the row of a function of a Group, or of rewards [G, N] and what else it names: k,
-        valid [G, N], INPUTS.
+        """Return the row of a function of a Group, or of rewards [G, N] and what else it names.
 
-        Raises:
-            ValueError: if it is not callable, or has a parameter that nothing gives.
+        Raises ValueError if it is not callable, or has a parameter that nothing gives.
         """
         name = str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
         if not callable(function):
@@ -204,7 +200,6 @@ class Estimator:
         )
 
     def compute(self, group: Group, **given: Any) -> Tensor:
-        """Return what the function returns for a group, its inputs, size and options."""
         if self.of_group:
             return self.function(group, **given)
         for name, value in given.items():
@@ -215,7 +210,7 @@ class Estimator:
         return self.function(group.rewards.to(group.dtype, copy=True), **given)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what to pickle: the limits of options are lambdas, and stand in the signature."""
+        """The limits of options are lambdas: pickle only the defaults."""
         return vars(self) | {
             "options": {name: option.default for name, option in self.options.items()}
         }
@@ -230,9 +225,8 @@ class Estimator:
 
     @property
     def has_weight(self) -> bool:
-        """Whether W_N(p) exists: the advantages depend only on the rewards of the group, at equal
-        lengths.
-        """
+        """Whether W_N(p) exists: advantages depend only on the group's rewards, at equal
+        lengths."""
         return not self.over_batch and set(self.inputs) <= {"lengths"}
 
     @property
@@ -243,9 +237,8 @@ class Estimator:
         return ", ".join([*needs, "rewards 0 or 1"] if self.binary else needs)
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
-        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit
-        groups of n (None: uneven).
-        """
+        """Return the size, 0 for the largest; raise ValueError if it does not fit groups of n
+        (None: uneven)."""
         given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
         for option, value in given.items():
             if value is not None and option != taken:

@@ -1,6 +1,4 @@
-"""Advantages of rollouts in other trainers' format: rewards in any order, with a prompt key per
-rollout.
-"""
+"""Advantages of rollouts in other trainers' format: in any order, with a prompt key per rollout."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
@@ -25,18 +23,11 @@ def rollout_advantages(
     prompts: Iterable[Hashable] | None,
     lengths: Tensor,
 ) -> Tensor:
-    """Return each rollout's advantage [B]. A NaN reward is left out of its group with a warning,
-    and gets 0.
+    """Return each rollout's advantage [B]. A NaN reward is left out with a warning, and gets 0.
 
-    Args:
-        name: an estimator of `names()`.
-        options: of the estimator, as in `ops.group_advantage`: k, order, eps, ...
-        rewards: [B].
-        prompts: [B], equal for rollouts of the same prompt, in any order.
-        lengths: [B] integers, tokens of each response.
-
-    Raises:
-        ValueError: if there is not one prompt per reward, or as `ops.group_advantage`.
+    name: an estimator of `names()`. options: as in `ops.group_advantage`. rewards: [B]. prompts:
+    [B], equal for rollouts of one prompt. lengths: [B] integers, tokens of each response. Raises
+    ValueError if there is not one prompt per reward, or as `ops.group_advantage`.
     """
     keys = (
         None
@@ -80,15 +71,11 @@ def advantages_and_returns(
     index: Iterable[Hashable] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect from an
-    outcome-reward estimator.
+    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect.
 
     A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its
     response_mask [B, T]. Its advantage is repeated at every token of the mask; other tokens get 0.
-    index [B]: the prompt of each rollout.
-
-    Raises:
-        ValueError: as `rollout_advantages`.
+    index [B]: the prompt of each rollout. Raises ValueError as `rollout_advantages`.
     """
     lengths = response_mask.long().sum(-1)
     advantages = (

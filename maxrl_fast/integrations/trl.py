@@ -71,9 +71,8 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
         raise NotImplementedError
 
     def global_rewards(self) -> tuple[Tensor, Tensor]:
-        """Return the weighted reward sums [S] of all processes, and which of them are known [S], on
-        the CPU.
-        """
+        """Return the weighted reward sums [S] of all processes, and which are known [S], on the
+        CPU."""
         rewards = self._rewards_per_func.cpu()  # [S, functions]
         return (rewards * self.reward_weights.cpu()).nansum(1), ~rewards.isnan().all(1)
 
@@ -142,9 +141,7 @@ class MaxRLTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
 
 
 class MaxPOTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
-    """A GRPOTrainer with MaxPO advantages; `estimator_options={"k": K}` sets the K of max@K,
-    default 4.
-    """
+    """A GRPOTrainer with MaxPO advantages; `estimator_options={"k": K}`, default 4."""
 
     estimator = "maxpo"
     estimator_options: Mapping[str, Any] = {"k": 4}
@@ -154,9 +151,7 @@ _ChunkedLogProbFunction = utils._ChunkedLogProbFunction
 
 
 class _LinearLogprobs:
-    """Replaces TRL's autograd function for the two outputs that GRPO asks for; other calls go to
-    TRL's.
-    """
+    """Replaces TRL's autograd function for the two outputs of GRPO; other calls go to TRL's."""
 
     @staticmethod
     def apply(
@@ -193,8 +188,7 @@ class _LinearLogprobs:
 
 
 def use_linear_logprobs() -> None:
-    """Let `ops.linear_token_logprobs` compute the log-probs and entropies of all GRPOTrainers of
-    this process.
+    """Let `ops.linear_token_logprobs` compute log-probs and entropies of all GRPOTrainers.
 
     It replaces the private `_ChunkedLogProbFunction` of TRL's `add_fused_lm_head`.
     """

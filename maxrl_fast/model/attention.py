@@ -30,9 +30,7 @@ from maxrl_fast.records import cumulative, ranges
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention over two sets of keys together, from the attention over each: o [...,
-    D], l [...].
-    """
+    """Return the attention over two sets of keys, from that over each: o [..., D], l [...]."""
     weight = torch.sigmoid(l1 - l2)[..., None].to(o1.dtype)  # exp(l1 - l)
     return torch.lerp(o2, o1, weight), torch.logaddexp(l1, l2)
 
@@ -56,11 +54,10 @@ PLAIN_ATTENTION = AttentionVariant()
 
 @dataclass(frozen=True)
 class SharedPromptLayout:
-    """A packed stream of B causal sequences, followed by S responses to some of them, and the
-    attention between them.
+    """B packed causal sequences, then S responses to some of them.
 
-    The causal sequences are prompts that several responses share, and whole sequences (a prompt
-    with its response) where sharing would not save time.
+    The sequences are prompts that several responses share, and whole sequences (a prompt with its
+    response) where sharing would not save time.
     """
 
     lengths: Tensor  # [B] int64, on the host
@@ -73,7 +70,6 @@ class SharedPromptLayout:
 
     @cached_property
     def sequences(self) -> VarlenSpec:
-        """Causal attention of the first part."""
         return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
 
     @cached_property
@@ -92,13 +88,12 @@ class SharedPromptLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of tokens in the first part and of the responses after it."""
+        """Numbers of tokens: of the sequences, and of the responses."""
         return [int(self.lengths.sum()), int(self.response_lengths.sum())]
 
     def copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
-        """Return which of the stream's keys each sequence and response attends to, int64 on the
-        device, and the attention, made once for all layers. The window is 0 where it is longer than
-        every sequence with its response."""
+        """Return the index of the keys that each sequence and response attends to, and the
+        attention; made once for all layers. The window becomes 0 where no sequence is longer."""
         key = window, softcap
         if key in self.copies:
             return self.copies[key]
@@ -213,12 +208,11 @@ def shared_prompt_attention(
     layout: SharedPromptLayout,
     variant: AttentionVariant = PLAIN_ATTENTION,
 ) -> Tensor:
-    """Return causal attention, of every response over [its prompt, itself] and of every other
-    sequence over itself.
+    """Return causal attention: each response over its prompt and itself, other sequences over
+    themselves.
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout`
-    describes; Hq is a multiple of Hkv. Returns [U, Hq, D]. Differentiable in q, k, v and the
-    variant's sinks.
+    q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `layout`; Hq is a multiple of Hkv.
+    Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
     """
     if not variant.is_plain:
         index, spec = layout.copied_prompts(variant.window, variant.softcap)
@@ -234,14 +228,14 @@ def shared_prompt_attention(
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
-    """Return `shared_prompt_attention` by calls of FlashAttention and a merge, on any device."""
+    """Compute `shared_prompt_attention` by FlashAttention calls and a merge, on any device."""
     check_mode("shared_prompt_attention", q, k, v)
     out: Tensor = _SharedPromptAttention.apply(q, k, v, layout)
     return out
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the name of what computes `shared_prompt_attention`, for the start of a run."""
+    """Return which kernel computes `shared_prompt_attention`."""
     return (
         "C++"
         if _runs_own_kernel(device, dtype, head_dim)

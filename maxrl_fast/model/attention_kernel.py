@@ -20,9 +20,6 @@ LARGEST_HEAD = 256
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the operator takes such tensors: on a CPU, one of DTYPES, heads of at most
-    LARGEST_HEAD numbers.
-    """
     return (
         device.type == "cpu"
         and not dispatch.is_gpu(device)
@@ -35,16 +32,11 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def shared_prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, prompt_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention [U, Hq, D] and the logarithm of each sum of exponentials, to base 2, [U,
-    Hq].
+    """Return the attention [U, Hq, D] and its log-sum-exp to base 2 [U, Hq], without a gradient.
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index
-    [S] int64 are those of a SharedPromptLayout. The gradients are those of the attention alone; the
-    second result has none.
-
-    Raises:
-        ValueError: if lengths do not add up to U, or responses do not stand in the order of their
-        prompts.
+    q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index [S] int64
+    as in SharedPromptLayout. Raises ValueError if lengths do not add up to U, or responses are not
+    in the order of their prompts.
     """
     call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = (
@@ -105,7 +97,6 @@ def _inputs(
     response_lengths: Tensor,
     prompt_index: Tensor,
 ) -> Any:
-    """Return the arguments that both kernels take."""
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
         raise ValueError(
             f"q and k must be {', '.join(DTYPES.values())} [tokens, heads, head size], got "

@@ -1,5 +1,4 @@
-"""Reading and writing of Hugging Face checkpoint directories: config.json, weights in safetensors,
-the tokenizer's files.
+"""Hugging Face checkpoint directories: config.json, weights in safetensors, tokenizer files.
 
 Nothing is pickled, and no code of a checkpoint is executed.
 """
@@ -47,13 +46,10 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write all files of a checkpoint, in a form that `transformers` loads, into an existing
-    folder.
+    """Write a checkpoint that `transformers` loads into an existing directory.
 
-    Args:
-        weights: from PolicyModel.weights; stored in `dtype`. files: by name, JSON contents or
-        bytes: those of `new_files` or `kept_files`, and the tokenizer's. shard_bytes: size limit of
-        one file of weights; larger models are sharded.
+    weights: from PolicyModel.weights, stored in `dtype`. files: JSON contents or bytes by name.
+    shard_bytes: size limit of one file of weights.
     """
     for name, content in files.items():
         text = (
@@ -86,7 +82,6 @@ def write_policy(
 
 
 def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
-    """Return the contents of config.json."""
     if not isinstance(config, DecoderConfig):
         return dict(config.fields)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -126,17 +121,12 @@ def new_files(
 
 
 def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
-    """Return config.json and generation_config.json for checkpoints of a policy that started from
-    this directory.
+    """Return config.json and generation_config.json for checkpoints of a policy loaded from here.
 
-    They keep every key that was loaded, such as bos_token_id or temperature, but for two changes.
-    Keys that make transformers run code are left out. In generation_config.json, eos_token_id
-    becomes `stop_ids` where it names other tokens; a directory without this file gets a new one,
-    with the special tokens of its config.json.
+    All keys are kept, except those that make transformers run code. eos_token_id of
+    generation_config.json becomes `stop_ids` if it names other tokens.
 
-    Raises:
-        InputError: if a file cannot be read, or is nested too deeply to be written; it names the
-        file.
+    Raises InputError if a file cannot be read or is nested too deeply.
     """
     config = read_json(directory / "config.json")
     generation = {
@@ -157,7 +147,6 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
 
 
 def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
-    """Return the JSON of `fields` without keys that make transformers run code, at any depth."""
     try:
         safe = without_code(fields)
         # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand
@@ -173,9 +162,7 @@ def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration without keys that make transformers run code, at any
-    depth.
-    """
+    """Return a copy without the keys that make transformers run code, at any depth."""
     safe: dict[str, Any] = json.loads(
         json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
     )
@@ -188,23 +175,15 @@ class TensorFile(NamedTuple):
 
 
 def num_tensors(directory: Path) -> int:
-    """Return the number of weights in a checkpoint directory, from the headers of its files.
-
-    Raises:
-        InputError: if a file cannot be read.
-    """
+    """Return the number of weights in a directory; raise InputError if it is unreadable."""
     return len(_find_tensors(directory))
 
 
 def load_checkpoint(directory: Path) -> Decoder:
     """Return the decoder of a checkpoint directory, on the CPU in float32.
 
-    The files are checked against config.json before any weight is read and before memory is
-    allocated.
-
-    Raises:
-        InputError: naming the file and the tensor or key that is missing, unknown, of the wrong
-        shape or corrupt.
+    The files are checked against config.json before memory is allocated. Raises InputError naming
+    the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
     """
     config = read_config(directory / "config.json")
     files = _find_tensors(directory)
@@ -223,15 +202,10 @@ def load_checkpoint(directory: Path) -> Decoder:
 
 
 def read_checked_config(directory: Path) -> DecoderConfig:
-    """Return the configuration of a checkpoint directory, checked against the tensors there,
-    without their contents.
+    """Return the configuration of a directory, checked against the tensors there, if there are any.
 
-    Readers that trust config.json, such as transformers, would build lists for as many layers as it
-    declares.
-
-    Raises:
-        InputError: as `load_checkpoint`. A directory without weights is not refused: a run that
-        resumes has its own.
+    Readers that trust config.json, such as transformers, would build as many layers as it declares.
+    Raises InputError as `load_checkpoint`.
     """
     config = read_config(directory / "config.json")
     if os.path.lexists(_tensor_list(directory)):
@@ -240,9 +214,7 @@ def read_checked_config(directory: Path) -> DecoderConfig:
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
-    """Raise InputError unless the files have the configuration's tensors, in its shapes, and no
-    others.
-    """
+    """Raise InputError unless the files have exactly the configuration's tensors and shapes."""
     # checked first: a huge number must not build a huge model
     if config.num_hidden_layers > min(len(files), MAX_LAYERS):
         raise InputError(
@@ -272,14 +244,11 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
 
 
 def _tensor_list(directory: Path) -> Path:
-    """Return the file that lists the tensors of a checkpoint: the index of a sharded one, else the
-    weights.
-    """
+    """Return the file that lists the tensors: the index of a sharded checkpoint, or the weights."""
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
 def _open(path: Path) -> TensorFile:
-    """Open a file of tensors."""
     try:
         check_regular(path)
         return TensorFile(path, safe_open(path, framework="pt"))
@@ -291,9 +260,7 @@ def _open(path: Path) -> TensorFile:
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorFile]:
-    """Return the file of every weight, from the headers of the files and not only from the
-    index.
-    """
+    """Return the file of every weight, from the headers of the files and not only the index."""
     path = _tensor_list(directory)
     listed: Any = {}
     if path.name == INDEX:
@@ -322,11 +289,10 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Return the configuration of a checkpoint from its config.json.
+    """Return the configuration in a config.json.
 
-    Raises:
-        InputError: if the file cannot be read. UnsupportedModelError: if the native decoder does
-        not have the architecture or one of its variants.
+    Raises InputError if the file cannot be read, UnsupportedModelError if the native decoder does
+    not support the model.
     """
     fields = read_json(path)
     model_type = fields.get("model_type")
@@ -391,7 +357,6 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def stored_dtype(fields: dict[str, Any]) -> str:
-    """Return the dtype of a checkpoint's weights, one of DTYPES."""
     dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix(
         "torch."
     )
@@ -401,9 +366,6 @@ def stored_dtype(fields: dict[str, Any]) -> str:
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
-    """Return hidden_size and the sizes of attention; head_dim and num_key_value_heads have
-    defaults.
-    """
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     check_sizes(hidden_size=hidden, num_attention_heads=heads)
     size = fields.get("head_dim")

@@ -1,9 +1,8 @@
 """The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2.
 
-Modules have the names of Hugging Face checkpoints, so state dicts are interchangeable. Parameters
-are the float32 master weights. A forward pass computes in the dtype that is asked for: each layer
-casts its weights, and gradients are accumulated in float32. With sharded weights (FSDP2), the
-gradients of one backward pass are in that dtype.
+Modules have the names of Hugging Face checkpoints. Parameters are the float32 master weights; a
+forward pass casts them layer by layer to the compute dtype, and gradients are accumulated in
+float32 (with FSDP2, in the compute dtype within one backward pass).
 """
 
 import dataclasses
@@ -42,9 +41,7 @@ def check_sizes(**sizes: object) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of the rotary embedding to contexts longer than the original training
-    context.
-    """
+    """Llama 3's scaling of the rotary embedding to longer contexts."""
 
     factor: float
     low_freq_factor: float
@@ -54,8 +51,6 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DecoderConfig(PolicySizes):
-    """Sizes of a decoder, and the constants of its rotary embedding and norms."""
-
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     rope_scaling: RopeScaling | None = None
@@ -133,7 +128,7 @@ class SelfAttention(nn.Module):
         )
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
-        """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
+        """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], from x [U, H]."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -185,7 +180,7 @@ class Layer(nn.Module):
         rows: Tensor | None,
         ops: LayerOps,
     ) -> Tensor:
-        """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
+        """Return the output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
         x, heads = self.before(self, x, rotary, ops)
         attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
         if rows is not None:
@@ -196,16 +191,14 @@ class Layer(nn.Module):
 def before_attention(
     layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps
 ) -> tuple[Tensor, Heads]:
-    """Return x [U, H], and q, k and v of it."""
+    """Return x [U, H], and its q, k and v."""
     norm = layer.input_layernorm
     x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
     return x, layer.self_attn.qkv(normed, rotary, ops)
 
 
 def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
-    """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq *
-    D].
-    """
+    """Return the output [U, H] from the input [U, H] and the output of attention [U, Hq * D]."""
     norm = layer.post_attention_layernorm
     x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
     output: Tensor = layer.mlp(normed, x, ops)
@@ -224,11 +217,7 @@ class Body(nn.Module):
 
 
 class Decoder(PolicyModel):
-    """Decoder over a packed stream of tokens. The caller supplies the attention function.
-
-    If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which
-    recomputes the layer.
-    """
+    """Decoder over a packed stream of tokens; the caller supplies the attention function."""
 
     config: DecoderConfig
     is_compiled = False  # by compile_layers
@@ -258,7 +247,7 @@ class Decoder(PolicyModel):
 
     @classmethod
     def count(cls, config: DecoderConfig) -> int:
-        """Return the number of weights of a decoder of these sizes, without allocating them."""
+        """Return the number of weights, without allocating them."""
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
         of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
@@ -268,9 +257,7 @@ class Decoder(PolicyModel):
         )
 
     def initialise(self, seed: int) -> None:
-        """Draw weights from N(0, 0.02) as Qwen2 does, biases 0, norms 1; the seed gives the same
-        weights on every machine.
-        """
+        """Draw weights from N(0, 0.02), biases 0, norms 1; the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -288,11 +275,9 @@ class Decoder(PolicyModel):
         self.lm_head = layer
 
     def compile_layers(self) -> None:
-        """Run torch.compile on the parts of a layer before and after attention; all layers share
-        one compilation.
+        """Run torch.compile on the parts of a layer before and after attention.
 
-        torch.compile fuses the operations of PyTorch itself, so the kernels of layer_kernels.py do
-        not run.
+        All layers share one compilation. The kernels of layer_kernels.py do not run then.
         """
         self.is_compiled = True
         before = torch.compile(before_attention, dynamic=True)
@@ -309,9 +294,6 @@ class Decoder(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see
-        PolicyModel.forward.
-        """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config
         kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
@@ -329,10 +311,8 @@ class Decoder(PolicyModel):
         return hidden
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints; see PolicyModel.weights."""
         return merged_weights(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H]."""
         logits: Tensor = self.lm_head(hidden).float()
         return logits

@@ -1,8 +1,8 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
-`kernel_for` picks the available backend: on a GPU in half precision what flash_choice.py has put in
-place of torch's own FlashAttention-2, else the flash-attn package, else torch's own; torch's CPU
-kernel on a CPU, and plain PyTorch elsewhere.
+`kernel_for` picks the available backend. On a GPU in half precision: the implementation that
+flash_choice.py activated, else the flash-attn package, else torch's; on a CPU torch's CPU kernel;
+otherwise plain PyTorch.
 """
 
 import importlib.util
@@ -25,8 +25,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class VarlenSpec:
-    """Sequence lengths of a varlen attention: sequence b of the packed queries attends to sequence
-    b of the packed keys.
+    """Varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
 
     In a causal sequence the last query attends to all keys, and each query before it to one key
     fewer. A sequence without queries may have keys; one with queries must have keys.
@@ -58,9 +57,7 @@ class VarlenSpec:
 
     @cached_property
     def tiles(self) -> list[tuple[Tiling, Tiling, Tensor | None]]:
-        """Padded tiles of queries and keys, of sequences with similar length, and the mask of the
-        keys' padding.
-        """
+        """Padded tiles of queries and keys, by similar length, and the mask of each tile."""
         tiles = []
         for chosen in length_buckets(self.q_lengths):
             mask = self._mask(self.q_lengths[chosen], self.k_lengths[chosen])
@@ -71,9 +68,7 @@ class VarlenSpec:
         return tiles
 
     def _mask(self, q_lengths: Tensor, k_lengths: Tensor) -> Tensor | None:
-        """Return the mask of a tile; None where the kernel's own causal mask, or none at all,
-        does.
-        """
+        """Return the mask of a tile; None if the kernel's causal mask, or none, is enough."""
         if not self.causal:
             return padding_mask(k_lengths)
         if not self.window and torch.equal(q_lengths, k_lengths):
@@ -84,8 +79,8 @@ class VarlenSpec:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     """Return softmax attention with scores scaled by D**-0.5, and its log-sum-exp.
 
-    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spec` describes; Hq is a multiple of
-    Hkv. Returns o [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
+    q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as in `spec`; Hq is a multiple of Hkv. Returns o
+    [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
     """
     return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
 
@@ -93,9 +88,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from the gradient of o; o and lse are of this attention,
-    or merged with another.
-    """
+    """Return the gradients of q, k and v; o and lse may be merged with another attention."""
     return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).backward(
         grad, q, k, v, o, lse, spec
     )
@@ -103,8 +96,6 @@ def backward(
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backend of `forward` and `backward`."""
-
     name: str  # printed at the start of a run
     forward: Callable[[Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor]]
     backward: Callable[
@@ -115,9 +106,6 @@ class Kernel:
 def kernel_for(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
 ) -> Kernel:
-    """Return the kernel for inputs on this device, of this dtype and head size. torch's own varlen
-    kernel has no soft cap.
-    """
     if device.type == "cpu":
         return PADDED_CPU
     if (
@@ -135,7 +123,7 @@ def kernel_for(
 
 @cache
 def _is_recent(device: torch.device) -> bool:
-    """Return whether the GPU is Ampere or newer, which FlashAttention needs."""
+    """Whether the GPU is Ampere or newer, which FlashAttention needs."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -180,11 +168,9 @@ def _torch_varlen_backward(
 
 @cache
 def _flash_attn() -> Any:
-    """Return flash-attn's module with the varlen functions; None if the package is absent or older
-    than 2.7.
+    """Return flash-attn's varlen functions; None if the package is absent or older than 2.7.
 
-    Raises:
-        InputError: if the package is installed but cannot be imported.
+    Raises InputError if the package is installed but cannot be imported.
     """
     if importlib.util.find_spec("flash_attn") is None:
         return None
@@ -243,8 +229,7 @@ def attend(
     D].
 
     mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D]
-    and l [B, Lq, heads]. Lq and Lk must not be 0: the CPU kernel divides by them, which kills the
-    process.
+    and l [B, Lq, heads]. Lq and Lk must not be 0: torch's CPU kernel would crash.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu" and not softcap:
@@ -279,16 +264,12 @@ def attend_backward(
 
 
 def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the mask in the dtype that the CPU kernel reads; it would misread a float32 mask of
-    float64 queries.
-    """
+    """The CPU kernel would misread a float32 mask of float64 queries."""
     return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Cast to float32 at least: scores rounded to bfloat16 before the softmax would triple its
-    error.
-    """
+    """Cast to float32 at least: bfloat16 scores before the softmax would triple its error."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
@@ -308,7 +289,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, softcap: fl
 def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend` in plain PyTorch for [B, heads, L, D], in any dtype and on any device."""
+    """Compute `attend` in plain PyTorch, for [B, heads, L, D]."""
     wide_q, wide_k, wide_v = _wide(q, k, v)
     scores = _scores(wide_q, wide_k, causal, mask, softcap)
     lse = scores.logsumexp(-1)
@@ -326,7 +307,7 @@ def attend_backward_reference(
     mask: Tensor | None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attend_backward` in plain PyTorch for [B, heads, L, D]."""
+    """Compute `attend_backward` in plain PyTorch, for [B, heads, L, D]."""
     dtype = q.dtype
     grad, q, k, v, o = _wide(grad, q, k, v, o)
     scores = _scores(q, k, causal, mask, softcap)
@@ -340,14 +321,12 @@ def attend_backward_reference(
 
 
 def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """Expand [B, L, Hkv, D] to [B, L, Hkv * repeats, D], each head repeated `repeats` times."""
+    """Expand [B, L, Hkv, D] to [B, L, Hkv * repeats, D]."""
     return x if repeats == 1 else x[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3)
 
 
 def _how(spec: VarlenSpec, mask: Tensor | None) -> dict[str, Any]:
-    """Return the options of `attend` for a tile; a causal tile with a mask has all that is causal
-    in the mask.
-    """
+    """Return the options of `attend` for a tile; a mask already contains the causal mask."""
     return {"causal": spec.causal and mask is None, "mask": mask, "softcap": spec.softcap}
 
 

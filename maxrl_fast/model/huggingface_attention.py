@@ -1,8 +1,7 @@
-"""The attention function that transformers calls in every layer, and which hands the layer to the
-caller's own attention.
+"""The attention function that transformers calls in every layer; it calls the policy's attention.
 
-What a model tells the function beside queries, keys and values is done (scale, sliding window, soft
-cap, sinks) or refused by its name: nothing that eager attention would honour is left out.
+Scale, sliding window, soft cap and sinks are passed on; anything else that eager attention would
+honour is refused by name.
 """
 
 import contextlib
@@ -62,7 +61,6 @@ def within(layer_pass: Pass | None) -> Iterator[None]:
 
 
 def register() -> None:
-    """Register the functions with transformers, once for all models."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -71,13 +69,9 @@ def register() -> None:
 
 
 def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
-    """Return the window of the layers that get this mask; None: they attend to all earlier tokens.
+    """Return the layer's window in place of transformers' mask tensor; None: all earlier tokens.
 
-    It stands where transformers has a tensor, and so reaches `attend` whether or not the layer
-    passes its window on.
-
-    Raises:
-        InputError: if the mask is changed by a function of the model, as for images.
+    Raises InputError if the model changes the mask by a function, as for images.
     """
     if use_vmap:
         raise InputError(
@@ -100,11 +94,9 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D] and key and value [1, Hkv, U, D],
-    as transformers calls it.
+    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D].
 
-    Raises:
-        InputError: naming what it is told and cannot do.
+    Raises InputError naming an argument that is not supported.
     """
     layer_pass = current.get()
     if layer_pass is None:

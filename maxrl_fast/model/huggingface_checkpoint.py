@@ -1,6 +1,6 @@
 """Loading of a policy that transformers runs, from a Hugging Face checkpoint directory.
 
-transformers gets a configuration without the keys that make it run code, reads safetensors only,
+transformers gets a configuration without the keys that make it run code, reads only safetensors,
 and downloads nothing.
 """
 
@@ -39,13 +39,9 @@ _BY_LENGTH = ("dynamic", "longrope")
 def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
-    Args:
-        longest: the most tokens of a prompt with its response.
-        is_empty: only its sizes are wanted: it is on the meta device.
-
-    Raises:
-        InputError: if transformers is not installed, cannot read the directory, or the model is one
-        that cannot be exact.
+    longest: tokens of the longest prompt with its response. is_empty: on the meta device. Raises
+    InputError if transformers is not installed, cannot read the directory, or the model is not
+    supported.
     """
     config, sizes = read_huggingface(directory)
     check_supported(config, longest)
@@ -85,22 +81,15 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
 
 
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
-    """Return the policy of a model of transformers, with the factor of its logits.
-
-    Raises:
-        InputError: if transformers cannot give the model our attention function.
-    """
     policy = HuggingFacePolicy(model, sizes)
     policy.logit_scale = _logit_scale(policy)
     return policy
 
 
 def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
-    """Return the configuration of a directory as transformers has it, and the policy's sizes.
+    """Return transformers' configuration of a directory, and the policy's sizes.
 
-    Raises:
-        InputError: if transformers is not installed, or config.json is not one of a decoder that it
-        has.
+    Raises InputError if transformers is not installed, or config.json is not a decoder's.
     """
     path = directory / "config.json"
     fields = without_code(read_json(path))
@@ -145,11 +134,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
 
 
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
-    """Return the sizes of a configuration of transformers; `fields` are those of config.json.
-
-    Raises:
-        ValueError: if a size is not one.
-    """
+    """Return the sizes of a configuration; raise ValueError if one is not valid."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = (
         getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
@@ -175,7 +160,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
 
 
 def _largest(config: Any, name: str) -> Any:
-    """Return a size that may differ between layers, the largest of them; None if there is none."""
+    """Return the largest value of a size that may differ between layers; None if there is none."""
     fields = config.to_dict()
     found = [
         fields.get(name),
@@ -191,11 +176,7 @@ def _largest(config: Any, name: str) -> Any:
 
 
 def check_supported(config: Any, longest: int) -> None:
-    """Refuse what a packed stream of sequences that share prompts cannot compute.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Raise InputError if packed sequences with shared prompts cannot compute the model."""
     for reason in _reasons(config, longest):
         raise InputError(f"{config.model_type} of transformers is not supported: {reason}")
 
@@ -238,11 +219,10 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
 
 @torch.no_grad()
 def _logit_scale(policy: HuggingFacePolicy) -> float:
-    """Return what the model multiplies hidden @ weight.T by: one of the factors in its
-    configuration (Granite, Cohere), or 1.
+    """Return the factor of hidden @ weight.T (Granite, Cohere), or 1.
 
-    Families give the same name to a factor and to a divisor, so it is measured, where soft caps do
-    not matter.
+    Families use one name for a factor and a divisor, so it is measured, where soft caps do not
+    matter.
     """
     config, candidates = policy.hf.config, [1.0]
     for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
@@ -260,7 +240,7 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
 
 
 class Quiet:
-    """Keep transformers from drawing progress bars and from reporting on weights inside."""
+    """Hide transformers' progress bars and reports on weights."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging

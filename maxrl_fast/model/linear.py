@@ -1,6 +1,4 @@
-"""Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA,
-Hu et al. 2021).
-"""
+"""Linear layers that compute in their input's dtype, optionally with LoRA (Hu et al. 2021)."""
 
 import itertools
 import json
@@ -19,7 +17,6 @@ from maxrl_fast.model import linear_kernel
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias + added."""
     if linear_kernel.has_kernel(x, weight):
         product: Tensor = linear_kernel.Product.apply(x, weight, bias, added)
         return product
@@ -37,11 +34,9 @@ class Linear(nn.Linear):
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Return whether `joined` computes these layers: none has an adapter, and all their matrices
-    are trained or none is.
+    """Whether `joined` supports the layers: no adapters, and all matrices trained or none.
 
-    A joint product would compute the gradient of a frozen matrix too, and the others' would keep
-    its memory.
+    A joint product would also compute the gradient of a frozen matrix.
     """
     return (
         all(type(layer) is Linear for layer in layers)
@@ -50,18 +45,15 @@ def can_join(layers: Sequence[nn.Module]) -> bool:
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """Return the outputs of layers next to each other, [U, all of them], by one matrix
-    multiplication. Weights are copied.
-    """
+    """Return the layers' outputs next to each other, [U, all of them], by one matrix
+    multiplication."""
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 
 
 class LoraLinear(Linear):
-    """A linear layer with a frozen matrix W and a trained low-rank update: W + (alpha / rank) B
-    A.
-    """
+    """W, frozen, plus the trained low-rank update (alpha / rank) B A."""
 
     ADAPTER = ("lora_a", "lora_b")
 
@@ -91,7 +83,7 @@ class LoraLinear(Linear):
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded over ranks."""
+    """Return this rank's part of a tensor that may be sharded."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 
@@ -103,9 +95,7 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights and stored buffers by the names of their modules: adapters merged, sharded
-    gathered, tied once.
-    """
+    """Yield weights and buffers by name: adapters merged, shards gathered, tied weights once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         buffers = {
@@ -122,7 +112,6 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module multiplies with its matrix and does nothing else."""
     return isinstance(module, nn.Linear) and type(module).forward in (
         nn.Linear.forward,
         Linear.forward,
@@ -130,13 +119,9 @@ def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
-    """Freeze a model and add adapters to its linear layers named in `targets`.
+    """Freeze a model and add adapters to the linear layers in `targets`, such as "q_proj,v_proj".
 
-    Args:
-        targets: names separated by commas, such as "q_proj,v_proj"; not the output matrix.
-
-    Raises:
-        InputError: if no layer has one of the names.
+    Raises InputError if no layer has one of the names.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -160,9 +145,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' matrices by the names that peft gives them. With sharded weights, all
-    ranks must iterate together.
-    """
+    """Yield the adapters' matrices by peft's names. If sharded, all ranks must iterate together."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             name = f"base_model.model.{path.removeprefix('hf.')}"
@@ -171,7 +154,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Return the contents of peft's adapter_config.json; {} for a model without adapters."""
+    """Return peft's adapter_config.json; {} for a model without adapters."""
     found = {
         path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
     }
@@ -193,7 +176,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 
 
 def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write adapters as peft reads them, into a new folder; nothing where there are none."""
+    """Write adapters as peft reads them into a new folder, if there are any."""
     if config:
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,6 +1,4 @@
-"""First derivatives of the operators, in reverse mode. Others raise an error; PyTorch would
-silently return zero.
-"""
+"""First derivatives of the operators, in reverse mode; others raise instead of returning zero."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -24,12 +22,9 @@ def register_backward(
 ) -> None:
     """Register an operator's first derivative with respect to its first `num_inputs` arguments.
 
-    This is torch.library.register_autograd with errors instead of silently zero derivatives.
-
-    Args:
-        function: the public function that calls it, for error messages. backward: takes the context
-        and the gradients of the results, and returns the gradients of those arguments. save: takes
-        the context, the arguments and the results, and saves what the backward pass needs.
+    Like torch.library.register_autograd, with errors instead of silently zero derivatives.
+    function: the public function, for error messages. backward: from the context and the gradients
+    of the results to those of the arguments. save: called with the context, arguments and results.
     """
     num_others = len(op._schema.arguments) - num_inputs + 1  # includes the key set
     below_autograd, redispatch = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
@@ -60,12 +55,10 @@ def register_backward(
 
 
 def first_order(function: str) -> Callable[[Backward], Backward]:
-    """Decorate an autograd function's backward pass to raise RuntimeError, naming `function`, for
-    create_graph=True.
+    """Decorate an autograd function's backward pass to raise RuntimeError for create_graph=True.
 
-    torch.autograd.function.once_differentiable raises only if the incoming gradient requires a
-    gradient, and only for `backward`. With torch.autograd.grad of a gradient penalty, the term
-    would be silently missing from the loss.
+    torch's once_differentiable raises only if the incoming gradient requires a gradient, so a
+    gradient penalty would be silently missing from the loss.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -86,9 +79,7 @@ def first_order(function: str) -> Callable[[Backward], Backward]:
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Return whether a gradient of `x` may be needed. Inside torch.func.vmap a tensor's
-    requires_grad does not tell.
-    """
+    """Whether a gradient of `x` may be needed; in torch.func.vmap requires_grad does not tell."""
     return torch.is_grad_enabled() and (
         x.requires_grad or torch._C._are_functorch_transforms_active()
     )

@@ -1,6 +1,4 @@
-"""Group advantages by any estimator of `ESTIMATORS`: argument checks, then the kernel or the
-estimator's function.
-"""
+"""Group advantages by any estimator: argument checks, then the kernel or the function."""
 
 import math
 from collections.abc import Sequence
@@ -194,9 +192,7 @@ _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is n
 def _inputs(
     row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or
-    unexpected.
-    """
+    """Return the estimator's inputs; raise ValueError if one is missing or unexpected."""
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
             raise ValueError(f"{row.name} {'needs' if value is None else 'does not use'} {name}")
@@ -320,9 +316,7 @@ def _by_function(
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:
-    """Raise ValueError if an advantage is NaN or exceeds its dtype. On a GPU the check would wait,
-    so it is skipped.
-    """
+    """Raise ValueError if an advantage is not finite; skipped on a GPU, where it would wait."""
     if not is_host_readable(advantages):
         return
     # float8 has no sums
@@ -339,10 +333,10 @@ def _check_fit(name: str, advantages: Tensor) -> None:
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient
-    is (1/k) grad max@k.
+    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1).
 
-    This function and the next ones also take offsets, group_ids and valid, as in `group_advantage`.
+    Its mean gradient is (1/k) grad max@k. This and the next functions also take offsets, group_ids
+    and valid, as in `group_advantage`.
     """
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
@@ -353,25 +347,20 @@ def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
 
 
 def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus
-    this is maxpo_advantage.
-    """
+    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6)."""
     return group_advantage(rewards, "leave_two_out", k=k, **layout)
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order,
-    default N-1.
+    """Return the sum of maxpo_advantage over k = 1..order, default N-1, of rewards [..., N].
 
-    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 if mean = 0 (MaxRL, Algorithm 1).
+    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, 0 if mean = 0 (MaxRL, Algorithm 1).
     """
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
 
 def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
-    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of
-    equal rewards.
-    """
+    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); 0 if they are equal."""
     return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
 
 

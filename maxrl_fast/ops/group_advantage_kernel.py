@@ -1,9 +1,7 @@
-"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`, on CPU and
-CUDA.
+"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`.
 
 Rewards are [G, N], or flat [S] with `offsets` [G+1] and, if a group's rollouts are not adjacent,
-`order` [S]. On a CPU the sizes of uneven groups are read first. On a GPU nothing is read back, so
-that a CUDA graph can capture the operator.
+`order` [S]. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
@@ -130,8 +128,7 @@ def read_sizes(
 ) -> tuple[int, ...]:
     """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
 
-    Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is
-    too small for k or the order.
+    Raises ValueError if the offsets do not fit, or the largest group is too large or too small.
     """
     sizes = tuple(call.launch("distinct_group_sizes", **groups))
     largest = max(sizes, default=0)
@@ -153,9 +150,8 @@ def read_sizes(
 def _table(
     row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device
 ) -> Tensor:
-    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct
-    rollouts.
-    """
+    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by number of correct
+    ones."""
     assert row.kernel is not None
     assert row.kernel.table is not None
     if row.size is not None:
@@ -173,9 +169,7 @@ def _tables(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the concatenated tables of groups of `sizes`, and where each n's table starts, int64
-    [largest size + 1].
-    """
+    """Return the concatenated tables of `sizes`, and where each n's starts, int64 [largest + 1]."""
     nothing = torch.zeros(0, dtype=torch.float64)
     tables = [
         _table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes
@@ -186,6 +180,5 @@ def _tables(
 
 
 def forget_tables() -> None:
-    """Drop the cached tables, which also hold GPU memory."""
     _table.cache_clear()
     _tables.cache_clear()

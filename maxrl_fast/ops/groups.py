@@ -15,9 +15,7 @@ from maxrl_fast.algorithms.estimators import Estimator
 def uneven_groups(
     offsets: Tensor | None, group_ids: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return offsets [G+1] int64, and the index [S] that sorts the rollouts by group; None for
-    equal groups.
-    """
+    """Return offsets [G+1] int64, and the index [S] that sorts by group; None for equal groups."""
     if offsets is not None:
         if group_ids is not None:
             raise ValueError("give offsets or group_ids, not both")
@@ -61,7 +59,7 @@ class PaddedGroups:
     ) -> "PaddedGroups":
         """Pad the operator's layout.
 
-        `width` is an upper bound of the sizes of uneven groups. 0: the largest size, read from the
+        `width`: an upper bound of the sizes of uneven groups. 0: the largest size, read from the
         device, and empty groups at the end are cut; when tracing, the number of rollouts.
         """
         if offsets is None:
@@ -95,8 +93,8 @@ def check_numbers(
 ) -> Tensor | None:
     """Raise ValueError for the first number [..., G, W] that the estimator cannot take.
 
-    If the check would wait for the device, return instead which groups must become NaN: [G, 1]
-    bool, or [1, 1] if the batch scales all groups; None if none.
+    If the check would wait for the device, return which groups must become NaN: [G, 1] bool, or [1,
+    1] if the batch scales all groups; None if none.
     """
     unusable = padded.too_long
     for name, x in values.items():

@@ -1,9 +1,6 @@
-"""Policy-gradient losses and log-probs from hidden states and the output matrix, one chunk of
-logits at a time.
+"""Losses and log-probs from hidden states and the output matrix, one chunk of logits at a time.
 
-These operators have no kernels; they call the ones of token_loss_kernel.py and multiply matrices.
-As operators they are opaque to torch.compile, which could not trace the number of rows with a
-gradient.
+Registered as operators, because torch.compile could not trace the number of rows with a gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -184,8 +181,8 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
     needed.
 
-    After the weight come the arguments of token_loss, the chunk's tokens, the soft cap, and which
-    gradients are needed.
+    After the weight come the arguments of token_loss, chunk, soft cap, and which gradients are
+    needed.
     """
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
@@ -211,9 +208,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
-    """Return which tokens the loss reads, int64; None for all. On a GPU without a mask, nothing is
-    read by the host.
-    """
+    """Return the tokens that the loss reads, int64; None: all, also on a GPU without a mask."""
     if dispatch.is_gpu(batch.targets.device) and batch.mask is None:
         return None
     index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
@@ -268,7 +263,6 @@ def linear_logprobs(
     chunk: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the targets [T], and the entropies [T]."""
     return _logprobs(
         hidden,
         weight,

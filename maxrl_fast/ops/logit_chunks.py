@@ -28,9 +28,7 @@ def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
 def check_hidden(
     hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float
 ) -> tuple[int, int]:
-    """Return V and the given chunk_tokens, or 0; raise ValueError if hidden and weight do not
-    fit.
-    """
+    """Return V and the given chunk_tokens, or 0; raise ValueError if an argument does not fit."""
     check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
@@ -58,7 +56,6 @@ def check_hidden(
 
 
 def row_stride(vocab_size: int, device: torch.device) -> int:
-    """Distance between rows of logits, in elements."""
     multiple = _ROW_MULTIPLE if dispatch.is_gpu(device) else 1
     return -(-vocab_size // multiple) * multiple
 
@@ -76,14 +73,11 @@ def default_chunk(hidden: Tensor, vocab_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
-    """Return how many tokens, at most `most`, to multiply at a time so that the multiprocessors are
-    least idle.
+    """Return how many tokens, at most `most`, to multiply at a time for least idle multiprocessors.
 
-    The gradient of a chunk's hidden states [C, H] has few tiles, and its last wave of tiles takes
-    as long as a full one. So the result is the multiple of 128 with the fewest waves over all
-    tokens, the largest of these. The other two multiplications have V / 256 times H / 256 or C /
-    128 tiles, so their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x 16
-    tiles of 128 x 256: four waves of 132 multiprocessors.
+    The gradient of a chunk's hidden states [C, H] has few tiles of 128 x 256, and its last wave
+    takes as long as a full one. The result is the largest multiple of 128 with the fewest waves.
+    For example, 4224 tokens at H = 4096 are 33 x 16 tiles: four waves of 132 multiprocessors.
     """
     if num_tokens <= most:
         return max(num_tokens, 1)
@@ -148,8 +142,8 @@ class Chunks:
             yield start, stop, logits
 
     def backward(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Add a chunk's contribution, given the gradient of its logits [stop - start, V], to the
-        gradients of hidden and weight."""
+        """Add a chunk's contribution to the gradients, given the gradient of its logits [stop -
+        start, V]."""
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
         if self.grad_hidden is not None:
@@ -182,11 +176,7 @@ class Chunks:
 
 @cache
 def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch can add a half-precision matrix product to a float32 matrix in
-    place.
-
-    Otherwise the product needs a separate matrix [V, H], and another pass over both.
-    """
+    """Whether torch can add a half-precision matrix product to a float32 matrix in place."""
     total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     unwritten = torch.full_like(total, torch.nan)
     try:

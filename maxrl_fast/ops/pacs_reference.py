@@ -10,7 +10,6 @@ from maxrl_fast.ops.pacs_kernel import PacsMetrics
 def log_ratio_reward_reference(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
 ) -> Tensor:
-    """Return the operator's result; differentiable by autograd."""
     log_ratio = logprobs - ref_logprobs
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0.0)
@@ -28,7 +27,6 @@ def pacs_loss_reference(
     denominators: Tensor | None,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operator's loss, differentiable by autograd, PacsMetrics and cross-entropies."""
     r, y = proxies.double(), labels.double()
     sizes = (
         torch.full((len(r) // max(group_size, 1),), group_size, device=r.device)

@@ -50,9 +50,7 @@ def register_estimator(
 
 
 def own_estimator(function: Callable[..., Any]) -> Estimator:
-    """Return the row of a custom function, which may depend on all groups; raise ValueError if its
-    signature does not fit.
-    """
+    """Return the row of a custom function; raise ValueError if its signature does not fit."""
     return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 

@@ -71,9 +71,7 @@ class TokenBatch:
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
-        """Return the factors of the policy-gradient term, [T] each: advantages, and importance
-        weights if given.
-        """
+        """Return advantages [T], and importance weights [T] if given."""
         factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
         if self.importance_weights is not None:
             weights = self.importance_weights
@@ -81,9 +79,7 @@ class TokenBatch:
         return factors
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Return tokens `start` to `stop - 1`. All sequences stay; sequences outside the range
-        become empty.
-        """
+        """Return tokens `start` to `stop - 1`; sequences outside become empty."""
         cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
@@ -106,14 +102,12 @@ class TokenBatch:
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
     def counted(self) -> Tensor:
-        """Return which tokens [T] are not masked."""
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
 
     def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient.
 
-        With a sequence ratio, which is a mean over the sequence's unmasked tokens, all of them are
-        read unless the whole sequence has zero gradient.
+        A sequence ratio reads all tokens of a sequence, unless all of them have zero gradient.
         """
         keep = self.counted()
         of_tokens = self.advantages_per_token or self.importance_weights_per_token
@@ -124,9 +118,7 @@ class TokenBatch:
         return keep
 
     def log_ratio_of_sequences(self, logprobs: Tensor) -> Tensor:
-        """Return the mean log-ratio of each sequence [S] from logprobs [T], over unmasked
-        tokens.
-        """
+        """Return the mean log-ratio of each sequence [S] over unmasked tokens."""
         assert self.old_logprobs is not None
         keep = self.counted()
         # Not index_add, which adds in a varying order on a GPU.
@@ -135,7 +127,7 @@ class TokenBatch:
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum of values [T] over each sequence, [S], in float64."""
+    """Return the sum of values [T] over each sequence [S]."""
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
@@ -165,11 +157,10 @@ def prepare(
     mask: Tensor | None,
     denominator: float | Tensor | None,
 ) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
-    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the
-    kernels' types.
+    """Check the arguments of policy_gradient_loss for T, V = shape, and convert them for the
+    kernels.
 
-    Returns the batch, the terms of the loss, its row and its options. Raises as
-    policy_gradient_loss.
+    Returns the batch, the terms of the loss, its row and its options.
     """
     row = find_loss(loss)
     options = row.resolve(loss_options)
@@ -263,8 +254,8 @@ def _is_per_token(
 ) -> bool:
     """Return whether `values` are per token [T], not per sequence [S].
 
-    If T = S and no keyword is given, both readings agree only if every sequence has one token. That
-    is checked only on a CPU: on a GPU the check would wait for the device.
+    If T = S and no keyword is given, both agree only if every sequence has one token; a GPU cannot
+    check that without waiting, so it is an error there.
     """
     num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
     by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
@@ -313,7 +304,7 @@ def loss_terms(
 def _check_values(
     name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None
 ) -> None:
-    """Raise ValueError for the first wrong number; masked numbers may be anything."""
+    """Raise ValueError for the first wrong number that is not masked."""
     is_wrong = is_wrong if mask is None else is_wrong & mask
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
@@ -358,9 +349,7 @@ def check_rows(
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError if cu_seqlens is wrong. On a GPU its values are not checked, because that
-    would wait.
-    """
+    """Raise ValueError if cu_seqlens is wrong. On a GPU the values are not read."""
     check_tensor("cu_seqlens", cu_seqlens)
     if (
         cu_seqlens.dim() != 1
@@ -404,8 +393,7 @@ def _denominator(
 
 
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Return the denominator as a float64 scalar tensor on the device; or None, and the number if
-    the host knows it.
+    """Return the denominator as a float64 scalar tensor on the device, or None and a number.
 
     Raises ValueError if it is not one finite number above 0.
     """

@@ -252,7 +252,6 @@ def _by_function(
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return policy_gradient_loss's results from LossSums [10]."""
     named = LossSums(*sums.detach().unbind())
     read = (named.tokens - named.dropped_tokens).clamp_min(1)
     # one launch for all means

@@ -1,6 +1,4 @@
-"""The token loss operators on CPU and CUDA: `maxrl_fast::token_loss`, `token_loss_` (which
-overwrites the logits with their gradient), `token_logprobs`, `token_logprobs_backward` and
-`token_logprobs_backward_`.
+"""The token loss operators on CPU and CUDA; names that end in _ overwrite the logits.
 
 token_loss computes the gradient in its forward pass, so that the logits are read once.
 """
@@ -48,9 +46,7 @@ check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """Return the arguments of token_loss and token_loss_ after the logits, in the order of their
-    schema.
-    """
+    """Return the arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])
@@ -65,14 +61,11 @@ def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """Return (temperatures [T], unused) or (None, temperature)."""
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
 class LogitsLaunch(KernelLaunch):
-    """A call with the arguments that all token loss kernels share: logits, targets and
-    temperatures.
-    """
+    """A call with the arguments that all token loss kernels share."""
 
     __slots__ = ("arguments", "dtype", "real", "shape")
 
@@ -111,7 +104,6 @@ class LogitsLaunch(KernelLaunch):
     def run_logprobs_backward(
         self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor
     ) -> None:
-        """Write `gradient`, which may be the logits."""
         self.launch(
             "token_logprobs_backward",
             **self.arguments,
@@ -121,9 +113,8 @@ class LogitsLaunch(KernelLaunch):
         )
 
     def refuse(self, row: int | None, targets: Tensor) -> None:
-        """Raise ValueError if the CPU kernel found a target that is not in the vocabulary. CUDA
-        kernels make the loss NaN.
-        """
+        """Raise ValueError if the CPU kernel found a wrong target; CUDA kernels make the loss
+        NaN."""
         if row is not None and row >= 0:
             raise ValueError(
                 f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}"
@@ -160,8 +151,8 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def register_loss(op: Any, function: str, num_gradients: int) -> None:
-    """Register the first derivative of an operator that returns LossSums, and the gradients of its
-    first arguments.
+    """Register the derivative of an operator that returns LossSums and gradients of its first
+    arguments.
 
     Its last arguments say which gradients are needed.
     """
@@ -244,7 +235,6 @@ def launch_token_loss(
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the targets [T], and the entropies [T]."""
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     logprobs, entropy = (
         torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2)
@@ -279,9 +269,6 @@ def token_logprobs_backward(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits [T, V] from the gradients of log-probs and entropies, [T]
-    each.
-    """
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
@@ -297,7 +284,6 @@ def token_logprobs_backward_(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> None:
-    """Overwrite the logits with token_logprobs_backward's result."""
     LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(
         grad_logprobs, grad_entropy, logits
     )
@@ -306,8 +292,7 @@ def token_logprobs_backward_(
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
 
-    On a GPU the device reads the scale, so that the host does not wait, and the gradient is always
-    changed in place.
+    On a GPU the gradient is changed in place, so that the host does not wait for the scale.
     """
     is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
     # batched tensors come from is_grads_batched=True

@@ -13,9 +13,8 @@ from maxrl_fast.records import Prompts, Rollouts
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. The filters apply in the order top_k, top_p, min_p, after the
-    temperature.
-    """
+    """How responses are sampled. After the temperature, the filters top_k, top_p and min_p apply
+    in order."""
 
     temperature: float  # 0: greedy decoding
     max_new_tokens: int  # of one response
@@ -27,7 +26,6 @@ class Sampling:
 
     @property
     def greedy(self) -> "Sampling":
-        """These options at temperature 0."""
         return replace(self, temperature=0.0)
 
     @property
@@ -56,15 +54,13 @@ class Engine(Protocol):
     statistics: RolloutStatistics  # of the last call of generate
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
+        """Describe the engine in a few words, for the start of a run."""
 
     def load_weights(self, model: PolicyModel) -> None:
         """Copy the policy's weights into the engine."""
 
     def sleep(self) -> None:
-        """Free memory, if the engine can. The weights may be lost, so `load_weights` must follow
-        before `generate`.
-        """
+        """Free memory, if the engine can; `load_weights` must follow before `generate`."""
 
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
@@ -72,23 +68,16 @@ class Engine(Protocol):
         """Sample `num_samples` responses to each prompt.
 
         Log-probs are under the whole distribution at the temperature, before top-k, top-p and
-        min-p, so that they equal the policy's own where engine and policy compute the same; at
-        temperature 0 they are 0. Those that the engine cannot know are NaN, and no training accepts
-        them.
-
-        Raises:
-            InputError: if the engine cannot serve the request.
+        min-p, so that they equal the policy's; at temperature 0 they are 0. Log-probs that the
+        engine cannot know are NaN, and training refuses them. Raises InputError if the engine
+        cannot serve the request.
         """
 
 
 def check_request(
     prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes
 ) -> None:
-    """Raise InputError for a request that no engine can serve.
-
-    These are empty prompts, token ids outside the vocabulary, prompts too long for the model's
-    context, and sampling options out of range.
-    """
+    """Raise InputError for a request that no engine can serve."""
     lengths = prompts.lengths
     if num_samples < 1 or len(prompts) < 1:
         raise InputError(
@@ -138,8 +127,7 @@ def check_cache(
     cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int
 ) -> None:
     """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and
-    tokens.
-    """
+    tokens."""
     if prompt + response > cache_bytes:
         raise InputError(
             "kv_cache_gb must hold the longest prompt and a response, "

@@ -1,8 +1,5 @@
-"""Decoding on a CPU with the C++ decoder of csrc/cpu/, in float32 or with bfloat16 matrix
-multiplications.
-
-Each thread runs its part of the batch through the whole model.
-"""
+"""Decoding on a CPU with the C++ decoder of csrc/cpu/; each thread decodes its part of the
+batch."""
 
 from dataclasses import replace
 
@@ -33,23 +30,17 @@ _LAYER |= {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def arithmetic_of(dtype: torch.dtype) -> str:
-    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has faster instructions
-    for it, else in float32.
-    """
+    """Return "float32", or this CPU's fastest bfloat16 instructions for a bfloat16 compute
+    dtype."""
     return _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
 
 
 class CpuDecoder:
-    """The C++ decoder with its own packed copy of the policy's weights.
+    """The C++ decoder with a packed copy of the policy's weights.
 
-    A sample is bitwise identical whatever else is in the batch and whatever the number of slots and
-    threads: each of its numbers is computed by one chain of operations over its own row.
-
-    Args:
-        config: the policy's sizes. arithmetic: "float32" or one of `_C.bfloat16_arithmetics()`:
-        matrices, keys and values in bfloat16, and the rows that
-            they are multiplied with rounded to it. Sums, the residual stream, norms, softmax and
-            sampling are float32 in all.
+    A sample is bitwise identical for any batch, number of slots and threads. With bfloat16
+    `arithmetic`, matrices, keys, values, and the rows they are multiplied with are rounded to it;
+    sums, the residual stream, norms, softmax and sampling are float32.
     """
 
     def __init__(self, config: DecoderConfig, arithmetic: str = "float32"):
@@ -73,11 +64,9 @@ class CpuDecoder:
         )
 
     def cache_bytes(self, length: int) -> int:
-        """Return the KV-cache bytes of a prompt or response of this length."""
         return self._decoder.cache_bytes(length)
 
     def load_weights(self, model: Decoder) -> None:
-        """Copy the policy's weights and pack them for the matrix kernels."""
         if replace(model.config, dtype=self.config.dtype) != self.config:
             raise ValueError(
                 f"the policy must have the decoder's sizes, {self.config}, got {model.config}"
@@ -124,11 +113,8 @@ class CpuDecoder:
         budget: int,
         max_batch: int,
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most `max_batch` at a time, with at most `budget`
-        bytes of KV cache.
-
-        keys [S] int64 select the random numbers.
-        """
+        """Sample responses to checked prompts, at most `max_batch` at a time, in `budget` bytes
+        of KV cache; keys [S] int64 select the random numbers."""
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
         num_slots = min(

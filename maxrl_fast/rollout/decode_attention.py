@@ -1,9 +1,8 @@
-"""Attention of one decoding step: each sample's newest token attends to the group's prompt and to
-the sample's own tokens.
+"""Attention of one decoding step: each newest token attends to its prompt and its response.
 
-On a GPU the prompt part is one FlashAttention launch with all samples of a group in one sequence;
-the own part and the merge are one launch of csrc/cuda/decode_attention.cu, or two where few samples
-have long responses. Elsewhere both parts are flash.attend with masks.
+On a GPU the prompt part is one FlashAttention launch, with all samples of a group in one sequence;
+the response part and the merge are one launch of csrc/cuda/decode_attention.cu, or two for few
+samples with long responses. Elsewhere both parts are flash.attend with masks.
 """
 
 from dataclasses import dataclass
@@ -25,11 +24,8 @@ _KEYS_PER_SPLIT = 256  # at least, for one block
 
 
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the CUDA kernel supports the model.
-
-    A head must be a multiple of 16 bytes, at most 512, and at most 8 query heads may share a
-    key/value head.
-    """
+    """Whether the CUDA kernel supports the model: heads in multiples of 16 bytes, at most 512,
+    and at most 8 query heads per key/value head."""
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
@@ -37,8 +33,7 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def num_splits(rows: int, kv_heads: int, limit: int) -> int:
-    """Return how many blocks share a row's own keys, so that few rows with long responses fill a
-    GPU too.
+    """Return how many blocks share a row's keys, so that few rows fill a GPU.
 
     It depends on sizes alone, so every GPU sums in the same order.
     """
@@ -62,9 +57,8 @@ class Groups:
 class Step:
     """One decoding step of A rows; the sequence lengths are the same in every layer.
 
-    Args:
-        lengths: [A] int64, tokens of each row including the newest, from 1 to `width`.
-        width: positions of the rows' cache that are read where the kernel does not run.
+    lengths: [A] int64, tokens of each row including the newest. width: positions of the cache that
+    are read where the kernel does not run.
     """
 
     def __init__(self, groups: Groups, lengths: Tensor, width: int, in_kernel: bool):
@@ -72,9 +66,8 @@ class Step:
 
     @cached_property
     def tile(self) -> tuple[Tensor, Tensor]:
-        """The row of each place of a tile with a line for each prompt, [G, size], and the place of
-        each row, [A].
-        """
+        """The row of each place of a tile [G, size], a line for each prompt, and the place of
+        each row [A]."""
         groups, rows = self.groups, len(self.lengths)
         places = torch.arange(groups.size, device=self.lengths.device)
         tile = (groups.starts[:-1, None] + places).clamp_max(rows - 1)
@@ -82,18 +75,16 @@ class Step:
         return tile, groups.prompt * groups.size + place.clamp(0, groups.size - 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Cache, own: Cache) -> Tensor:
-        """Write k and v of the newest tokens to the samples' cache, and return the attention of q
-        to prompts and samples.
+        """Write the newest tokens' k and v to the cache, and return the attention of q.
 
-        Shapes: q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv,
-        D], `own` [A, limit, Hkv, D]. A row of q, k and v must be contiguous, but rows need not
-        follow each other.
+        q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv, D], `own`
+        [A, limit, Hkv, D]. Rows of q, k and v may have any stride.
         """
         o, lse = self._to_prompts(q, prompt)
         return (self._to_own_in_kernel if self.in_kernel else self._to_own)(q, k, v, own, o, lse)
 
     def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
-        """Return the attention to the prompts, [A, Hq, D], and its log-sum-exp, [A, Hq]."""
+        """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
         groups, (slots, width) = self.groups, prompt[0].shape[:2]
         if flash.kernel_for(q.device, q.dtype, q.shape[-1]) in (
             flash.TORCH_VARLEN,
@@ -174,9 +165,7 @@ class Step:
 def _rows_address(
     call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> int:
-    """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16
-    bytes apart.
-    """
+    """Return the address of [A, heads, D] with contiguous rows, a multiple of 16 bytes apart."""
     if x.stride(0) * x.element_size() % 16:
         raise ValueError(
             f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "

@@ -1,6 +1,4 @@
-"""The batch of the PyTorch decoder: slots with their KV cache, on the device, and its CUDA
-graphs.
-"""
+"""The batch of the PyTorch decoder on a device: slots with their KV cache, and its CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,8 +20,6 @@ NUM_BATCH_SIZES = 6  # numbers of rows that are decoded at a time, each half of 
 
 
 class Shape(NamedTuple):
-    """The sizes of a DecodeSlots."""
-
     slots: int  # prompts
     rows: int  # samples
     group_size: int  # samples of a prompt
@@ -31,7 +27,6 @@ class Shape(NamedTuple):
     limit: int  # tokens of a response
 
     def holds(self, other: "Shape") -> bool:
-        """Return whether a batch of the other shape can be decoded in slots of this one."""
         return self.limit == other.limit and all(
             mine >= theirs for mine, theirs in zip(self, other, strict=True)
         )
@@ -42,18 +37,14 @@ class Shape(NamedTuple):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The numbers of rows to decode at a time, descending: few, so that all CUDA graphs are
-        captured at the start.
-        """
+        """Numbers of rows to decode at a time, descending; few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
     def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
-        """Return the size of the KV cache, and of the tensors within a step, which the CUDA graphs
-        keep.
-        """
+        """Return the bytes of the KV cache, and of a step's tensors, which the CUDA graphs keep."""
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
@@ -76,8 +67,7 @@ def captured(
     step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any
 ) -> torch.cuda.CUDAGraph:
     """Run a step once, which loads its kernels, and return a graph of it. Tests replace this
-    function.
-    """
+    function."""
     assert stream is not None
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -92,13 +82,11 @@ def captured(
 
 
 class DecodeSlots:
-    """KV cache and state of the groups that are decoded together, allocated once and used by one
-    job after another.
+    """KV cache and state of the groups that are decoded together, allocated once for many jobs.
 
-    A group of the job, a prompt and up to `group_size` of its samples, has a slot, whose keys and
-    values never move. Row `slot * group_size + i` of the batch is sample i of the group in that
-    slot, until `compact` moves the rows of samples that are not done into the first `rows` rows. A
-    step computes only these.
+    A group, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never
+    move. Row `slot * group_size + i` is sample i of that group, until `compact` moves the active
+    rows into the first `rows` rows. A step computes only these.
     """
 
     STATE = ("sample", "keys", "prompt", "shift", "last", "length", "done", "tokens", "logprobs")
@@ -149,9 +137,8 @@ class DecodeSlots:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
-        """Remove all samples, and prepare for a job with so many groups at a time of so many
-        samples.
-        """
+        """Remove all samples, and prepare a job with this many groups of this many samples at a
+        time."""
         rows = num_slots * group_size
         self.num_slots, self.group_size = num_slots, group_size
         self.rows = min(size for size in self.shape.batch_sizes if size >= rows)
@@ -167,9 +154,8 @@ class DecodeSlots:
         self._capture(sampling)
 
     def _capture(self, sampling: Sampling) -> None:
-        """Capture the steps of this job that have no graph yet. All rows are done, so a step
-        changes nothing that is read.
-        """
+        """Capture the steps that have no graph yet. All rows are done, so a step changes
+        nothing."""
         if not uses_graphs(self.last.device):
             return
         starts, most = self.starts.clone(), self.rows
@@ -224,7 +210,7 @@ class DecodeSlots:
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
-        """Append sampled tokens and log-probs to these rows, unless the sample has ended."""
+        """Append tokens and log-probs to these rows, unless the sample has ended."""
         done, length = self.done[rows], self.length[rows]
         at = length.clamp_max(self.shape.limit - 1)
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):
@@ -236,9 +222,8 @@ class DecodeSlots:
     def admit(
         self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling
     ) -> None:
-        """Prefill slots [g] with prompts [g], and sample the first token of samples [g, group_size]
-        (-1: none).
-        """
+        """Prefill slots [g] with prompts [g], and sample first tokens of samples [g, group_size]
+        (-1: none)."""
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
         layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
@@ -281,8 +266,8 @@ class DecodeSlots:
         self.length.index_fill_(0, rows, 1)
 
     def compact(self, active: Tensor, longest: int) -> None:
-        """Move the active rows, [rows] bool on the host, into the smallest number of rows that
-        holds them.
+        """Move the active rows, [rows] bool on the host, into the smallest batch size that holds
+        them.
 
         longest: the most tokens of an active row; only so many positions of the cache are moved.
         """

@@ -1,6 +1,4 @@
-"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same for the C++
-decoder.
-"""
+"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same in C++."""
 
 import torch
 from torch import Tensor
@@ -9,16 +7,12 @@ from maxrl_fast.rollout import Sampling
 
 
 def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample tokens from each row by inverting its CDF in the order of the vocabulary; does not
-    synchronise with the device.
+    """Sample tokens of each row by inverting its CDF in vocabulary order; does not wait for the
+    device.
 
-    Args:
-        logits: [A, V] float32.
-        u: [A, n] uniform random numbers in [0, 1), one for each of n tokens of a row.
-
-    Returns:
-        tokens [A, n] int64, and their log-probs [A, n] under the whole distribution at the
-        temperature, before the filters; 0 at temperature 0.
+    logits: [A, V] float32. u: [A, n] uniform random numbers in [0, 1). Returns tokens [A, n] int64
+    and their log-probs [A, n] under the whole distribution at the temperature, before the filters;
+    0 at temperature 0.
     """
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True).expand_as(u)
@@ -35,9 +29,8 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 
 
 def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
-    """Apply top-k, top-p and min-p to log-probs [A, V]: renormalise the tokens that remain, and set
-    the others to -inf.
-    """
+    """Apply top-k, top-p and min-p to log-probs [A, V] and renormalise; excluded tokens get
+    -inf."""
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
     p = ordered.exp()
     rank = torch.arange(p.shape[-1], device=p.device)

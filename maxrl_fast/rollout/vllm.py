@@ -1,9 +1,8 @@
-"""The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place,
-without a file.
+"""The vLLM rollout engine in this process; `load_weights` copies weights in memory.
 
 With torchrun every process has its own engine, or shares one with its neighbours (tensor
-parallelism). This is vLLM's "external launcher": all processes of an engine are given the same
-requests in the same order, and schedule them alike.
+parallelism). This is vLLM's "external launcher": all processes of an engine get the same requests
+in the same order.
 """
 
 import contextlib
@@ -60,11 +59,8 @@ SETTINGS = {
 
 
 def check_installed() -> str:
-    """Return the installed version of vLLM.
-
-    Raises:
-        InputError: if vLLM is not installed, or this engine does not support its version.
-    """
+    """Return the installed version of vLLM; raise InputError if there is none or it is not
+    supported."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
@@ -83,24 +79,16 @@ def check_installed() -> str:
 
 
 class VllmEngine:
-    """Samples responses with vLLM.
+    """Samples responses with vLLM. Random numbers depend on (seed, step), the first prompt and the
+    batch.
 
-    Unlike the native engine's, its random numbers depend on (seed, step), the first prompt and the
-    whole batch.
+    model: the policy, not sharded yet. cache_bytes: each rank's KV cache. max_batch: samples
+    decoded at a time. ranks: the processes of the run, which build their engines together.
+    tensor_parallel: number of neighbouring ranks that share an engine and call `generate` together,
+    each with its own prompts or none. filters_tokens: see `logprobs_mode`.
 
-    Args:
-        model: the policy, not sharded yet. dtype: the compute dtype. cache_bytes: size of each
-        rank's KV cache. max_batch: maximum number of samples decoded at a time. ranks: the
-        processes of the run, which must build their engines together. tensor_parallel: number of
-        neighbouring ranks that share an engine; it divides the ranks. They must call `generate`
-            together, each with its own prompts or with none, and each gets the responses to its
-            own.
-        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see
-        `logprobs_mode`.
-
-    Raises:
-        InputError: if vLLM is not installed, its version is not supported, it rejects the model, or
-        memory is short.
+    Raises InputError if vLLM is not installed or not supported, rejects the model, or memory is
+    short.
     """
 
     def __init__(
@@ -179,7 +167,6 @@ class VllmEngine:
             ) from error
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
         where = (
             "in this process"
             if self._peers.size == 1
@@ -192,8 +179,7 @@ class VllmEngine:
         )
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its
-        prefix cache.
+        """Replace vLLM's weights by the policy's, and clear its prefix cache.
 
         With sharded weights or a shared engine, the ranks must call this together.
         """
@@ -211,11 +197,7 @@ class VllmEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
-
-        Raises:
-            InputError: if the prompts do not fit the model.
-        """
+        """See `Engine.generate`."""
         if self._is_asleep:
             raise RuntimeError(
                 "load_weights must follow sleep, which discards vLLM's weights, before generate is "
@@ -260,16 +242,13 @@ class VllmEngine:
         return outputs
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache, on a GPU. The weights are discarded:
-        `load_weights` must follow.
-        """
+        """Free weights and KV cache, on a GPU; `load_weights` must follow."""
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
 
 
 def _vllm_config(model: PolicyModel) -> dict[str, Any]:
-    """Return the contents of config.json for vLLM."""
     fields = hf_config(model.config)
     if model.config.model_type == "qwen2" and model.backend == "native":
         # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v
@@ -302,11 +281,10 @@ def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
 def _memory_share(
     model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
 ) -> float:
-    """Return the fraction of the device's memory that vLLM's weights and KV cache take; `sharing`
-    ranks share the memory.
+    """Return the fraction of memory for vLLM's weights and KV cache; raise InputError if it is not
+    free.
 
-    Raises:
-        InputError: if so much is not free.
+    `sharing` ranks share the memory.
     """
     device = model.lm_head.weight.device
     total = memory_bytes(device)
@@ -326,9 +304,7 @@ def _memory_share(
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for this process of torchrun, and set the variables that vLLM reads
-    with them.
-    """
+    """Return vLLM's options for this process of torchrun, and set the variables it reads."""
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)
@@ -340,9 +316,6 @@ def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) ->
 
 
 def _make_llm(llm_class: Any, **options: Any) -> Any:
-    """Return an LLM; what vLLM rejects, such as a KV cache that is too small, becomes an
-    InputError.
-    """
     try:
         return llm_class(**options)
     except ValueError as error:
@@ -353,11 +326,8 @@ def _make_llm(llm_class: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _process_restored() -> Iterator[None]:
-    """Undo what building vLLM changes in the process (threads, random states, environment), and
-    hide what it prints to stderr.
-
-    Exceptions pass through.
-    """
+    """Undo what vLLM changes in the process (threads, random states, environment); hide its
+    stderr."""
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     environment = dict(os.environ)
@@ -378,11 +348,9 @@ def _process_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to
-    sys.stderr, and drop warnings.
+    """Redirect stderr's file descriptor, which vLLM's C++ libraries write to, and drop warnings.
 
-    sys.stderr itself still works: another thread prints there why the run ends, if a rank fails
-    meanwhile.
+    sys.stderr still works: another thread prints there why the run ends, if a rank fails.
     """
     sys.stderr.flush()
     saved, null, disabled = (
@@ -405,22 +373,16 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def _use_gloo() -> None:
-    """Let the ranks of an engine on the CPU exchange tensors by gloo, which fails when one of them
-    is killed.
+    """Let the ranks of an engine on a CPU use gloo, which fails when one of them is killed.
 
-    vLLM's own shared memory would wait without end, and every run on a machine would give it the
-    same name.
+    vLLM's shared memory would wait forever, and has the same name in every run on a machine.
     """
     module: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
     module.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _pad_heads() -> None:
-    """Let vLLM's CPU attention accept any head size, by padding heads with zeros to the next larger
-    size that it supports.
-
-    The zeros change neither scores nor outputs.
-    """
+    """Let vLLM's CPU attention accept any head size: pad heads with zeros to a supported size."""
     attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
     sizes = importlib.import_module(
         "vllm.v1.attention.backends.cpu_attn"

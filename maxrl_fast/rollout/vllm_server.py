@@ -1,9 +1,8 @@
-"""The vLLM rollout engine on a server. It is asked over HTTP, and reads the policy's weights from a
-folder that both sides see.
+"""The vLLM rollout engine on a server, over HTTP; it reads weights from a shared folder.
 
-The requests are those of vLLM 0.32: `/inference/v1/generate` takes and returns token ids
-(--enable-scale-out); `/server_info`, `/collective_rpc` and `/reset_prefix_cache` are there with
-VLLM_SERVER_DEV_MODE=1. vLLM's own transfer of weights needs NCCL.
+For vLLM 0.32: `/inference/v1/generate` takes and returns token ids (--enable-scale-out);
+`/server_info`, `/collective_rpc` and `/reset_prefix_cache` need VLLM_SERVER_DEV_MODE=1. vLLM's own
+transfer of weights needs NCCL.
 """
 
 import http.client
@@ -47,19 +46,15 @@ T = TypeVar("T")
 
 
 class VllmServerEngine:
-    """Samples responses with a vLLM server.
+    """Samples responses with a vLLM server. Random numbers depend on (seed, step, prompt id,
+    sample).
 
-    Its random numbers depend on (seed, step, prompt id, sample), and its rounding on the batch.
+    model: the policy that the server was started with. url: such as http:
 
-    Args:
-        model: the policy, which the server must have been started with. dtype: the compute dtype.
-        url: where the server is, such as http://127.0.0.1:8000. ranks: the processes of the run,
-        which all ask this server. filters_tokens: whether log-probs are needed of samples with
-        top-k, top-p or min-p; see `vllm_shared.logprobs_mode`.
+    127.0.0.1:8000. ranks: the processes of the run, which all ask this server. filters_tokens: see
+    `vllm_shared.logprobs_mode`.
 
-    Raises:
-        InputError: if no server answers, it has another version, or it was started with other
-        options.
+    Raises InputError if no server answers, or it has another version or other options.
     """
 
     def __init__(
@@ -103,13 +98,11 @@ class VllmServerEngine:
         self.load_weights(model)
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
         return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Write the policy's weights into the folder and let the server load them; all ranks call
-        this together.
-        """
+        """Write the weights into the folder and let the server load them; all ranks call this
+        together."""
         # gathered by all ranks together
         for i, (name, weight) in enumerate(named_weights(model, self.dtype)):
             if self._ranks.is_first:
@@ -134,12 +127,8 @@ class VllmServerEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
-
-        Raises:
-            InputError: if the prompts do not fit the model.
-            ServerError: if the server fails, or takes longer than WORK_LIMIT.
-        """
+        """See `Engine.generate`. Raises ServerError if the server fails, or takes longer than
+        WORK_LIMIT."""
         check_request(prompts, num_samples, sampling, self.config)
         start, parameters = time.perf_counter(), sampling_parameters(sampling, num_samples)
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
@@ -176,11 +165,9 @@ class VllmServerEngine:
     def _ask(
         self, path: str, read: Callable[[Any], T], body: Any = None, limit: float = QUESTION_LIMIT
     ) -> T:
-        """Return what `read` finds in the JSON answer to a GET request, or to a POST request with a
-        JSON body.
+        """Return `read` of the JSON answer to a GET request, or to a POST with a body.
 
-        Raises:
-            ServerError: if there is no such answer within `limit` seconds.
+        Raises ServerError if `read` fails, or there is no answer within `limit` seconds.
         """
         who = f"the vLLM server at {self.url}"
         data = None if body is None else json.dumps(body).encode()
@@ -216,12 +203,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
-    """Return the samples in an answer.
-
-    Raises:
-        ValueError: where they are not all there. Other exceptions mean that the answer has another
-        form.
-    """
+    """Return the samples in an answer; raise ValueError where they are not complete."""
     samples = list[Sample]()
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         tokens = [int(token) for token in choice["token_ids"]]

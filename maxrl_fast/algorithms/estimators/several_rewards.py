@@ -1,6 +1,4 @@
-"""Estimators that take several rewards one by one, reward_parts [R, G, N], NaN where one does not
-apply to a rollout.
-"""
+"""Estimators that take several rewards, reward_parts [R, G, N], NaN where one does not apply."""
 
 from collections.abc import Sequence
 from typing import Annotated

@@ -1,6 +1,5 @@
-"""Losses that treat a few tokens of an update differently: by covariance, probability or entropy
-under the present policy.
-"""
+"""Losses that treat a few tokens of an update differently: by covariance, probability or
+entropy."""
 
 import math
 from typing import Annotated
@@ -18,23 +17,19 @@ _COVARIANCE = "Cui et al. 2025, arXiv:2505.22617, the authors' code; verl"
 
 
 def covariance(t: Tokens) -> Tensor:
-    """Return (A - mean A)(logp - mean logp) [T] over the tokens of the update; -inf for masked
-    ones.
-    """
+    """Return (A - mean A)(logp - mean logp) [T] over the update's tokens; -inf for masked ones."""
     n = t.mask.sum().clamp_min(1)
     a, logp = (torch.where(t.mask, x.detach(), 0.0) for x in (t.advantages, t.logprobs))
     return ((a - a.sum() / n) * (logp - logp.sum() / n)).masked_fill(~t.mask, -torch.inf)
 
 
 def number_of(share: float, among: Tensor) -> int:
-    """Return the share of the tokens `among` [T] bool, rounded down; on a GPU the host waits for
-    their number.
-    """
+    """Return the share of the tokens `among` [T] bool, rounded down; a GPU's host waits."""
     return int(round(share * int(among.sum()), 6))  # .29 x 100 is 28.999999999999996
 
 
 def choose(t: Tokens, index: Tensor) -> Tensor:
-    """Return which tokens [T] bool are at the index, and count them in the metric tokens_chosen."""
+    """Return which tokens [T] bool are at the index; their number is the metric tokens_chosen."""
     chosen = torch.zeros_like(t.mask).index_fill(0, index, True) & t.mask
     t.metrics["tokens_chosen"] = chosen.sum()
     return chosen
@@ -83,8 +78,8 @@ def clip_cov(
 
 
 def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
-    """Return the log-prob [C, 1] of each target where tokens below min_p times the greatest
-    probability are left out and the others renormalised; -inf for those left out."""
+    """Return the log-prob [C, 1] of each target after removing tokens below min_p times the
+    greatest probability and renormalising; -inf for removed ones."""
     least = log_p.detach().amax(-1) + math.log(min_p)
     kept = log_p.detach().masked_fill(log_p < least[:, None], -torch.inf)
     return kept.log_softmax(-1).gather(-1, targets[:, None])
@@ -129,8 +124,8 @@ def lp_reg(
 
 
 def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:
-    """Return the log-probs of the k most probable tokens, of all in a smaller vocabulary, and
-    whether the target is the first of them: [C, k + 1]."""
+    """Return the log-probs of the k most probable tokens, and whether the target is the first:
+    [C, k + 1]."""
     top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)
     return torch.cat([top.values, (top.indices[:, :1] == targets[:, None]).to(log_p.dtype)], -1)
 

@@ -55,9 +55,7 @@ class TokenLoss:
     fused: bool = False
 
     def resolve(self, given: Mapping[str, float] | None) -> dict[str, float]:
-        """Return all options; raise ValueError or TypeError where one is unknown, missing or out of
-        its range.
-        """
+        """Return all options; raise ValueError or TypeError where one does not fit."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"loss_options must be a mapping of names to numbers, got {type(given).__name__}"
@@ -65,7 +63,7 @@ class TokenLoss:
         return check_options(f"loss {self.name}", self.options, given or {})
 
     def bind(self, options: Mapping[str, float], **clips: float) -> Callable[[Tokens], Tensor]:
-        """Return the function with its options, and with those of the given clips that it takes."""
+        """Return the function with its options, and those of the given clips that it takes."""
         taken = {
             name: value
             for name, value in clips.items()
@@ -80,12 +78,9 @@ LOSSES: dict[str, TokenLoss] = {}
 def token_loss(
     source: str, *, weight: str = "", **more: Any
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function in LOSSES under its name; `more` are further fields of its
-    TokenLoss.
+    """Register the decorated function in LOSSES; `more` are further fields of its TokenLoss.
 
-    Raises:
-        ValueError: if a loss of maxrl_fast has the name, or the function has parameters that
-        nothing gives.
+    Raises ValueError if the name is taken, or the function has parameters that nothing gives.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -134,12 +129,8 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
 
 
 def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
-    """Return the row of a name in LOSSES, or of a function of Tokens.
-
-    Raises:
-        ValueError: if there is no loss of this name, or the function has parameters that nothing
-        gives.
-    """
+    """Return the row of a name in LOSSES, or of a function of Tokens; raise ValueError if it
+    does not fit."""
     if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
     if isinstance(loss, str) or not callable(loss):
@@ -159,14 +150,9 @@ def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
 
 
 def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    """Return whether the loss has a gradient for tokens with advantage 0, which are not computed
-    otherwise.
+    """Return whether the loss has a gradient for tokens with advantage 0, tried on seven tokens.
 
-    The function is tried on seven tokens in three responses.
-
-    Raises:
-        ValueError: if it fails on them, or does not return finite losses [T] float64 with a
-        gradient.
+    Raises ValueError if it fails, or does not return finite losses [T] float64 with a gradient.
     """
     if loss.fused:
         return False
@@ -213,7 +199,10 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
 
 def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
     """Return what a loss function has returned; raise ValueError where it is not a loss of each
-    token [T]. On a CPU a user's must be finite for tokens that are not masked."""
+    token.
+
+    On a CPU a user's loss must be finite for tokens that are not masked.
+    """
     wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
     if not isinstance(values, Tensor):
         raise ValueError(f"{wanted}, got {type(values).__name__}")

@@ -79,12 +79,10 @@ def topr(t: Tokens) -> Tensor:
 
 
 def far_responses(t: Tokens, delta: float) -> Tensor:
-    """Return which tokens [T] are of responses with A < 0 that the policy has moved away from: the
-    mean over the response of log(pi_old / pi) is above delta, in nats per token.
+    """Return which tokens [T] are of responses with A < 0 and mean log(pi_old / pi) above delta.
 
-    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has the advantage 0,
-    so that the policy is not pushed further. The loss's denominator still counts it, and its
-    divergence and entropy terms stay.
+    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has advantage 0. The
+    loss's denominator still counts it, and its divergence and entropy terms stay.
     """
     is_far = (t.advantages < 0) & (t.sequence_mean(t.old_logprobs - t.logprobs.detach()) > delta)
     lengths = t.cu_seqlens.diff()

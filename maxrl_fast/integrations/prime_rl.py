@@ -26,18 +26,15 @@ def policy_loss(
 ) -> Any:
     """Return prime-rl's LossOutputs: one sequence's loss, summed over its tokens, and token means.
 
-    Formulas and options are those in `ops.policy_gradient_loss`; the keywords come from
-    `[trainer.loss.kwargs]`.
+    Formulas and options are those of `ops.policy_gradient_loss`, from `[trainer.loss.kwargs]`.
 
     Args:
         inputs: prime-rl's LossInputs of a sequence, [T] each. Ratios use inference_logprobs, the KL
-        term ref_logprobs;
-            loss_weights scale each token's loss.
+            term ref_logprobs; loss_weights scale each token's loss.
 
     Raises:
-        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if
-        the loss compares tokens of
-            several sequences.
+        ValueError: if an option is wrong, kl_coef is not 0 and there are no ref_logprobs, or the
+            loss compares tokens of several sequences.
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 

@@ -28,16 +28,14 @@ _NEEDED = {
 def policy_loss(
     args: Any, batch: dict[str, Any], logits: Tensor, _: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), a sum over samples, and
-    metrics.
+    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), summed over samples.
 
     Args:
-        batch: slime's batch: lists with a tensor per sample, over the response's tokens or all its
-        tokens. logits: [1, T, V] float32, samples end to end, then padding.
+        batch: slime's batch: lists with a tensor per sample.
+        logits: [1, T, V] float32, samples end to end, then padding.
 
     Raises:
-        ValueError: if slime's options ask for parallel logits, or for a term that this loss does
-        not have.
+        ValueError: if slime's options ask for parallel logits, or for an unsupported term.
     """
     _check(args)
     (logits,) = logits  # [T, V]

@@ -62,8 +62,7 @@ class SharedPromptLayout:
 
     lengths: Tensor  # [B] int64, on the host
     response_lengths: Tensor  # [S] int64, on the host
-    # [S] int64, the sequence that each response continues, ascending, on the host
-    prompt_index: Tensor
+    prompt_index: Tensor  # [S] int64, each response's sequence, ascending, on the host
     device: torch.device
     # by window and soft cap
     copies: dict[tuple[int, float], tuple[Tensor, VarlenSpec]] = field(default_factory=dict)
@@ -133,12 +132,9 @@ class _SharedPromptAttention(torch.autograd.Function):
         o, lse = flash.forward(q1, k1, v1, layout.sequences)
         if layout.to_prompts is not None:
             assert layout.responses is not None
-            to_prompts, own = (
-                flash.forward(q2, k1, v1, layout.to_prompts),
-                flash.forward(q2, k2, v2, layout.responses),
-            )
-            merged = merge(*to_prompts, *own)
-            o, lse = torch.cat([o, merged[0]]), torch.cat([lse, merged[1]])
+            to_prompts = flash.forward(q2, k1, v1, layout.to_prompts)
+            o2, lse2 = merge(*to_prompts, *flash.forward(q2, k2, v2, layout.responses))
+            o, lse = torch.cat([o, o2]), torch.cat([lse, lse2])
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.layout = layout
         return o
@@ -188,16 +184,14 @@ class _VariantAttention(torch.autograd.Function):
         q, k, v, o, lse, sinks, index = ctx.saved_tensors
         grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
         # The gradients of copies are added in float32 and, on a GPU too, in one order.
-        total = [
-            torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            for x in (k, v)
-        ]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        total = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
         for x, part in zip(total, grads, strict=True):
             x.index_put_((index,), part.to(x.dtype), accumulate=True)
         grad_sinks = None
         if sinks is not None:
-            wide = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
-            grad_sinks = -((sinks - lse).exp() * wide).sum(0).to(sinks.dtype)
+            by_head = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
+            grad_sinks = -((sinks - lse).exp() * by_head).sum(0).to(sinks.dtype)
         return grad_q, total[0].to(k.dtype), total[1].to(v.dtype), grad_sinks, None, None
 
 
@@ -236,11 +230,8 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return which kernel computes `shared_prompt_attention`."""
-    return (
-        "C++"
-        if _runs_own_kernel(device, dtype, head_dim)
-        else flash.kernel_for(device, dtype, head_dim).name
-    )
+    is_own = _runs_own_kernel(device, dtype, head_dim)
+    return "C++" if is_own else flash.kernel_for(device, dtype, head_dim).name
 
 
 def _runs_own_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

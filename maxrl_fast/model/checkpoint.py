@@ -52,12 +52,9 @@ def write_policy(
     shard_bytes: size limit of one file of weights.
     """
     for name, content in files.items():
-        text = (
-            content
-            if isinstance(content, bytes)
-            else (json.dumps(content, indent=2) + "\n").encode()
-        )
-        (directory / name).write_bytes(text)
+        if not isinstance(content, bytes):
+            content = (json.dumps(content, indent=2) + "\n").encode()
+        (directory / name).write_bytes(content)
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, weight in weights:
@@ -68,31 +65,26 @@ def write_policy(
         shards[-1][name] = tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [WEIGHTS]
-    else:
+    names = [WEIGHTS] if len(shards) == 1 else names
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
         weight_map = {
             name: file for file, shard in zip(names, shards, strict=True) for name in shard
         }
-        (directory / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        )
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
     if not isinstance(config, DecoderConfig):
         return dict(config.fields)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": config.rope_theta,
-            **dataclasses.asdict(config.rope_scaling),
-        }
     fields = dataclasses.asdict(config)
-    del fields["rope_scaling"], fields["dtype"]
+    del fields["dtype"]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling := fields.pop("rope_scaling"):
+        scaling = {"rope_type": "llama3", **scaling}
+        rope |= scaling
     return {
         "architectures": [ARCHITECTURES[config.model_type]],
         "hidden_act": "silu",
@@ -102,9 +94,7 @@ def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
         "use_sliding_window": False,
         **fields,
         "rope_parameters": rope,  # for transformers 5; the next line is for transformers 4
-        "rope_scaling": None
-        if config.rope_scaling is None
-        else {k: v for k, v in rope.items() if k != "rope_theta"},
+        "rope_scaling": scaling,
         "torch_dtype": config.dtype,
         "dtype": config.dtype,
     }
@@ -129,16 +119,15 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
     Raises InputError if a file cannot be read or is nested too deeply.
     """
     config = read_json(directory / "config.json")
-    generation = {
-        key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")
+    generation: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
     }
     generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
     if (directory / "generation_config.json").exists():
         generation = read_json(directory / "generation_config.json")
         listed = generation.get("eos_token_id")
-        if sorted(listed if isinstance(listed, list) else [listed], key=repr) != sorted(
-            stop_ids, key=repr
-        ):
+        listed = listed if isinstance(listed, list) else [listed]
+        if sorted(listed, key=repr) != sorted(stop_ids, key=repr):
             generation["eos_token_id"] = list(stop_ids)
             # with it transformers prefers the eos_token_id of config.json
             generation.pop("_from_model_config", None)
@@ -149,8 +138,7 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
 def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
     try:
         safe = without_code(fields)
-        # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand
-        # times its size.
+        # One key per line: indenting every level could make a file a thousand times larger.
         lines = ",\n".join(
             f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items()
         )
@@ -227,20 +215,15 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
     for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        raise InputError(
-            f"{files[name].path} has the tensor {shown(name)}, which {layers} does not"
-        )
+        message = f"has the tensor {shown(name)}, which {layers} does not"
+        raise InputError(f"{files[name].path} {message}")
     for name, shape in wanted.items():
-        tensor = files[name].tensors.get_slice(name)
-        if tuple(tensor.get_shape()) != shape:
-            raise InputError(
-                f"{files[name].path}: {name} must have shape {shape}, got "
-                f"{shown(tuple(tensor.get_shape()))}"
-            )
-        if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-            raise InputError(
-                f"{files[name].path}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}"
-            )
+        tensor, what = files[name].tensors.get_slice(name), f"{files[name].path}: {name}"
+        got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        if got != shape:
+            raise InputError(f"{what} must have shape {shape}, got {shown(got)}")
+        if dtype not in ("F32", "BF16", "F16"):
+            raise InputError(f"{what} must be F32, BF16 or F16, got {dtype}")
 
 
 def _tensor_list(directory: Path) -> Path:
@@ -273,11 +256,8 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
                 f"{path}: weight_map must map tensors to files of the same directory, got "
                 f"{listed!r:.80}"
             )
-    opened = (
-        [_open(directory / file) for file in sorted(set(listed.values()))]
-        if path.name == INDEX
-        else [_open(path)]
-    )
+    names = sorted(set(listed.values())) if path.name == INDEX else [WEIGHTS]
+    opened = [_open(directory / file) for file in names]
     files = {name: file for file in opened for name in file.tensors.keys()}  # noqa: SIM118
     for name, file in listed.items():
         if name not in files or files[name].path != directory / file:
@@ -300,18 +280,11 @@ def read_config(path: Path) -> DecoderConfig:
         raise UnsupportedModelError(
             f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
         )
-    wanted = {
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    wanted = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False}
+    if model_type != "qwen2":
+        wanted["attention_bias"] = False
     for key, value in wanted.items():
-        if (
-            key in fields
-            and fields[key] != value
-            and not (model_type == "qwen2" and key == "attention_bias")
-        ):
+        if fields.get(key, value) != value:
             raise UnsupportedModelError(
                 f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}"
             )
@@ -337,10 +310,9 @@ def read_config(path: Path) -> DecoderConfig:
         raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
     try:
         return DecoderConfig(
-            **{
-                name: fields[name]
-                for name in ("vocab_size", "intermediate_size", "num_hidden_layers")
-            },
+            vocab_size=fields["vocab_size"],
+            intermediate_size=fields["intermediate_size"],
+            num_hidden_layers=fields["num_hidden_layers"],
             **_attention_sizes(fields),
             max_position_embeddings=fields["max_position_embeddings"],
             rope_theta=_number({"rope_theta": 10000.0} | fields | rope, "rope_theta"),
@@ -357,9 +329,8 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def stored_dtype(fields: dict[str, Any]) -> str:
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix(
-        "torch."
-    )
+    given = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    dtype = str(given).removeprefix("torch.")
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     return dtype

@@ -60,14 +60,12 @@ class DecoderConfig(PolicySizes):
             raise ValueError(
                 f"model_type must be one of {', '.join(FAMILIES)}, got {self.model_type!r}"
             )
-        check_sizes(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:8]}
-        )
+        check_sizes(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:8]})
         check_sizes(**{"num_attention_heads * head_dim": self.num_attention_heads * self.head_dim})
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
+                "num_attention_heads must be a multiple of num_key_value_heads, got "
+                f"{self.num_attention_heads} and {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
@@ -93,18 +91,15 @@ class RMSNorm(nn.Module):
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
-    exponents = (
-        torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-        / config.head_dim
-    )
+    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    exponents = even / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
     # divide low frequencies, keep high ones, and interpolate between
     if (scaling := config.rope_scaling) is not None:
         # over the original context
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = (turns - low) / (high - low)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
@@ -120,12 +115,9 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
-        )
+        sizes = config.head_dim, config.rms_norm_eps
+        self.q_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
         """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], from x [U, H]."""
@@ -134,9 +126,8 @@ class SelfAttention(nn.Module):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if ops.rotate_packed is not None and can_join(projections):
             heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
-            return ops.rotate_packed(
-                joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary
-            )
+            counts = heads, kv_heads, kv_heads
+            return ops.rotate_packed(joined(projections, x), counts, norms, rotary)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         return ops.rotate_heads((q, k, v), norms, rotary)
 
@@ -251,10 +242,8 @@ class Decoder(PolicyModel):
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
         of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
-        return (
-            sum(weight.numel() for weight in one.parameters())
-            + (config.num_hidden_layers - 1) * of_layer
-        )
+        of_all = sum(weight.numel() for weight in one.parameters())
+        return of_all + (config.num_hidden_layers - 1) * of_layer
 
     def initialise(self, seed: int) -> None:
         """Draw weights from N(0, 0.02), biases 0, norms 1; the same on every machine."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tiling import Tiling, causal_mask, length_buckets, padding_mask, tile
+from maxrl_fast.records import cumulative
 from maxrl_fast.runtime.device import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -46,11 +46,9 @@ class VarlenSpec:
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
-        cumulated = [
-            F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-            for lengths in (self.q_lengths, self.k_lengths)
-        ]
-        cu_q, cu_k = to_device(self.device, *cumulated)
+        cu_q, cu_k = to_device(
+            self.device, *(cumulative(x).to(torch.int32) for x in (self.q_lengths, self.k_lengths))
+        )
         # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in
         # every sequence.
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
@@ -61,9 +59,7 @@ class VarlenSpec:
         tiles = []
         for chosen in length_buckets(self.q_lengths):
             mask = self._mask(self.q_lengths[chosen], self.k_lengths[chosen])
-            q, k = (
-                tile(lengths, chosen, self.device) for lengths in (self.q_lengths, self.k_lengths)
-            )
+            q, k = (tile(x, chosen, self.device) for x in (self.q_lengths, self.k_lengths))
             tiles.append((q, k, None if mask is None else mask.to(self.device)))
         return tiles
 
@@ -89,9 +85,8 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; o and lse may be merged with another attention."""
-    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).backward(
-        grad, q, k, v, o, lse, spec
-    )
+    kernel = kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap)
+    return kernel.backward(grad, q, k, v, o, lse, spec)
 
 
 @dataclass(frozen=True)
@@ -108,13 +103,8 @@ def kernel_for(
 ) -> Kernel:
     if device.type == "cpu":
         return PADDED_CPU
-    if (
-        device.type != "cuda"
-        or dtype not in _HALF
-        or head_dim % 8
-        or head_dim > 256
-        or not _is_recent(device)
-    ):
+    fits = dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256
+    if device.type != "cuda" or not fits or not _is_recent(device):
         return PADDED_REFERENCE
     if _flash_attn() and (softcap or current_flash_attention_impl() is None):
         return FLASH_ATTN
@@ -150,17 +140,8 @@ def _torch_varlen_backward(
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        o,
-        lse.t().contiguous(),
-        *spec.varlen,
-        0.0,
-        spec.causal,
-        no_dropout,
-        unused,
+        *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen),
+        *(0.0, spec.causal, no_dropout, unused),
         **_window(spec),
     )
     return grads
@@ -185,8 +166,7 @@ def _flash_attn() -> Any:
             return None
         raise InputError(
             f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch "
-            f"{torch.__version__}, or "
-            f"uninstall it: torch's own FlashAttention then runs"
+            f"{torch.__version__}, or uninstall it: torch's own FlashAttention then runs"
         ) from error
 
 
@@ -280,9 +260,8 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, softcap: fl
     if mask is not None:
         scores = scores + mask
     if causal:
-        scores = scores.masked_fill(
-            torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")
-        )
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
     return scores
 
 
@@ -349,21 +328,15 @@ def _padded_backward(
     grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     repeats = q.shape[1] // k.shape[1]
     for q_tile, k_tile, mask in spec.tiles:
+        grad_o, padded_q, padded_o, padded_l = (q_tile.pad(x) for x in (grad, q, o, lse))
         padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        padded = (
-            q_tile.pad(grad),
-            q_tile.pad(q),
-            padded_k,
-            padded_v,
-            q_tile.pad(o),
-            q_tile.pad(lse),
+        grad_q, *grad_kv = attend_backward(
+            grad_o, padded_q, padded_k, padded_v, padded_o, padded_l, **_how(spec, mask)
         )
-        grad_q, *grad_kv = attend_backward(*padded, **_how(spec, mask))
         q_tile.unpad_into(grads[0], grad_q)
         for packed, part in zip(grads[1:], grad_kv, strict=True):
-            k_tile.unpad_into(
-                packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3)
-            )
+            part = part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3)
+            k_tile.unpad_into(packed, part)
     return grads
 
 

@@ -85,8 +85,7 @@ def _activate(
     try:
         registry.activate_flash_attention_impl(name)
         reason = _worst(_probe(device, dtype, heads), 2 * torch.finfo(dtype).eps)
-    # of any kind, from the package's import to its kernels; a sentence at the start says which
-    except Exception as error:
+    except Exception as error:  # third-party import and kernels: anything; reported at the start
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     if reason and registry.current_flash_attention_impl() is not None:
         registry.restore_flash_attention_impl()
@@ -120,9 +119,8 @@ def _probe(
 
     errors = {}
     for pattern, lengths in LENGTHS.items():
-        spec = VarlenSpec(
-            torch.tensor(lengths[0]), torch.tensor(lengths[1]), device, causal=pattern == "causal"
-        )
+        q_lengths, k_lengths = map(torch.tensor, lengths)
+        spec = VarlenSpec(q_lengths, k_lengths, device, causal=pattern == "causal")
         (q, grad), (k, v) = (
             [normal(sum(n), h) for _ in range(2)] for n, h in zip(lengths, heads, strict=False)
         )
@@ -136,9 +134,8 @@ def _probe(
             grad.float(), q.float(), k.float(), v.float(), o.float(), lse, spec
         )
         names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-        for name, got, want in zip(
-            names, (*results, *grads), (*wanted, *wanted_grads), strict=True
-        ):
+        pairs = zip((*results, *grads), (*wanted, *wanted_grads), strict=True)
+        for name, (got, want) in zip(names, pairs, strict=True):
             errors[f"{name} ({pattern})"] = _relative(got, want)
     k, v, q = normal(3 * 96, heads[1]), normal(3 * 96, heads[1]), normal(3 * 4, heads[0])
     counts = torch.tensor([96, 1, 40])

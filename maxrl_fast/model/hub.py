@@ -44,7 +44,7 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
     must be, for the error message. Raises InputError if the directory does not exist or the name is
     not valid.
     """
-    path, of_the_hub = Path(model), "a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION"
+    path, of_the_hub = Path(model), f"a model of the hub is {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION"
     if model.startswith(HUB):
         if not _NAME.fullmatch(model.removeprefix(HUB)):
             raise InputError(f"{wanted}, got {model}; {of_the_hub}")
@@ -128,13 +128,11 @@ def why_unreachable() -> str:
     def ask() -> None:
         try:
             status = get_session().head(constants.ENDPOINT, timeout=REACH_SECONDS).status_code
-            causes.append(
-                f"{constants.ENDPOINT} answers with status {status}" if status >= 500 else ""
-            )
-        except Exception as error:  # of the network, of TLS, of a proxy, or HF_HUB_OFFLINE
-            causes.append(
-                f"{constants.ENDPOINT}: {type(error).__name__}: {error}".partition("\n")[0]
-            )
+            is_down = status >= 500
+            causes.append(f"{constants.ENDPOINT} answers with status {status}" if is_down else "")
+        # of requests (an OSError) or httpx, from the network, TLS or a proxy; or HF_HUB_OFFLINE
+        except _failures() as error:
+            causes.append(f"{constants.ENDPOINT}: {_first_line(error)}")
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -166,9 +164,8 @@ def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], off
     place = {"endpoint": constants.ENDPOINT, "cache_dir": str(constants.HF_HUB_CACHE)}
     request = {"repo_id": repository, "revision": revision, "allow_patterns": files, **place}
     if not offline:
-        return _download(
-            request, Path(place["cache_dir"], f"models--{repository.replace('/', '--')}")
-        )
+        folder = f"models--{repository.replace('/', '--')}"
+        return _download(request, Path(place["cache_dir"], folder))
     if isinstance(answer := _answer(request | {"local_files_only": True}, offline), InputError):
         raise answer
     return answer
@@ -179,11 +176,8 @@ def _download(request: dict[str, Any], folder: Path) -> Path:
 
     Some requests of the library have no time limit, and its threads would keep this process alive.
     """
-    command, grown, size = (
-        [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])],
-        time.monotonic(),
-        -1,
-    )
+    command = [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])]
+    grown, size = time.monotonic(), -1
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -201,11 +195,8 @@ def _download(request: dict[str, Any], folder: Path) -> Path:
             said = child.stdout.read().splitlines()
         finally:
             child.kill()
-    answer = (
-        json.loads(said[-1])
-        if said
-        else {"error": f"the process that downloads exited with code {child.returncode}"}
-    )
+    failed = {"error": f"the process that downloads exited with code {child.returncode}"}
+    answer = json.loads(said[-1]) if said else failed
     if "error" in answer:
         raise InputError(answer["error"])
     return Path(answer["directory"])
@@ -222,22 +213,16 @@ def _size(folder: Path) -> int:
 
 def download_process() -> None:
     answer = _answer(json.loads(sys.argv[1])[1], "")
-    print(
-        json.dumps(
-            {"error": str(answer)} if isinstance(answer, InputError) else {"directory": str(answer)}
-        )
-    )
+    key = "error" if isinstance(answer, InputError) else "directory"
+    print(json.dumps({key: str(answer)}))
 
 
 def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
     """Return the directory of a snapshot, or the error as a sentence."""
     from huggingface_hub import errors, get_token, snapshot_download
 
-    repository, revision, name = (
-        request["repo_id"],
-        request["revision"],
-        f"{HUB}{request['repo_id']}",
-    )
+    repository, revision = request["repo_id"], request["revision"]
+    name = f"{HUB}{repository}"
     state = "is not set" if get_token() is None else "has none"
     token = (
         "an access token of an account that may read it must be in the environment variable "
@@ -258,14 +243,18 @@ def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
         return InputError(f"{name} has no revision {revision}")
     except errors.RepositoryNotFoundError:
         return InputError(f"the hub has no model {repository}, or it is private; then {token}")
-    except Exception as error:  # of the network, of HTTP, of the disk
-        is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (
-            401,
-            403,
-        )
-        return InputError(
-            f"cannot download {name}: {_first_line(error)}{f'; {token}' if is_refused else ''}"
-        )
+    # from the network, HTTP, the disk, or a name or an answer that is not valid
+    except _failures() as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        advice = f"; {token}" if status in (401, 403) else ""
+        return InputError(f"cannot download {name}: {_first_line(error)}{advice}")
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Return what a request may raise: also errors of httpx, which huggingface_hub 1.0 uses."""
+    httpx: Any = sys.modules.get("httpx")
+    of_httpx = () if httpx is None else (httpx.HTTPError, httpx.InvalidURL)
+    return (OSError, ValueError, RuntimeError, *of_httpx)
 
 
 def _first_line(error: BaseException) -> str:

@@ -45,10 +45,7 @@ class HuggingFacePolicy(PolicyModel):
         self.backend = f"transformers {transformers.__version__}"
         self.config, self.hf = sizes, model.eval()
         self._block_names = _block_names(model)
-        routers, blocks = (
-            _router_classes(model),
-            [model.get_submodule(name) for name in self._block_names],
-        )
+        routers, blocks = _router_classes(model), list[Any](self.blocks)
         in_blocks = {id(module) for block in blocks for module in block.modules()}
         for module in list[nn.Module](self.body.modules()):
             if isinstance(module, routers):
@@ -62,10 +59,7 @@ class HuggingFacePolicy(PolicyModel):
             block.block_index = i
         huggingface_attention.register()
         self.set_eager(False)
-        self.logit_scale, self.softcap = (
-            1.0,
-            float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
-        )
+        self.softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
 
     @property
     def lm_head(self) -> Any:
@@ -111,11 +105,8 @@ class HuggingFacePolicy(PolicyModel):
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
         hidden = choose_rows(output[0][0], rows)
-        return (
-            hidden
-            if getattr(self.lm_head, "bias", None) is None
-            else F.pad(hidden, (0, 1), value=1.0)
-        )
+        has_bias = getattr(self.lm_head, "bias", None) is not None
+        return F.pad(hidden, (0, 1), value=1.0) if has_bias else hidden
 
     @property
     def output_matrix(self) -> Tensor:
@@ -157,12 +148,10 @@ class HuggingFacePolicy(PolicyModel):
         """Convert one layer at a time; see PolicyModel.weights."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        def place(item: tuple[str, Tensor]) -> str | None:
-            return next(
-                (block for block in self._block_names if item[0].startswith(f"{block}.")), None
-            )
+        def block_of(item: tuple[str, Tensor]) -> str | None:
+            return next((x for x in self._block_names if item[0].startswith(f"{x}.")), None)
 
-        for _, group in itertools.groupby(merged_weights(self.hf), key=place):
+        for _, group in itertools.groupby(merged_weights(self.hf), key=block_of):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
 
     @torch.no_grad()
@@ -203,9 +192,8 @@ def _router_classes(model: Any) -> tuple[type, ...]:
     """Return the classes of the modules that choose experts."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorded = recorded if isinstance(recorded, (list, tuple)) else [recorded]
-    return tuple(
-        cls for cls in (getattr(x, "target_class", x) for x in recorded) if isinstance(cls, type)
-    )
+    classes = (getattr(x, "target_class", x) for x in recorded)
+    return tuple(cls for cls in classes if isinstance(cls, type))
 
 
 @cache

@@ -18,24 +18,11 @@ from maxrl_fast.model.attention import AttentionVariant
 
 NAME = "maxrl_fast"  # under which the functions are registered
 # Arguments that say nothing about the attention between tokens.
-_OTHER = (
-    *(
-        "position_ids",
-        "cache_position",
-        "position_embeddings",
-        "past_key_values",
-        "use_cache",
-        "output_attentions",
-    ),
-    *(
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "hidden_states",
-        "layer_idx",
-        "logits_to_keep",
-    ),
-)
+_OTHER = {
+    *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("hidden_states", "layer_idx", "logits_to_keep"),
+}
 
 
 @dataclass
@@ -103,21 +90,19 @@ def attend(
         raise InputError("the model calls attention outside its layers")
     layer_pass.num_calls += 1
     window = attention_mask if isinstance(attention_mask, int) else 0
-    told = {
-        name: x
-        for name, x in others.items()
-        if name not in _OTHER and x is not None and x is not False
-    }
+    told = [
+        x for x in others if x not in _OTHER and others[x] is not None and others[x] is not False
+    ]
     if attention_mask is not None and not isinstance(attention_mask, int):
-        told["its own mask"] = True
+        told.append("its own mask")
     elif sliding_window is not None and sliding_window != window:
-        told[f"sliding_window {sliding_window}, where its mask has {window or 'none'},"] = True
+        told.append(f"sliding_window {sliding_window}, where its mask has {window or 'none'},")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        told["is_causal False"] = True
+        told.append("is_causal False")
     if dropout:
-        told[f"dropout {dropout}"] = True
+        told.append(f"dropout {dropout}")
     if layer_pass.num_calls > 1:
-        told["a second attention in one layer"] = True
+        told.append("a second attention in one layer")
     if told:
         raise InputError(
             f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention "

@@ -20,14 +20,8 @@ from maxrl_fast.runtime.files import read_json, shown
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention
 # function.
 _NOT_ATTENTION = (
-    "linear_attention",
-    "conv",
-    "mamba",
-    "recurrent",
-    "hybrid",
-    "sparse",
-    "compressed",
-    "indexed",
+    *("linear_attention", "conv", "mamba", "recurrent"),
+    *("hybrid", "sparse", "compressed", "indexed"),
 )
 # Parts of a model that reads more than text.
 _TEXT = {"text_config", "text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
@@ -52,16 +46,17 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
         with Quiet():
             if is_empty:
                 with torch.device("meta"):
-                    return HuggingFacePolicy(
-                        AutoModelForCausalLM.from_config(config, **options), sizes
-                    )
-            options |= {
-                "trust_remote_code": False,
-                "use_safetensors": True,
-                "local_files_only": True,
-            }
-            options |= {"config": config, "output_loading_info": True}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
+                    empty = AutoModelForCausalLM.from_config(config, **options)
+                    return HuggingFacePolicy(empty, sizes)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
     except InputError:
         raise
     except Exception as error:  # transformers raises anything
@@ -73,10 +68,8 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])
-            raise InputError(
-                f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} "
-                f"{shown(names)}"
-            )
+            what = f"{sizes.model_type}: {kind.replace('_', ' ')}"
+            raise InputError(f"{directory} does not fit {what} {shown(names)}")
     return policy_of(model, sizes)
 
 
@@ -110,11 +103,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             f"{transformers.__version__}"
         )
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if (
-        not isinstance(model_type, str)
-        or model_type not in names
-        or model_type not in CONFIG_MAPPING
-    ):
+    is_known = isinstance(model_type, str) and model_type in names
+    if not is_known or model_type not in CONFIG_MAPPING:
         raise InputError(
             f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}"
         )
@@ -136,9 +126,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
     """Return the sizes of a configuration; raise ValueError if one is not valid."""
     heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = (
-        getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
-    )
+    head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim")
     intermediate = _largest(config, "intermediate_size") or 4 * hidden
     if of_expert := getattr(config, "moe_intermediate_size", None):
         intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
@@ -149,7 +137,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim or hidden // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
     }
     check_sizes(**sizes)
@@ -162,17 +150,11 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
 def _largest(config: Any, name: str) -> Any:
     """Return the largest value of a size that may differ between layers; None if there is none."""
     fields = config.to_dict()
-    found = [
-        fields.get(name),
-        *(layer.get(name) for layer in (fields.get("per_layer_config") or {}).values()),
-    ]
-    sizes = [
-        x
-        for one in found
-        for x in (one if isinstance(one, (list, tuple)) else [one])
-        if x is not None
-    ]
-    return max(sizes, default=None)
+    sizes: list[Any] = []
+    for part in (fields, *(fields.get("per_layer_config") or {}).values()):
+        size = part.get(name)
+        sizes += size if isinstance(size, (list, tuple)) else [size]
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def check_supported(config: Any, longest: int) -> None:
@@ -182,12 +164,8 @@ def check_supported(config: Any, longest: int) -> None:
 
 
 def _reasons(config: Any, longest: int) -> Iterator[str]:
-    parts = [
-        name
-        for name in ("vision_config", "audio_config")
-        if getattr(config, name, None) is not None
-    ]
-    if parts or config.sub_configs.keys() & _TEXT:
+    parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    if any(part is not None for part in parts) or config.sub_configs.keys() & _TEXT:
         yield "it is not a decoder of text alone"
     if getattr(config, "is_encoder_decoder", False):
         yield "it has an encoder"
@@ -204,11 +182,8 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
         yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
-        original = (
-            one.get("original_max_position_embeddings")
-            or getattr(config, "max_position_embeddings", 0)
-            or 0
-        )
+        most = getattr(config, "max_position_embeddings", None)
+        original = one.get("original_max_position_embeddings") or most or 0
         if one.get("rope_type") in _BY_LENGTH and longest > original:
             yield (
                 f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; "

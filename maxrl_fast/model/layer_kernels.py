@@ -41,11 +41,8 @@ def has_kernels(
     hidden, intermediate, head = (
         size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim)
     )
-    return (
-        hidden % 16 == intermediate % 16 == head % 32 == 0
-        and hidden <= 16 << 10
-        and head <= 1 << 10
-    )
+    is_aligned = hidden % 16 == intermediate % 16 == head % 32 == 0
+    return is_aligned and hidden <= 16 << 10 and head <= 1 << 10
 
 
 # Residual addition and RMS norm.
@@ -53,11 +50,9 @@ def has_kernels(
 
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
     """Return the number of partial sums of `width` numbers; on a CPU the kernel adds them up."""
-    return (
-        min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
-        if dispatch.is_gpu(like.device)
-        else 1
-    )
+    if not dispatch.is_gpu(like.device):
+        return 1
+    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -92,10 +87,8 @@ def add_rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sum [U, H], for both summands, and of the weight, not rounded."""
     call, (num_rows, size) = KernelLaunch(x.device), x.shape
-    grad_x, partials = (
-        torch.empty_like(x),
-        x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x)),
-    )
+    grad_x = torch.empty_like(x)
+    partials = x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x))
     call.launch(
         "add_rms_norm_backward",
         dtype=DTYPE_NAMES[x.dtype],
@@ -201,10 +194,8 @@ def rotate_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates
     back."""
-    call, to = (
-        KernelLaunch(q.device),
-        [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))],
-    )
+    call = KernelLaunch(q.device)
+    to = [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
     inputs = heads_arguments(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
     call.launch("rotate_heads", **inputs, eps=eps, direction=direction)
     return to[0], to[1], q.new_empty(0) if v is None else to[2]
@@ -224,11 +215,8 @@ def rotate_heads_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q and k, and of their norms' weights, not rounded."""
-    to, heads, all_heads = (
-        [x.new_empty(x.shape) for x in (q, k)],
-        q.shape[1],
-        q.shape[1] + k.shape[1],
-    )
+    to = [x.new_empty(x.shape) for x in (q, k)]
+    heads, all_heads = q.shape[1], q.shape[1] + k.shape[1]
     inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
     if not dispatch.is_gpu(q.device):
         of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
@@ -290,18 +278,12 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     @first_order("rotate_heads")
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        grads, (q, k, q_norm, k_norm, *tables) = (
-            (grad_q.contiguous(), grad_k.contiguous()),
-            ctx.saved_tensors,
-        )
+        grads = grad_q.contiguous(), grad_k.contiguous()
+        q, k, q_norm, k_norm, *tables = ctx.saved_tensors
         none = (None,) * (len(tables) + 1)
         if q is None:
-            return (
-                *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2],
-                None,
-                None,
-                *none,
-            )
+            grad_q, grad_k, _ = rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)
+            return grad_q, grad_k, None, None, *none
         grad_q, grad_k, *of_norms = rotate_heads_backward(
             *grads, q, k, q_norm, k_norm, *tables, ctx.eps
         )
@@ -344,10 +326,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator()
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    call, grads = (
-        KernelLaunch(gate.device),
-        (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
-    )
+    call = KernelLaunch(gate.device)
+    grads = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     call.launch(
         "swiglu_backward",
         **_gate_and_up(call, gate, up),

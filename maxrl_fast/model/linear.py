@@ -28,9 +28,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | Non
 class Linear(nn.Linear):
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Return x W^T + bias + added, for x [..., in]; `added` [U, out] needs x [U, in]."""
-        return _product(
-            x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), added
-        )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _product(x, self.weight.to(x.dtype), bias, added)
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
@@ -38,10 +37,8 @@ def can_join(layers: Sequence[nn.Module]) -> bool:
 
     A joint product would also compute the gradient of a frozen matrix.
     """
-    return (
-        all(type(layer) is Linear for layer in layers)
-        and len({layer.weight.requires_grad for layer in layers}) == 1
-    )
+    is_plain = all(type(layer) is Linear for layer in layers)
+    return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
@@ -58,15 +55,12 @@ class LoraLinear(Linear):
     ADAPTER = ("lora_a", "lora_b")
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
-        super().__init__(
-            base.in_features, base.out_features, bias=base.bias is not None, device="meta"
-        )
+        super().__init__(base.in_features, base.out_features, base.bias is not None, "meta")
         self.weight, self.bias = base.weight, base.bias
         self.requires_grad_(False)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         device = base.weight.device
-        # A is initialised like a linear layer and B with zeros, so that training starts from W
-        # itself.
+        # A is initialised like a linear layer and B with zeros: training starts from W.
         bound = 1 / math.sqrt(base.in_features)
         a = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(a.to(device))
@@ -98,13 +92,12 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield weights and buffers by name: adapters merged, shards gathered, tied weights once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        buffers = {
-            x: b
-            for x, b in module.named_buffers(recurse=False)
-            if x not in module._non_persistent_buffers_set
-        }
-        for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
-            if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
+        buffers = module.named_buffers(recurse=False)
+        hidden = module._non_persistent_buffers_set
+        if isinstance(module, LoraLinear):
+            hidden = hidden | set(LoraLinear.ADAPTER)
+        for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers):
+            if id(tensor) in seen or own in hidden:
                 continue
             seen.add(id(tensor))
             is_adapted = isinstance(module, LoraLinear) and own == "weight"
@@ -112,10 +105,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return isinstance(module, nn.Linear) and type(module).forward in (
-        nn.Linear.forward,
-        Linear.forward,
-    )
+    plain = nn.Linear.forward, Linear.forward
+    return isinstance(module, nn.Linear) and type(module).forward in plain
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
@@ -180,7 +171,5 @@ def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tenso
     if config:
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-            folder / "adapter_model.safetensors",
-        )
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, folder / "adapter_model.safetensors")

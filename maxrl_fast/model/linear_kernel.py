@@ -66,10 +66,7 @@ def linear_backward(
         ((out_size,), needs_bias),
     )
     grads = [x.new_empty(shape if is_needed else 0) for shape, is_needed in shapes]
-    addresses = [
-        call.keep(result) if is_needed else 0
-        for result, (_, is_needed) in zip(grads, shapes, strict=True)
-    ]
+    addresses = [call.keep(x) if yes else 0 for x, (_, yes) in zip(grads, shapes, strict=True)]
     call.launch(
         "linear_backward",
         num_rows=num_rows,
@@ -101,11 +98,7 @@ class Product(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, needs_added = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 3
         if needs_x or needs_weight or needs_bias:
-            results = linear_backward(
-                grad.contiguous(), *ctx.saved_tensors, needs_x, needs_weight, needs_bias
-            )
-            grads = [
-                x if is_needed else None
-                for x, is_needed in zip(results, ctx.needs_input_grad, strict=False)
-            ]
+            needed = needs_x, needs_weight, needs_bias
+            results = linear_backward(grad.contiguous(), *ctx.saved_tensors, *needed)
+            grads = [x if yes else None for x, yes in zip(results, needed, strict=True)]
         return *grads, grad if needs_added else None

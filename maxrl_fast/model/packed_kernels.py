@@ -102,9 +102,8 @@ class _RotatePacked(torch.autograd.Function):
 def _rotate_packed(
     packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary
 ) -> Heads:
-    heads: Heads = _RotatePacked.apply(
-        packed, *((None, None, 0.0) if norms is None else norms), counts, *rotary
-    )
+    norm_arguments = (None, None, 0.0) if norms is None else norms
+    heads: Heads = _RotatePacked.apply(packed, *norm_arguments, counts, *rotary)
     return heads
 
 
@@ -115,10 +114,8 @@ def _rotate_packed(
 def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
     """Return the gradient of [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
     call, (num_rows, size), to = KernelLaunch(grad.device), grad.shape, torch.empty_like(packed)
-    address, to_address = (
-        call.address("packed", packed, grad.dtype, (num_rows, 2 * size)),
-        call.keep(to),
-    )
+    address = call.address("packed", packed, grad.dtype, (num_rows, 2 * size))
+    to_address = call.keep(to)
     half = size * grad.element_size()
     call.launch(
         "swiglu_backward",

@@ -86,13 +86,11 @@ def load_policy(
     longest = prompt_length + max_new_tokens
     model: PolicyModel
     if backend_of(directory, backend) == "native":
-        model = (
-            Decoder.empty(read_checked_config(directory), "meta")
-            if is_empty
-            else load_checkpoint(directory)
-        )
+        if is_empty:
+            model = Decoder.empty(read_checked_config(directory), "meta")
+        else:
+            model = load_checkpoint(directory)
     else:
-        # which imports transformers
         from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 
         model = load_huggingface(directory, longest, is_empty)

@@ -42,11 +42,8 @@ class PolicyModel(nn.Module):
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:
-        return (
-            self.config.num_attention_heads,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-        )
+        c = self.config
+        return c.num_attention_heads, c.num_key_value_heads, c.head_dim
 
     @property
     def output_matrix(self) -> Tensor:

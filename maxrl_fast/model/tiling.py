@@ -1,5 +1,6 @@
 """Padding of packed sequences into tiles, for attention kernels that need rows of equal length."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,11 +68,9 @@ def length_buckets(lengths: Tensor) -> list[Tensor]:
     buckets: list[Tensor] = []
     for b in reversed(bucket[lengths > 0].unique().tolist()):
         chosen = bucket == b
-        if (
-            buckets
-            and int(chosen.sum()) * int(lengths[buckets[-1]].max() - lengths[chosen].max())
-            <= SMALL_PADDING
-        ):
+        longest = int(lengths[chosen].max())
+        wider = int(lengths[buckets[-1]].max()) if buckets else math.inf
+        if int(chosen.sum()) * (wider - longest) <= SMALL_PADDING:
             buckets[-1] |= chosen
         else:
             buckets.append(chosen)
@@ -83,19 +82,20 @@ def padding_mask(lengths: Tensor) -> Tensor | None:
     width = int(lengths.max())
     if int(lengths.min()) == width:
         return None
+    return mask_beyond(lengths, width)
+
+
+def mask_beyond(lengths: Tensor, width: int) -> Tensor:
+    """Return an additive mask [B, 1, 1, width]: 0 up to each length, -inf after it."""
     padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[
-        :, None, None, :
-    ]
+    mask = torch.zeros(padding.shape, device=lengths.device)
+    return mask.masked_fill(padding, float("-inf"))[:, None, None]
 
 
 def causal_mask(q_lengths: Tensor, k_lengths: Tensor, window: int) -> Tensor:
     """Return an additive mask [B, 1, longest q, longest k]: the last query is at the last key, and
     each query attends to the last `window` keys up to its own (0: all)."""
-    q, k = (
-        torch.arange(int(lengths.max()), device=lengths.device)
-        for lengths in (q_lengths, k_lengths)
-    )
+    q, k = (torch.arange(int(x.max()), device=x.device) for x in (q_lengths, k_lengths))
     # [B, q, 1], the key at which each query is
     at = q[:, None] + (k_lengths - q_lengths)[:, None, None]
     is_seen = (k <= at) & (k < k_lengths[:, None, None])

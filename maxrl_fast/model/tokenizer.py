@@ -17,15 +17,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular, read_json
 
 FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 SECONDS = 60  # limit for loading a tokenizer, and for encoding one text
@@ -74,17 +67,13 @@ def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYER
     for part in fields.values():
         if isinstance(part, dict):
             check_counts(path, part, max_layers)
-    limits = dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), max_layers
-    ) | {"num_labels": MAX_LABELS}
-    for name, most in limits.items():
+    names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+    for name, most in (dict.fromkeys(names, max_layers) | {"num_labels": MAX_LABELS}).items():
         value = fields.get(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most
-        ):
-            raise InputError(
-                f"{path}: {name} must be an integer from 1 to {most}, got {value!r:.80}"
-            )
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+        if value is not None and not is_count:
+            wanted = f"{name} must be an integer from 1 to {most}"
+            raise InputError(f"{path}: {wanted}, got {value!r:.80}")
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -121,12 +110,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def template_file(directory: Path) -> Path:
-    names = [
-        name
-        for name in ("chat_template.jinja", "chat_template.json")
-        if (directory / name).exists()
-    ]
-    return directory / (names[0] if names else "tokenizer_config.json")
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (directory / name).exists():
+            return directory / name
+    return directory / "tokenizer_config.json"
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -159,16 +146,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         )
     # errors of jinja and of the template itself; MemoryError has no text
     except Exception as error:
-        file, cause = (
-            template_file(Path(tokenizer.name_or_path)),
-            str(error) or type(error).__name__,
-        )
+        file = template_file(Path(tokenizer.name_or_path))
+        cause = str(error) or type(error).__name__
         raise InputError(
             f"the chat template in {file} rejects {messages!r:.200}: {cause}"
         ) from error
     # the template writes them itself
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return encode_response(tokenizer, text)
 
 
 class ControlTokens:
@@ -200,25 +184,22 @@ class ControlTokens:
 
     def refuse(self, prompt: Prompt, what: str = "a prompt") -> None:
         """Raise InputError if a prompt, or a value of its messages, has a control token."""
-        for text in (
-            [prompt]
-            if isinstance(prompt, str)
-            else [text for message in prompt for text in message.values()]
-        ):
+        if isinstance(prompt, str):
+            texts = [prompt]
+        else:
+            texts = [text for message in prompt for text in message.values()]
+        for text in texts:
             if token := self._find(text):
                 raise InputError(
                     f"{what} must not have the special token {token!r} of the tokenizer in its "
-                    f"text, got {prompt!r:.200}; "
-                    "--allow-special-tokens encodes it as that token"
+                    f"text, got {prompt!r:.200}; --allow-special-tokens encodes it as that token"
                 )
 
     def _search(self, text: str) -> str | None:
         """A tokenizer that normalizes may read a token in capitals or full-width forms."""
         if match := self._pattern.search(text):
             return match[0]
-        forged = self._ids.intersection(
-            self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        )
+        forged = self._ids.intersection(encode_response(self._tokenizer, text))
         return self._texts[min(forged)] if forged else None
 
 

@@ -57,46 +57,40 @@ def group_advantage(
     max_group_size: int | None = None,
     **options: float,
 ) -> Tensor:
-    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`, `python -m
-    maxrl_fast.objectives`).
+    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
 
     Args:
-        rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real
-        dtype. estimator: a name in `ESTIMATORS`, or an `Estimator`. k: size of the max@k objective,
-        for estimators that have it. order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1,
-        the full order of each group. offsets: [G+1] int64 from 0 to S: group g is
-        rewards[offsets[g] : offsets[g+1]]. Groups may be empty. group_ids: [S] integers in any
-        order; equal ids form a group. valid: bool, of the shape of `rewards`. Invalid rollouts are
-        left out of their groups, and get 0. lengths, logprobs: of the shape of `rewards`: tokens of
-        each response, and their mean log-prob. greedy_correct, greedy_rewards: of the prompt's
-        greedy response: one per group, or of the shape of `rewards`. reward_parts: [R,
-        *rewards.shape], the rewards whose weighted sum is `rewards`; NaN where one does not apply.
-        reward_weights: R weights of the parts, default 1. prompts: one per group, for a custom
-        function that asks for them. log_ratios: of the shape of `rewards`: log pi(y_i) - log
-        mu(y_i) of whole responses sampled by the policy mu, clamped to
-            [-20, 20]; the gradient is that of pi.
-        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI,
-            L2O); MaxPO's eq. 13 omits the factor.
-        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids,
-            rank estimators keep tables of all sizes up to it (default: min(S, 4096)): 8 bytes times
-            its square. Estimators without a kernel pad groups to it; by default they read the
-            largest size from the GPU, or pad to S in torch.compile.
-        options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in
-        `ESTIMATORS`.
+        rewards: [..., N], each row a group, or flat [S] with offsets or group_ids; any real dtype.
+        estimator: a name in `ESTIMATORS`, or an `Estimator`.
+        k: size of the max@k objective, for estimators that have it.
+        order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
+        offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]].
+        group_ids: [S] integers in any order; equal ids form a group.
+        valid: bool, like rewards. Invalid rollouts are left out of their groups, and get 0.
+        lengths, logprobs: like rewards: tokens of each response, and their mean log-prob.
+        greedy_correct, greedy_rewards: of the prompt's greedy response, [G] or like rewards.
+        reward_parts: [R, *rewards.shape], whose weighted sum is `rewards`; NaN: does not apply.
+        reward_weights: R weights of the parts, default 1.
+        prompts: one per group, for a custom function that asks for them.
+        log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy
+            mu, clamped to [-20, 20]; the gradient is that of pi.
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k (maxpo, EI, L2O).
+        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, rank estimators keep
+            tables of all sizes up to it (default: min(S, 4096)), 8 bytes times its square.
+            Estimators without a kernel pad groups to it; by default they read the largest size from
+            the GPU, or pad to S in torch.compile.
+        options: further options of the estimator, such as eps, ddof, quantile, tau.
 
     Returns:
-        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not
-        differentiable. In a group of one, every centred estimator gives 0. Among uneven groups,
-        groups with too few rollouts for k get 0.
+        Advantages like rewards, float32 if these are not floating; not differentiable. In groups
+        of one, centred estimators give 0. Uneven groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: if the estimator is unknown, k or order is out of range (for the largest group),
-        or an argument is missing,
-            unexpected or does not fit. On the CPU also if a rollout's number is not finite, not
-            allowed for the estimator or, without a kernel, beyond 1e150, or if an advantage exceeds
-            its dtype. On a GPU these checks would wait for the
-            device: all advantages of such a group become NaN (of the batch, if the estimator scales
-            by it), and an advantage that exceeds its dtype becomes infinite.
+        ValueError: if an argument is unknown, missing, unexpected, out of range or does not fit. On
+            the CPU also if a number is not finite, not allowed for the estimator or, without a
+            kernel, beyond 1e150, or an advantage exceeds its dtype. A GPU would wait for these
+            checks: such a group's advantages become NaN (the batch's, if the estimator scales by
+            it), and an advantage that exceeds its dtype infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)

@@ -56,35 +56,27 @@ def linear_policy_gradient_loss(
     softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return policy_gradient_loss of the logits hidden @ weight.T, without holding all logits in
-    memory.
+    """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time.
 
     The forward pass computes loss and gradients chunk by chunk: a chunk's logits, their gradient in
     the same memory, and its matrix multiplications with weight and hidden states. Besides the
-    gradients of hidden [T, H] and weight [V, H], the latter in float32 until the end, it needs
-    memory for one chunk of logits (and its float32 copy if a CPU multiplies half precision), for
-    any T. On a GPU rows are padded to a multiple of 64 logits, so a chunk of C tokens takes C
-    ceil(V / 64) 64 numbers. gspo takes two passes, the first for sequence ratios; losses that are
-    functions (`ops.LOSSES`) take two, for log-probs and their gradient.
+    gradients, weight's in float32 until the end, it needs memory for one chunk of logits (and its
+    float32 copy if a CPU multiplies half precision), for any T. gspo takes two passes, the first
+    for sequence ratios; losses that are functions (`ops.LOSSES`) take two, for log-probs and their
+    gradient.
 
-    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask,
-    because the host waits for the number of these tokens; without a mask no call waits, and all
-    tokens are multiplied.
+    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, and
+    the host waits for the number of these tokens; without a mask all tokens are multiplied.
 
     Args:
-        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype. weight: [V, H],
-        of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and
-        not allocated
-            if weight is frozen (requires_grad False).
+        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
+        weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is not allocated
+            if it is frozen (requires_grad False).
         softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
             unchanged. A gradient through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a
-            GPU (a number of tokens that the multiprocessors divide evenly), but at least 128
-            tokens.
-        others: as in policy_gradient_loss.
-
-    Returns:
-        As policy_gradient_loss.
+            GPU, but at least 128 tokens.
+        others: as in policy_gradient_loss, as are the results.
 
     Raises:
         As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU
@@ -154,8 +146,8 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return token_logprobs of the logits hidden @ weight.T, one chunk of tokens at a time.
 
-    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and
-    chunk_tokens as in linear_policy_gradient_loss. The backward pass recomputes the logits.
+    hidden [T, H], weight [V, H], softcap and chunk_tokens are as in linear_policy_gradient_loss,
+    the rest as in token_logprobs. The backward pass recomputes the logits.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     check_rows((len(hidden), size), targets, temperature, hidden.device)

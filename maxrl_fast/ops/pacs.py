@@ -28,13 +28,14 @@ def log_ratio_reward(
     *,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq.
-    7).
+    """Return r_s = beta sum_t (logp_t - ref_t) over each packed response (PACS, eq. 7).
 
     Args:
-        logprobs: [T] float32 or float64 of the policy; the result is differentiable with respect to
-        them. ref_logprobs: [T] of the reference policy, constants. cu_seqlens: [S+1] integers, from
-        0 to T. beta: reward per nat. mask: [T] bool, False for tokens to leave out.
+        logprobs: [T] float32 or float64 of the policy, differentiable.
+        ref_logprobs: [T] of the reference policy, constants.
+        cu_seqlens: [S+1] integers, from 0 to T.
+        beta: reward per nat.
+        mask: [T] bool, False for tokens to leave out.
 
     Returns:
         [S], of the dtype of logprobs, summed in float64.
@@ -79,19 +80,17 @@ def pacs_loss(
     weight: str = "balanced",
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the score in the
-    group (PACS, eq. 8).
+    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the group's scores:
 
-        L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)
+        L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)        (PACS, eq. 8)
 
-    The gradient flows through the whole group: a rollout's proxy is part of the other rollouts'
-    baseline.
+    The gradient flows through the whole group: a proxy is part of the other rollouts' baseline.
 
     Args:
-        reward_proxy: [S] float32 or float64, from log_ratio_reward. labels: [S], 0 or 1: whether
-        the rollout is correct. groups: N, the number of adjacent rollouts of each prompt; or
-        offsets [G+1], integers, for uneven groups. Groups must be
-            complete, because a part of a group has other scores.
+        reward_proxy: [S] float32 or float64, from log_ratio_reward.
+        labels: [S], 0 or 1: whether the rollout is correct.
+        groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for
+            uneven groups. Groups must be complete.
         score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std +
             1e-6), sample standard deviation; "dr_grpo", r_i - mean; "naive", r_i. If all proxies of
             a group are equal, as on the first on-policy step, the gradient of "grpo" is 1e6 times
@@ -103,17 +102,14 @@ def pacs_loss(
 
     Returns:
         The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of
-        each rollout, unweighted;
-            and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1;
-            reward_proxy, the mean; score_correct and score_wrong, the means of psi over correct and
-            wrong rollouts (0 if there are none).
+        each rollout, unweighted; and scalars: accuracy, the fraction of rollouts where psi > 0 if
+        and only if R = 1; reward_proxy, the mean; score_correct and score_wrong, the means of psi
+        over correct and wrong rollouts (0 over none).
 
     Raises:
-        ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU
-        also if a label is neither
-            0 nor 1, or if finite proxies are so large that the loss exceeds its dtype, or for grpo
-            their squares exceed float64. On a GPU, where the check would wait for the device, such
-            a label makes the loss NaN, and such proxies make it infinite or NaN.
+        ValueError: if an argument is unknown or does not fit; on a CPU also if a label is neither 0
+            nor 1, or the loss exceeds its dtype. On a GPU, where these checks would wait, the loss
+            then is NaN or infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)

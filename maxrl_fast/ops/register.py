@@ -15,14 +15,14 @@ def register_estimator(
     """Add an estimator to ESTIMATORS, so that `group_advantage(rewards, name)` computes it.
 
     Args:
-        name: a Python identifier. estimator: a function that returns finite, floating advantages
-        [G, N]; its signature declares its inputs
-            (docs/adding_an_objective.md). Or an `Estimator`, which may have a table for the kernel.
+        name: a Python identifier.
+        estimator: a function that returns finite, floating advantages [G, N], whose signature
+            declares its inputs (docs/adding_an_objective.md), or an `Estimator`.
         replace: whether `name` may already exist.
 
     Raises:
-        ValueError: if the name is taken or not an identifier, or if the estimator fails on a small
-        example.
+        ValueError: if the name is taken or not an identifier, or the estimator fails on a small
+            example.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the name of an estimator must be a Python identifier, got {name!r:.80}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from maxrl_fast.model import flash
 from maxrl_fast.model.attention import merge
 from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.model.tiling import mask_beyond
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 
@@ -86,22 +87,19 @@ class Step:
     def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
         """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
         groups, (slots, width) = self.groups, prompt[0].shape[:2]
-        if flash.kernel_for(q.device, q.dtype, q.shape[-1]) in (
-            flash.TORCH_VARLEN,
-            flash.FLASH_ATTN,
-        ):
+        kernel = flash.kernel_for(q.device, q.dtype, q.shape[-1])
+        if kernel in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
             # With a maximum query length of 1 the kernel reorders heads.
             sizes = (groups.starts, groups.cache_starts, max(groups.size, 2), width)
             k, v = (x.flatten(0, 1) for x in prompt)
-            flash_attention = torch.ops.aten._flash_attention_forward
-            o, lse, *_ = flash_attention(
+            o, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q, k, v, *sizes, 0.0, False, False, seqused_k=groups.prompt_lengths
             )
             return o, lse.t()
         # Treat the query heads that share a key/value head as additional queries of that head.
         tile, place = self.tile
         q = _by_key_head(q, prompt[0].shape[2])[tile].flatten(1, 2)  # [G, size * R, Hkv, D]
-        o, lse = flash.attend(q, *prompt, mask=_mask(groups.prompt_lengths, width))
+        o, lse = flash.attend(q, *prompt, mask=mask_beyond(groups.prompt_lengths, width))
         o, lse = (
             _by_query_head(x.reshape(slots * groups.size, -1, *x.shape[2:])[place])
             for x in (o, lse)
@@ -116,7 +114,7 @@ class Step:
             cache[rows, self.lengths - 1] = x
         keys, values = (cache[:, : self.width] for cache in own)
         o, lse = flash.attend(
-            _by_key_head(q, k.shape[1]), keys, values, mask=_mask(self.lengths, self.width)
+            _by_key_head(q, k.shape[1]), keys, values, mask=mask_beyond(self.lengths, self.width)
         )
         return merge(prompt_o, prompt_lse, _by_query_head(o), _by_query_head(lse))[0]
 
@@ -127,9 +125,8 @@ class Step:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
         splits = num_splits(batch, kv_heads, limit)
-        partial = (
-            None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
-        )
+        partial_shape = batch, heads, splits, dim + 2
+        partial = None if splits == 1 else torch.empty(partial_shape, device=q.device)
 
         def at(name: str, x: Tensor, *shape: int) -> int:
             return call.address(name, x, q.dtype, shape)
@@ -182,13 +179,6 @@ def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int
             f"on {x.device}"
         )
     return call.keep(x)
-
-
-def _mask(lengths: Tensor, width: int) -> Tensor:
-    padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[
-        :, None, None
-    ]
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:

@@ -21,23 +21,19 @@ CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """A token loss: a function of Tokens that returns the loss of each token [T], and what its
-    signature says of it.
+    """A token loss: a function of Tokens that returns the loss of each token [T].
 
     Args:
-        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor, without a
-        gradient. weight: the factor of A grad logp in the descent direction; at rho = 1 it is 1 for
-        every loss, except for the tokens
-            that clip_cov, lp_reg and simko choose.
+        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor.
         source: the publication, and the code that the formula was compared with.
-        options: its numbers by name.
+        weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for the
+            tokens that clip_cov, lp_reg and simko choose.
         clips: whether it takes clip_low and clip_high.
-        aggregation: that is a part of the loss.
+        aggregation: the only one that the loss is defined for.
         by_sequence: whether it has a ratio of whole responses.
         over_batch: whether the loss of a token depends on other responses of the update.
-        rows: what it needs of rows of logits: a function of log_p [C, V] and targets [C], and of
-            those of its options that it names, that returns [C, R], with a gradient where the loss
-            needs one.
+        rows: a function of log_p [C, V], targets [C] and the options that it names, that returns
+            what the loss needs of rows of logits: [C, R].
         fused: whether a kernel computes it.
     """
 

@@ -1,5 +1,6 @@
 """Rollout engines: they take prompts and return sampled responses with their log-probs."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -87,16 +88,12 @@ def check_request(
     if sampling.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if int(lengths.min()) < 1:
-        raise InputError(
-            "prompts must have at least one token, got prompt "
-            f"{int(prompts.ids[lengths.argmin()])} with none"
-        )
-    lowest, highest = int(prompts.tokens.min()), int(prompts.tokens.max())
-    if lowest < 0 or highest >= model.vocab_size:
-        raise InputError(
-            f"prompt tokens must be in the vocabulary, 0 to {model.vocab_size - 1}, got "
-            f"{lowest if lowest < 0 else highest}"
-        )
+        empty = int(prompts.ids[lengths.argmin()])
+        raise InputError(f"prompts must have at least one token, got prompt {empty} with none")
+    vocabulary = f"must be in the vocabulary, 0 to {model.vocab_size - 1}, got"
+    for token in (int(prompts.tokens.min()), int(prompts.tokens.max())):
+        if not 0 <= token < model.vocab_size:
+            raise InputError(f"prompt tokens {vocabulary} {token}")
     longest = int(lengths.max())
     if longest + sampling.max_new_tokens > model.max_position_embeddings:
         raise InputError(
@@ -107,19 +104,12 @@ def check_request(
         )
     for stop in sampling.stop_ids:
         if not 0 <= stop < model.vocab_size:
-            raise InputError(
-                f"stop ids must be in the vocabulary, 0 to {model.vocab_size - 1}, got {stop}"
-            )
-    if not (
-        0 <= sampling.temperature < float("inf")
-        and sampling.top_k >= 0
-        and 0 < sampling.top_p <= 1
-        and 0 <= sampling.min_p <= 1
-    ):
+            raise InputError(f"stop ids {vocabulary} {stop}")
+    tau, top_k, top_p, min_p = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    if not (0 <= tau < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
         raise InputError(
-            "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p "
-            "<= 1, got "
-            f"{sampling.temperature}, {sampling.top_k}, {sampling.top_p} and {sampling.min_p}"
+            "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
+            f"0 <= min_p <= 1, got {tau}, {top_k}, {top_p} and {min_p}"
         )
 
 
@@ -141,11 +131,9 @@ def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
     broken = (~rewards.isfinite()).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()
+        whose = f"rollout {rollout} of prompt {int(prompts.ids[group])}"
         reward = float(rewards[group, rollout])
-        raise NonFiniteError(
-            f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is "
-            f"{reward}"
-        )
+        raise NonFiniteError(f"step {step}: the reward of {whose} is {reward}")
 
 
 def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:

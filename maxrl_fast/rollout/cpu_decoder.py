@@ -16,16 +16,13 @@ CPU = torch.device("cpu")
 TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
 # The weights of a layer by their names in csrc/.
 _LAYER = {
-    f"{x}{own}": f"self_attn.{x}_proj.{name}"
-    for x in "qkv"
-    for own, name in (("", "weight"), ("_bias", "bias"))
-}
-_LAYER |= {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
-    "o": "self_attn.o_proj.weight",
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
 }
-_LAYER |= {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
+_LAYER |= {x: f"self_attn.{x}_proj.weight" for x in "qkvo"}
+_LAYER |= {f"{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
 _LAYER |= {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
@@ -81,12 +78,11 @@ class CpuDecoder:
             # families differ in biases and norms of q, k and v
             return call.keep(weights[name]) if name in weights else 0
 
+        embedding = at("model.embed_tokens.weight")
         self._decoder.load(
-            embedding=at("model.embed_tokens.weight"),
+            embedding=embedding,
             norm=at("model.norm.weight"),
-            head=at(
-                "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
-            ),
+            head=embedding if self.config.tie_word_embeddings else at("lm_head.weight"),
             layers=[
                 {own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()}
                 for i in layers
@@ -117,16 +113,13 @@ class CpuDecoder:
         of KV cache; keys [S] int64 select the random numbers."""
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
-        num_slots = min(
-            max(1, int((budget - 2 * prompt) / (own + prompt / num_samples))), max_batch
-        )
+        fitting = int((budget - 2 * prompt) / (own + prompt / num_samples))
+        num_slots = min(max(1, fitting), max_batch)
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
-        lengths, truncated = (
-            torch.zeros(shape[0], dtype=torch.int64),
-            torch.zeros(shape[0], dtype=torch.bool),
-        )
+        lengths = torch.zeros(shape[0], dtype=torch.int64)
+        truncated = torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (
             x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys)
         )

@@ -55,20 +55,19 @@ class DecodeModel:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        hidden, queries, width = (
-            c.hidden_size,
-            c.num_attention_heads * c.head_dim,
-            sum(self.head_counts) * c.head_dim,
-        )
+        hidden, dim = c.hidden_size, c.head_dim
+        width = sum(self.head_counts) * dim
+
+        def head_norms() -> HeadNorms | None:
+            return HeadNorms(empty(dim), empty(dim), c.rms_norm_eps) if c.has_qk_norm else None
+
         self.layers = [
             DecodeLayer(
                 input_norm=empty(hidden),
                 qkv=empty(width, hidden),
                 qkv_bias=empty(width) if c.has_qkv_bias else None,
-                head_norms=HeadNorms(empty(c.head_dim), empty(c.head_dim), c.rms_norm_eps)
-                if c.has_qk_norm
-                else None,
-                o=empty(hidden, queries),
+                head_norms=head_norms(),
+                o=empty(hidden, c.num_attention_heads * dim),
                 post_norm=empty(hidden),
                 gate_up=empty(2 * c.intermediate_size, hidden),
                 down=empty(hidden, c.intermediate_size),

@@ -48,12 +48,8 @@ class Shape(NamedTuple):
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
-        step = (
-            config.vocab_size
-            + 4 * config.hidden_size
-            + 3 * config.intermediate_size
-            + 4 * heads * config.head_dim
-        )
+        step = config.vocab_size + 4 * config.hidden_size + 3 * config.intermediate_size
+        step += 4 * heads * config.head_dim
         tokens = self.slots * self.prompt_width + self.rows * self.limit
         return element * (tokens * token + self.rows * step)
 
@@ -73,9 +69,8 @@ def captured(
     with torch.cuda.stream(stream):
         step()
     graph = torch.cuda.CUDAGraph()
-    # Waits for the device first. By default, a call of another thread that may not happen in a
-    # capture, such as the allocation of pinned memory or the query of an event, would fail, and the
-    # capture with it.
+    # Waits for the device first. By default, some calls of other threads, such as the allocation
+    # of pinned memory, would fail during a capture, and the capture with them.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
@@ -98,14 +93,11 @@ class DecodeSlots:
 
         # zeros: masked keys and values must be finite
         def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-            sizes = (*sizes, c.num_key_value_heads, c.head_dim)
-            return [
-                (
-                    torch.zeros(sizes, dtype=dtype, device=device),
-                    torch.zeros(sizes, dtype=dtype, device=device),
-                )
-                for _ in range(c.num_hidden_layers)
-            ]
+            def zeros() -> Tensor:
+                shape = (*sizes, c.num_key_value_heads, c.head_dim)
+                return torch.zeros(shape, dtype=dtype, device=device)
+
+            return [(zeros(), zeros()) for _ in range(c.num_hidden_layers)]
 
         def integers(*sizes: int, value: int = 0) -> Tensor:
             return torch.full(sizes, value, dtype=torch.int64, device=device)
@@ -118,11 +110,8 @@ class DecodeSlots:
         self.sample = integers(batch, value=-1)
         # the row's slot; its prompt's length - 1
         self.prompt, self.shift = integers(batch), integers(batch)
-        self.keys, self.last, self.length = (
-            integers(batch),
-            integers(batch),
-            integers(batch, value=1),
-        )
+        self.keys, self.last = integers(batch), integers(batch)
+        self.length = integers(batch, value=1)
         self.done = torch.ones(batch, dtype=torch.bool, device=device)
         self.tokens = integers(batch, shape.limit)
         self.logprobs = torch.zeros(batch, shape.limit, device=device)
@@ -143,9 +132,8 @@ class DecodeSlots:
         self.num_slots, self.group_size = num_slots, group_size
         self.rows = min(size for size in self.shape.batch_sizes if size >= rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
-        self.starts.copy_(
-            (torch.arange(len(self.starts), device=self.starts.device) * group_size).clamp_max(rows)
-        )
+        starts = torch.arange(len(self.starts), device=self.starts.device) * group_size
+        self.starts.copy_(starts.clamp_max(rows))
         self.sample.fill_(-1)
         self.done.fill_(True)
         self.length.fill_(1)  # also in rows without a sample: attention needs at least one key
@@ -195,18 +183,12 @@ class DecodeSlots:
         hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
         logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
-            state = (
-                self.last[rows],
-                length,
-                self.done[rows],
-                self.tokens[rows],
-                self.logprobs[rows],
-            )
+            of_batch = self.last, self.length, self.done, self.tokens, self.logprobs
+            state = (x[rows] for x in of_batch)
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
         else:
-            token, log_p = sample(
-                logits.float(), uniforms(self.keys[rows], length)[:, None], sampling
-            )
+            u = uniforms(self.keys[rows], length)[:, None]
+            token, log_p = sample(logits.float(), u, sampling)
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
@@ -237,17 +219,13 @@ class DecodeSlots:
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1)
-        rows = (
-            slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)
-        ).flatten()
+        members = torch.arange(self.group_size, device=slots.device)
+        rows = (slots[:, None] * self.group_size + members).flatten()  # [g * group_size]
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths.int()
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
-        self.sample[rows], self.keys[rows], self.done[rows] = (
-            samples,
-            keys[samples.clamp_min(0)],
-            samples < 0,
-        )
+        self.sample[rows], self.done[rows] = samples, samples < 0
+        self.keys[rows] = keys[samples.clamp_min(0)]
         self.length[rows] = (samples < 0).long()
         logits = self.model.logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
@@ -274,14 +252,9 @@ class DecodeSlots:
         rows = min(size for size in self.shape.batch_sizes if size >= int(active.sum()))
         if rows == self.rows:
             return
-        # Active rows, and as many others as there is place for, in their order: the rows of a
-        # prompt stay together.
-        kept = (
-            active.long()
-            .argsort(descending=True, stable=True)[:rows]
-            .sort()
-            .values.to(self.last.device)
-        )
+        # Active rows and others that fit, in their order: the rows of a prompt stay together.
+        chosen = active.long().argsort(descending=True, stable=True)[:rows]
+        kept = chosen.sort().values.to(self.last.device)
         for name in self.STATE:
             state = getattr(self, name)
             state[:rows] = state[kept]

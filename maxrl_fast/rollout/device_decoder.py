@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
-from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
@@ -92,12 +92,10 @@ class DeviceDecoder:
         keys: [S] int64, which select the random numbers. budget: bytes of the KV cache and a step's
         tensors; the longest prompt and a response fit.
         """
-        # Graphs are captured and replayed on the current device.
-        with (
-            torch.cuda.device(self.device)
-            if self.device.type == "cuda"
-            else contextlib.nullcontext()
-        ):
+        is_gpu = (
+            self.device.type == "cuda"
+        )  # graphs are captured and replayed on the current device
+        with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
             shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
             batch = self._batch_for(shape, budget)
             batch.begin(shape.slots, shape.group_size, sampling)
@@ -144,13 +142,11 @@ class _Job:
             "logprobs": torch.zeros(shape, device=device),
             "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
         }
-        # A prompt with more than group_size samples has several groups, the last one padded with
-        # -1.
+        # A prompt with more than group_size samples has several groups, the last padded with -1.
         samples = torch.arange(len(keys), device=device).view(len(prompts), num_samples)
         padding = -num_samples % batch.group_size
-        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(
-            -1, batch.group_size
-        )
+        padded = torch.nn.functional.pad(samples, (0, padding), value=-1)
+        self.groups = padded.view(-1, batch.group_size)
         self.groups_per_prompt = (num_samples + padding) // batch.group_size
         self.next_group = self.steps = 0
         self.prefill_seconds = 0.0
@@ -191,9 +187,8 @@ class _Job:
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
-        empty = (~active[: num_slots * group_size].view(num_slots, group_size).any(1)).nonzero()[
-            :, 0
-        ]
+        by_slot = active[: num_slots * group_size].view(num_slots, group_size)
+        empty = (~by_slot.any(1)).nonzero()[:, 0]
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
@@ -209,19 +204,15 @@ class _Job:
         lengths = self.prompts.lengths.cpu()
         chosen = groups // self.groups_per_prompt
         starts = self.prompts.cu_seqlens.cpu()[chosen]
-        cu_seqlens = cumulative(lengths[chosen])
-        index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(
-            lengths[chosen]
-        )
+        cu_seqlens, index = cumulative(lengths[chosen]), ranges(starts, lengths[chosen])
         device = self.keys.device
         prompts = Prompts(
             self.prompts.tokens[index.to(device)],
             cu_seqlens.to(device),
             self.prompts.ids[chosen.to(device)],
         )
-        self.batch.admit(
-            slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling
-        )
+        samples = self.groups[groups.to(device)]
+        self.batch.admit(slots.to(device), prompts, samples, self.keys, self.sampling)
         self.next_group += len(slots)
 
     def _finish(self) -> tuple[Tensor, Tensor]:
@@ -231,9 +222,8 @@ class _Job:
         for the device.
         """
         batch = self.batch
-        done, samples, lengths = torch.stack([batch.done.long(), batch.sample, batch.length])[
-            :, : batch.rows
-        ].cpu()
+        state = torch.stack([batch.done.long(), batch.sample, batch.length])
+        done, samples, lengths = state[:, : batch.rows].cpu()
         ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
             rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))

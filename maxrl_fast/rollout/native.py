@@ -80,8 +80,7 @@ class NativeEngine:
         samples = torch.arange(len(prompts) * num_samples, device=device) % num_samples
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
         self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)  # or an error
-        limits = self.cache_bytes, self.max_batch
         rollouts, self.statistics = self.decoder.generate(
-            prompts, num_samples, sampling, keys, *limits
+            prompts, num_samples, sampling, keys, self.cache_bytes, self.max_batch
         )
         return rollouts

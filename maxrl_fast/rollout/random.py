@@ -34,10 +34,6 @@ def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) ->
 def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
     """Return one float32 number in [0, 1) with 24 random bits per key, for the tokens at
     `positions`."""
-    offset = (
-        _signed((positions + 1) * _INCREMENT)
-        if isinstance(positions, int)
-        else (positions + 1) * _INCREMENT
-    )
-    bits = _mix(keys + offset)
+    offset = (positions + 1) * _INCREMENT
+    bits = _mix(keys + (_signed(offset) if isinstance(offset, int) else offset))
     return ((bits >> 40) & (2**24 - 1)).float() * 2.0**-24

@@ -19,9 +19,8 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
         log_p = torch.log_softmax(logits, -1).gather(-1, token)
         # logits that are not finite must show
         return token, torch.where(log_p.isfinite(), 0.0, log_p)
-    log_p = torch.log_softmax(
-        logits if sampling.temperature == 1 else logits / sampling.temperature, -1
-    )
+    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
+    log_p = torch.log_softmax(logits, -1)
     kept = filtered_logprobs(log_p, sampling) if sampling.filters_tokens else log_p
     cdf = kept.exp().cumsum(-1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)

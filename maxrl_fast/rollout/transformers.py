@@ -81,9 +81,8 @@ class TransformersEngine:
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # of a prompt, in one pass
         samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))
-        groups = max(
-            1, min(self.max_batch // samples, self.cache_bytes // (prompt + samples * own))
-        )
+        fitting = self.cache_bytes // (prompt + samples * own)
+        groups = max(1, min(self.max_batch // samples, fitting))
         stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         stops[list(sampling.stop_ids)] = True
         start, parts = time.perf_counter(), []
@@ -97,9 +96,7 @@ class TransformersEngine:
                 one.run(chosen, seed, step, range(first, min(first + samples, num_samples)))
                 for first in range(0, num_samples, samples)
             ]
-            parts.append(
-                tuple(torch.cat(column, 1).flatten(0, 1) for column in zip(*shares, strict=True))
-            )
+            parts.append([torch.cat(x, 1).flatten(0, 1) for x in zip(*shares, strict=True)])
         tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
         truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
@@ -133,21 +130,12 @@ class _Pass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g
         prompts."""
-        start, device, limit = (
-            time.perf_counter(),
-            prompts.tokens.device,
-            self.sampling.max_new_tokens,
-        )
-        number, n = (
-            torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts)),
-            len(samples),
-        )
+        start, device, n = time.perf_counter(), prompts.tokens.device, len(samples)
+        limit = self.sampling.max_new_tokens
+        number = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts))
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number)
-        token, log_p = sample(
-            self._prefill(prompts, n),
-            uniforms(keys, torch.zeros_like(keys)).view(-1, n),
-            self.sampling,
-        )
+        u = uniforms(keys, 0).view(-1, n)
+        token, log_p = sample(self._prefill(prompts, n), u, self.sampling)
         self.prefill_seconds += time.perf_counter() - start
         token, log_p = token.flatten(), log_p.flatten()
         tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
@@ -156,8 +144,8 @@ class _Pass:
         for t in range(limit):
             if t:
                 logits = self._step(token, prompts.lengths, t - 1)
-                u = uniforms(keys, torch.full_like(keys, t))
-                token, log_p = (x[:, 0] for x in sample(logits, u[:, None], self.sampling))
+                u = uniforms(keys, t)[:, None]
+                token, log_p = (x[:, 0] for x in sample(logits, u, self.sampling))
             tokens[:, t], logprobs[:, t] = token.where(~is_done, 0), log_p.where(~is_done, 0)
             lengths += ~is_done
             is_done |= self.stops[token]
@@ -222,10 +210,8 @@ def decode_attention(
     scores = torch.cat([to_prompts, to_own], -1)
     if variant.softcap:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
-    lengths, p, i = (
-        prompt_lengths[:, None],
-        *(torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own)),
-    )
+    lengths = prompt_lengths[:, None]
+    p, i = (torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own))
     # [g, P + at + 1]
     is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)
     if variant.window:
@@ -238,7 +224,6 @@ def decode_attention(
     else:
         weights = scores.softmax(-1)
     of_prompts, of_own = weights.split([to_prompts.shape[-1], to_own.shape[-1]], -1)
-    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values) + torch.einsum(
-        "gnkrw,gnwkd->gnkrd", of_own, own_values
-    )
+    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values)
+    out = out + torch.einsum("gnkrw,gnwkd->gnkrd", of_own, own_values)
     return out.flatten(2, 3).flatten(0, 1).to(q.dtype)

@@ -108,23 +108,19 @@ class VllmEngine:
         if is_cpu and any(hf_config(model.config).get(name) for name in EXPERTS):
             raise InputError(
                 "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
-                "and "
-                f"{model.config.model_type} has experts; --rollout native samples it"
+                f"and {model.config.model_type} has experts; --rollout native samples it"
             )
-        sharing = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
-        )
-        self.cache_bytes = (
-            default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
-        )
+        sharing = 1
+        if is_cpu and ranks.size > 1:
+            sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+        if cache_bytes is None:
+            cache_bytes = default_cache_bytes(self._device) // sharing
+        self.cache_bytes = cache_bytes
         _check_division(self.config, tensor_parallel)
-        share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
+        share = _memory_share(model, dtype, cache_bytes, tensor_parallel, sharing)
         self.statistics = RolloutStatistics()
-        self._can_sleep, self._is_asleep, self._logprobs_mode = (
-            not is_cpu,
-            False,
-            logprobs_mode(filters_tokens),
-        )
+        self._can_sleep, self._is_asleep = not is_cpu, False
+        self._logprobs_mode = logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -167,16 +163,11 @@ class VllmEngine:
             ) from error
 
     def describe(self) -> str:
-        where = (
-            "in this process"
-            if self._peers.size == 1
-            else f"tensor parallel over {self._peers.size} processes"
-        )
-        return (
-            f"vllm ({self.version}, {where}, {str(self.dtype).removeprefix('torch.')}, key/value "
-            "cache of "
-            f"{self.cache_bytes / 1e9:.3g} GB)"
-        )
+        where, dtype = "in this process", str(self.dtype).removeprefix("torch.")
+        if self._peers.size > 1:
+            where = f"tensor parallel over {self._peers.size} processes"
+        cache = f"key/value cache of {self.cache_bytes / 1e9:.3g} GB"
+        return f"vllm ({self.version}, {where}, {dtype}, {cache})"
 
     def load_weights(self, model: PolicyModel) -> None:
         """Replace vLLM's weights by the policy's, and clear its prefix cache.
@@ -199,14 +190,10 @@ class VllmEngine:
     ) -> Rollouts:
         """See `Engine.generate`."""
         if self._is_asleep:
-            raise RuntimeError(
-                "load_weights must follow sleep, which discards vLLM's weights, before generate is "
-                "called"
-            )
+            raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
         requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
-        counts = self._peers.concatenate(
-            torch.tensor([len(prompts)], device=prompts.ids.device)
-        ).tolist()
+        count = torch.tensor([len(prompts)], device=prompts.ids.device)
+        counts = self._peers.concatenate(count).tolist()
         check_request(requested, num_samples, sampling, self.config)
         start = time.perf_counter()
         outputs = self._sample(requested, num_samples, sampling, seed, step)
@@ -259,22 +246,16 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
 
 def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
     """Raise InputError where the model cannot be divided among this many ranks."""
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, size in sizes.items():
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(config, name)
         if size % tensor_parallel:
-            raise InputError(
-                f"vllm_tensor_parallel must divide {name}, {size} in this model, got "
-                f"{tensor_parallel}"
-            )
+            wanted = f"must divide {name}, {size} in this model"
+            raise InputError(f"vllm_tensor_parallel {wanted}, got {tensor_parallel}")
     heads = config.num_key_value_heads  # vLLM repeats them where there are fewer than ranks
     if heads % tensor_parallel and tensor_parallel % heads:
         raise InputError(
             f"vllm_tensor_parallel must divide num_key_value_heads, {heads} in this model, or be a "
-            "multiple of it, "
-            f"got {tensor_parallel}"
+            f"multiple of it, got {tensor_parallel}"
         )
 
 
@@ -289,16 +270,12 @@ def _memory_share(
     device = model.lm_head.weight.device
     total = memory_bytes(device)
     available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
-    weights = (
-        dtype.itemsize
-        * sum(parameter.numel() for parameter in model.parameters())
-        // tensor_parallel
-    )
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    weights = dtype.itemsize * numbers // tensor_parallel
     if weights + cache_bytes > available:
         raise InputError(
             f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} "
-            "GB for --kv-cache-gb in each "
-            f"process, got {available / 1e9:.3g} GB"
+            f"GB for --kv-cache-gb in each process, got {available / 1e9:.3g} GB"
         )
     return (weights + cache_bytes) / total
 
@@ -353,11 +330,8 @@ def _quiet_stderr() -> Iterator[None]:
     sys.stderr still works: another thread prints there why the run ends, if a rank fails.
     """
     sys.stderr.flush()
-    saved, null, disabled = (
-        os.dup(2),
-        os.open(os.devnull, os.O_WRONLY),
-        logging.root.manager.disable,
-    )
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    disabled = logging.root.manager.disable
     os.dup2(null, 2)
     logging.disable(logging.WARNING)
     try:
@@ -384,15 +358,13 @@ def _use_gloo() -> None:
 def _pad_heads() -> None:
     """Let vLLM's CPU attention accept any head size: pad heads with zeros to a supported size."""
     attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
-    sizes = importlib.import_module(
-        "vllm.v1.attention.backends.cpu_attn"
-    ).CPUAttentionBackend.get_supported_head_sizes()
+    backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    sizes = backend.CPUAttentionBackend.get_supported_head_sizes()
 
     class PaddedAttention(attention):  # type: ignore[misc]
         def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any):
-            super().__init__(
-                num_heads, min(size for size in sizes if size >= head_size), scale, *args, **kwargs
-            )
+            padded_size = min(size for size in sizes if size >= head_size)
+            super().__init__(num_heads, padded_size, scale, *args, **kwargs)
             self.own_size = head_size
 
         def forward(
@@ -406,9 +378,8 @@ def _pad_heads() -> None:
                 for x in (query, key, value)
             )
             out = super().forward(*padded, *args, **kwargs)
-            return out.view(len(out), self.num_heads, self.head_size)[..., : self.own_size].flatten(
-                1
-            )
+            heads = out.view(len(out), self.num_heads, self.head_size)
+            return heads[..., : self.own_size].flatten(1)
 
     for name in ("llama", "qwen3"):
         module: Any = importlib.import_module(f"vllm.model_executor.models.{name}")

@@ -66,12 +66,8 @@ class VllmServerEngine:
         ranks: Ranks | None = None,
         filters_tokens: bool = False,
     ):
-        self.config, self.dtype, self.url, self._ranks = (
-            model.config,
-            dtype,
-            url.rstrip("/"),
-            ranks or Ranks(),
-        )
+        self.config, self.dtype = model.config, dtype
+        self.url, self._ranks = url.rstrip("/"), ranks or Ranks()
         self.statistics, self._logprobs_mode = RolloutStatistics(), logprobs_mode(filters_tokens)
         start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
@@ -87,10 +83,8 @@ class VllmServerEngine:
         check_version(self.version)
         if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
             whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
-            raise InputError(
-                f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; "
-                f"{start}"
-            )
+            wanted = f"a server with --logprobs-mode {self._logprobs_mode}"
+            raise InputError(f"{whose} needs {wanted}, got {mode}; {start}")
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
             self._folder = Path(tempfile.mkdtemp(prefix="maxrl_fast-weights-"))
@@ -111,17 +105,14 @@ class VllmServerEngine:
                 try:
                     save_file({name: weight.cpu().contiguous()}, file)
                 except (OSError, SafetensorError) as error:
-                    raise StorageError(
-                        f"cannot write weights for the vLLM server, {file}: {error}"
-                    ) from error
+                    what = "cannot write weights for the vLLM server"
+                    raise StorageError(f"{what}, {file}: {error}") from error
         if self._ranks.is_first:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
             self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
             if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
-                raise ServerError(
-                    f"the vLLM server at {self.url} could not clear its prefix cache: it has other "
-                    "requests"
-                )
+                what = "could not clear its prefix cache: it has other requests"
+                raise ServerError(f"the vLLM server at {self.url} {what}")
         self._ranks.wait_for_all()  # before the others sample
 
     def generate(
@@ -180,22 +171,19 @@ class VllmServerEngine:
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(500).decode(errors="replace").split())
             raise ServerError(f"{who} answered {path} with status {error.code}: {said}") from error
-        except TimeoutError as error:
-            raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
+            cause = reason or type(error).__name__
             raise ServerError(
-                f"{who} cannot be reached, or closed the connection: "
-                f"{reason or type(error).__name__}"
+                f"{who} cannot be reached, or closed the connection: {cause}"
             ) from error
         try:
             return read(json.loads(text))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ServerError(
-                f"{who} answered {path} with something else than expected: {text[:200]!r}"
-            ) from error
+            what = "with something else than expected"
+            raise ServerError(f"{who} answered {path} {what}: {text[:200]!r}") from error
 
 
 # a proxy of the environment is for the internet
@@ -208,11 +196,8 @@ def _samples(answer: Any, num_samples: int) -> list[Sample]:
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         tokens = [int(token) for token in choice["token_ids"]]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        if (
-            not tokens
-            or len(tokens) != len(logprobs)
-            or choice["finish_reason"] not in ("stop", "length")
-        ):
+        is_complete = 0 < len(tokens) == len(logprobs)
+        if not is_complete or choice["finish_reason"] not in ("stop", "length"):
             raise ValueError("a sample is not complete")
         samples.append((tokens, logprobs, choice["finish_reason"] == "length"))
     if len(samples) != num_samples:

@@ -64,18 +64,16 @@ def rollouts_of(
     Log-probs are 0 for greedy ones, and NaN where vLLM's mode does not give the right ones.
     """
     is_greedy = sampling.temperature == 0
-    chosen = [
-        sample for of_prompt in samples for sample in of_prompt * (num_samples if is_greedy else 1)
-    ]
+    repeats = num_samples if is_greedy else 1
+    chosen = [sample for of_prompt in samples for sample in of_prompt * repeats]
     packed, cu_seqlens = pack([tokens for tokens, _, _ in chosen])
     logprobs = torch.tensor([x for _, of_sample, _ in chosen for x in of_sample])
     if is_greedy:
         logprobs.zero_()
     elif sampling.temperature != 1 if mode == RAW else sampling.filters_tokens:
         logprobs.fill_(torch.nan)
-    return Rollouts(
-        packed, cu_seqlens, logprobs, torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
-    )
+    truncated = torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
+    return Rollouts(packed, cu_seqlens, logprobs, truncated)
 
 
 def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

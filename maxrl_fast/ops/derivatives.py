@@ -64,9 +64,8 @@ def first_order(function: str) -> Callable[[Backward], Backward]:
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            if (
-                torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            ):  # a compiled function never has a second derivative
+            # a compiled function never has a second derivative
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     f"{function} can be differentiated once only, got create_graph=True, which "
                     "asks for a second derivative"
@@ -94,14 +93,13 @@ def check_mode(function: str, *inputs: Tensor) -> bool:
         if unpack_dual(x).tangent is not None:
             raise RuntimeError(
                 f"{function} can be differentiated in reverse mode only (backward, "
-                "torch.autograd.grad), got an input with a "
-                "tangent of the forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+                "torch.autograd.grad), got an input with a tangent of the forward mode "
+                "(torch.func.jvp, torch.autograd.forward_ad)"
             )
     is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_wanted and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{function} can be differentiated by backward and torch.autograd.grad only, got a "
-            "transform of torch.func (grad, "
-            "vjp, jacrev, hessian)"
+            "transform of torch.func (grad, vjp, jacrev, hessian)"
         )
     return is_wanted

@@ -82,9 +82,12 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
     if compiled != fields:
         raise ImportError(
             f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has "
-            f"the fields {compiled}, "
-            f"Python's has {fields}; build the extension again"
+            f"the fields {compiled}, Python's has {fields}; build the extension again"
         )
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
 
 
 class KernelLaunch:
@@ -118,8 +121,7 @@ class KernelLaunch:
         ):
             raise ValueError(
                 f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on "
-                f"{self.device}, got {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+                f"{self.device}, got {_described(tensor)}"
             )
         return self.keep(tensor)
 
@@ -134,8 +136,7 @@ class KernelLaunch:
         if not fits:
             raise ValueError(
                 f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got "
-                f"{tensor.dtype} "
-                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
+                f"{_described(tensor)}"
             )
         return self.keep(tensor)
 

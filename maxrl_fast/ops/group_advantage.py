@@ -27,13 +27,9 @@ from maxrl_fast.ops.groups import PaddedGroups, check_numbers, uneven_groups
 _LARGEST = 1e150  # limit on the inputs of functions: squares and differences in float64 stay finite
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {
-    "group_ids": "integers",
-    "valid": "bool",
-    "lengths": "integers",
-    "logprobs": "floating",
-    "log_ratios": "floating",
+    **{"valid": "bool", "greedy_correct": "bool", "group_ids": "integers", "lengths": "integers"},
+    **{"logprobs": "floating", "log_ratios": "floating"},
 }
-_KINDS |= {"greedy_correct": "bool"}
 
 
 def group_advantage(
@@ -101,9 +97,8 @@ def group_advantage(
     row = find_estimator(estimator)
     asked = (row, None if is_flat else shape[-1], k, order, scale_by_k, tuple(options.items()))
     try:
-        size, numbers = (
-            _resolve(*asked) if torch.compiler.is_compiling() else _resolved(*asked)
-        )  # a compiler cannot trace a cache
+        # a compiler cannot trace a cache
+        size, numbers = (_resolve if torch.compiler.is_compiling() else _resolved)(*asked)
     except TypeError:  # an argument is not hashable: _resolve raises an error that names it
         size, numbers = _resolve(*asked)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
@@ -111,9 +106,8 @@ def group_advantage(
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
     width = 0
     if max_group_size is not None:
-        width = check_integer(
-            "max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0
-        )
+        wanted = "an integer of at least 0"
+        width = check_integer("max_group_size", max_group_size, wanted, lambda x: x >= 0)
         width = min(width, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
         inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
@@ -126,11 +120,8 @@ def group_advantage(
     if not is_flat and len(shape) != 2:
         viewed = viewed.view(-1, shape[-1])
         valid = None if valid is None else valid.view(viewed.shape)
-    if (
-        row.kernel is not None
-        and isinstance(estimator, str)
-        and dispatch.has_kernels(rewards.device)
-    ):
+    has_kernel = row.kernel is not None and isinstance(estimator, str)
+    if has_kernel and dispatch.has_kernels(rewards.device):
         if viewed.dtype not in DTYPES:  # large integers do not fit into float32
             viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
         advantages: Tensor = _kernel(
@@ -145,9 +136,8 @@ def group_advantage(
             call = dispatch.KernelLaunch(viewed.device)
             read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
         padded = PaddedGroups.of(viewed, offsets, places, valid, width)
-        advantages = _by_function(
-            row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers
-        )
+        inputs = {"rewards": viewed} | inputs
+        advantages = _by_function(row, padded, shape, inputs, dtype, size, numbers)
     if scale_by_k:
         advantages = advantages * size
     if advantages.dtype != dtype:
@@ -199,10 +189,8 @@ def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]
     given = [1.0] * num_parts if given is None else given
     weights = tuple(check_finite("each of reward_weights", weight) for weight in given)
     if len(weights) != num_parts:
-        raise ValueError(
-            f"reward_weights must be a number for each of the {num_parts} rewards, got "
-            f"{len(weights)}"
-        )
+        wanted = f"a number for each of the {num_parts} rewards"
+        raise ValueError(f"reward_weights must be {wanted}, got {len(weights)}")
     return weights
 
 
@@ -220,10 +208,8 @@ def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
         if kind is not None and not is_kind[kind]:
             raise ValueError(f"{name} must be {kind}, got {value.dtype}")
         if kind is not None and name != "greedy_correct" and value.shape != rewards.shape:
-            raise ValueError(
-                f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
+            wanted = f"the shape of rewards, {tuple(rewards.shape)}"
+            raise ValueError(f"{name} must have {wanted}, got {tuple(value.shape)}")
         if name == "reward_parts" and (
             value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)
         ):
@@ -245,27 +231,20 @@ def _by_function(
 ) -> Tensor:
     """Return the advantages from the estimator's function, of the viewed rewards' shape."""
     if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
-        raise ValueError(
-            f"{row.name} takes groups of equal size, got the sizes "
-            f"{padded.present.sum(1)[:8].tolist()}"
-        )
+        sizes = padded.present.sum(1)[:8].tolist()
+        raise ValueError(f"{row.name} takes groups of equal size, got the sizes {sizes}")
     values = {}
     for name, x in given.items():
         if isinstance(x, Tensor):
-            x = (
-                x.double()
-                if name == "rewards" or x.is_floating_point()
-                else x
-                if x.dtype == torch.bool
-                else x.long()
-            )
+            if name == "rewards" or x.is_floating_point():
+                x = x.double()
+            elif x.dtype != torch.bool:
+                x = x.long()
             if name.startswith("greedy") and x.numel() == padded.num_groups:  # one for each group
                 x = x.reshape(-1, 1)[: len(padded.exists)]
             elif name.startswith("greedy") and x.shape != shape:
-                raise ValueError(
-                    f"{name} must have one value per group, or the shape of rewards, got the shape "
-                    f"{tuple(x.shape)}"
-                )
+                wanted = "one value per group, or the shape of rewards"
+                raise ValueError(f"{name} must have {wanted}, got the shape {tuple(x.shape)}")
             else:
                 if x.shape != padded.shape:
                     x = x.reshape(*x.shape[:1] if name == "reward_parts" else (), *padded.shape)
@@ -274,23 +253,19 @@ def _by_function(
         values[name] = x
     unusable = check_numbers(row, values, padded, _LARGEST)
     rewards = values.pop("rewards")
-    group = Group(
-        rewards if unusable is None else rewards.masked_fill(unusable, 0.0), padded.exists, dtype
-    )
+    usable = rewards if unusable is None else rewards.masked_fill(unusable, 0.0)
+    group = Group(usable, padded.exists, dtype)
     if row.size is not None and size:
         values[row.size.name] = size
     advantages = row.compute(group, **values, **options)
     if not isinstance(advantages, Tensor):
         raise ValueError(f"{row.name} must return a tensor, got {type(advantages).__name__}")
-    if (
-        advantages.shape != rewards.shape
-        or not advantages.is_floating_point()
-        or advantages.device != rewards.device
-    ):
+    is_like = advantages.shape == rewards.shape and advantages.device == rewards.device
+    if not is_like or not advantages.is_floating_point():
         raise ValueError(
             f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on "
-            f"{rewards.device}, got "
-            f"{advantages.dtype} of shape {tuple(advantages.shape)} on {advantages.device}"
+            f"{rewards.device}, got {advantages.dtype} of shape {tuple(advantages.shape)} on "
+            f"{advantages.device}"
         )
     advantages = advantages.double()
     if row.size is not None and size:
@@ -301,12 +276,10 @@ def _by_function(
     if padded.index is None:
         return advantages
     total = padded.shape[0]
-    flat = advantages.new_full(
-        (total + 1,), torch.nan
-    )  # NaN stays where a group is too long; absent rollouts go to the last slot
-    return flat.scatter(
-        0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten()
-    )[:-1]
+    # NaN stays where a group is too long; absent rollouts go to the last slot
+    flat = advantages.new_full((total + 1,), torch.nan)
+    slots = torch.where(padded.present, padded.index, total)
+    return flat.scatter(0, slots.flatten(), advantages.flatten())[:-1]
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:
@@ -319,11 +292,9 @@ def _check_fit(name: str, advantages: Tensor) -> None:
         return
     beyond = (~values.isfinite()).flatten().nonzero()
     if len(beyond):
-        value = float(values.flatten()[beyond[0]])
-        raise ValueError(
-            f"the advantages of {name} must be finite in {advantages.dtype}, got {value} at index "
-            f"{int(beyond[0])}"
-        )
+        got = f"{float(values.flatten()[beyond[0]])} at index {int(beyond[0])}"
+        dtype = advantages.dtype
+        raise ValueError(f"the advantages of {name} must be finite in {dtype}, got {got}")
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:

@@ -38,11 +38,8 @@ def group_advantage(
             f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}"
         )
     call, row = KernelLaunch(rewards.device), ESTIMATORS[estimator]
-    kernel, numbers, groups = (
-        row.kernel,
-        tuple(options),
-        kernel_groups(call, rewards, offsets, order, valid),
-    )
+    kernel, numbers = row.kernel, tuple(options)
+    groups = kernel_groups(call, rewards, offsets, order, valid)
     assert kernel is not None, f"{estimator} has no kernel"
     given = dict(zip(row.options, numbers, strict=True))
     tables = starts = largest = 0
@@ -56,15 +53,13 @@ def group_advantage(
             sizes = read_sizes(call, groups, row, size, max_group_size)
         # sizes are not read back, so tables are needed for all possible ones
         elif kernel.table is not None:
-            most = max_group_size or min(
-                rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU
-            )
+            bound = rewards.shape[1] if offsets is None else rewards.numel()
+            most = max_group_size or min(bound, _LARGEST_ON_A_GPU)
             sizes = tuple(range(most + 1))
         largest = sizes[-1] if sizes else 0
         if kernel.table is not None:
-            tables, starts = map(
-                call.keep_cached, _tables(row, size, numbers, sizes, rewards.device)
-            )
+            made = _tables(row, size, numbers, sizes, rewards.device)
+            tables, starts = map(call.keep_cached, made)
     advantages = _empty_advantages(rewards)
     unusable = call.launch(
         "group_advantage",
@@ -94,9 +89,8 @@ def _(rewards: Tensor, *_: Any) -> Tensor:
 
 
 def _empty_advantages(rewards: Tensor) -> Tensor:
-    return torch.empty_like(
-        rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32
-    )
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    return torch.empty_like(rewards, dtype=dtype)
 
 
 def kernel_groups(
@@ -171,9 +165,8 @@ def _tables(
 ) -> tuple[Tensor, Tensor]:
     """Return the concatenated tables of `sizes`, and where each n's starts, int64 [largest + 1]."""
     nothing = torch.zeros(0, dtype=torch.float64)
-    tables = [
-        _table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes
-    ]
+    cpu = nothing.device
+    tables = [_table(row, size, options, n, cpu).flatten() if n else nothing for n in sizes]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
     starts[list(sizes)] = torch.tensor([0, *map(len, tables)]).cumsum(0)[:-1]
     return torch.cat([*tables, nothing]).to(device), starts.to(device)

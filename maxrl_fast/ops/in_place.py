@@ -83,6 +83,5 @@ class _Spent(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise RuntimeError(
             "the logits were used after policy_gradient_loss(in_place=True) had put its gradient "
-            "in their place: "
-            "use them before and without keeping them, or leave in_place out"
+            "in their place: use them before and without keeping them, or leave in_place out"
         )

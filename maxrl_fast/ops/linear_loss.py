@@ -111,18 +111,15 @@ def linear_policy_gradient_loss(
     if not has_kernels(hidden.device) or not row.fused:
         hidden = torch.where(batch.counted()[:, None], hidden, 0.0)  # masked states may be NaN
         targets = batch.targets.where(batch.counted(), 0)
-        tau = (
-            temperature
-            if mask is None or not isinstance(temperature, Tensor)
-            else temperature.where(mask, 1.0)
-        )
+        tau = temperature
+        if mask is not None and isinstance(tau, Tensor):
+            tau = tau.where(mask, 1.0)
         scale: dict[str, Any] = {"temperature": tau, "softcap": softcap}
         values = linear_token_logprobs(hidden, weight, targets, **scale, chunk_tokens=chunk_tokens)
         reads = None if row.rows is None else partial(call_rows, row, options)
         rows = None if reads is None else linear_rows(hidden, weight, targets, reads, **scale)
-        return loss_and_metrics(
-            function_loss(row, options, terms, batch, tokens_of(batch, *values, rows)), hidden
-        )
+        sums = function_loss(row, options, terms, batch, tokens_of(batch, *values, rows))
+        return loss_and_metrics(sums, hidden)
     counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
@@ -153,9 +150,8 @@ def linear_token_logprobs(
     check_rows((len(hidden), size), targets, temperature, hidden.device)
     targets = targets.long().contiguous()
     if not has_kernels(hidden.device):
-        return token_logprobs_reference(
-            capped_logits(hidden, weight, softcap), targets, temperature
-        )
+        logits = capped_logits(hidden, weight, softcap)
+        return token_logprobs_reference(logits, targets, temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(hidden.dtype)).contiguous()
     logprobs, entropy = linear_logprobs(
@@ -166,8 +162,7 @@ def linear_token_logprobs(
 
 @operator(
     schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, "
-    "bool needs_hidden, "
-    "bool needs_weight) -> (Tensor, Tensor, Tensor)"
+    "bool needs_hidden, bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
@@ -209,19 +204,17 @@ def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
 
 @register_fake(linear_loss)
 def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return hidden.new_empty(NUM_SUMS, dtype=torch.float64), *_empty_gradients(
-        hidden, weight, *arguments[-2:]
-    )
+    sums = hidden.new_empty(NUM_SUMS, dtype=torch.float64)
+    return sums, *_empty_gradients(hidden, weight, *arguments[-2:])
 
 
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    needed = ((hidden, needs_hidden), (weight, needs_weight))
-    grad_hidden, grad_weight = (
-        torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed
+    return (
+        torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
+        torch.empty_like(weight) if needs_weight else weight.new_empty(0),
     )
-    return grad_hidden, grad_weight
 
 
 kernels.register_loss(linear_loss, "linear_policy_gradient_loss", 2)
@@ -240,9 +233,8 @@ def _logprobs(
         for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap)
     ]
     none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
-    return torch.cat([none, *(logprobs for logprobs, _ in parts)]), torch.cat(
-        [none, *(entropy for _, entropy in parts)]
-    )
+    logprobs, entropy = (torch.cat(column) for column in zip((none, none), *parts, strict=True))
+    return logprobs, entropy
 
 
 @operator()
@@ -255,14 +247,8 @@ def linear_logprobs(
     chunk: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    return _logprobs(
-        hidden,
-        weight,
-        targets,
-        temperature if temperatures is None else temperatures,
-        chunk,
-        softcap,
-    )
+    tau = temperature if temperatures is None else temperatures
+    return _logprobs(hidden, weight, targets, tau, chunk, softcap)
 
 
 @register_fake(linear_logprobs)
@@ -282,10 +268,7 @@ def _linear_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, 
     gradients = linear_logprobs_backward(
         *ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, ctx.softcap, *needed
     )
-    return tuple(
-        gradient if is_needed else None
-        for gradient, is_needed in zip(gradients, needed, strict=True)
-    )
+    return tuple(x if yes else None for x, yes in zip(gradients, needed, strict=True))
 
 
 register_backward(
@@ -313,8 +296,9 @@ def linear_logprobs_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden [T, H] and weight [V, H], or [0] if not needed."""
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
+    tau = temperature if temperatures is None else temperatures
     for start, stop, logits in chunks:
-        rows = rows_of(targets, temperature if temperatures is None else temperatures, start, stop)
+        rows = rows_of(targets, tau, start, stop)
         kernels.token_logprobs_backward_(
             logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop]
         )

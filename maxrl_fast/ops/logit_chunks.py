@@ -34,16 +34,11 @@ def check_hidden(
         check_tensor(name, matrix)
     if hidden.dtype not in DTYPES:
         raise ValueError(f"hidden must be {', '.join(DTYPES.values())}, got {hidden.dtype}")
-    if (
-        hidden.dim() != 2
-        or weight.dim() != 2
-        or hidden.shape[1] != weight.shape[1]
-        or hidden.device != weight.device
-    ):
+    are_matrices = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    if not are_matrices or hidden.device != weight.device:
         raise ValueError(
             "hidden [T, H] and weight [V, H] must have one H and device, got "
-            f"{tuple(hidden.shape)} on {hidden.device} and "
-            f"{tuple(weight.shape)} on {weight.device}"
+            f"{tuple(hidden.shape)} on {hidden.device} and {tuple(weight.shape)} on {weight.device}"
         )
     if weight.dtype not in (hidden.dtype, torch.float32):
         raise ValueError(
@@ -111,28 +106,23 @@ class Chunks:
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = real_dtype(hidden.dtype)
-        # On a GPU the first product overwrites the weight's gradient, which saves two passes over
-        # it.
+        # On a GPU the first product overwrites the weight's gradient: two passes fewer.
         overwrites = dispatch.is_gpu(hidden.device) and len(hidden) > 0
         make = torch.empty_like if overwrites else torch.zeros_like
-        self.grad_weight, self.beta = (
-            make(weight, dtype=dtype) if needs_weight else None,
-            0 if overwrites else 1,
-        )
+        self.grad_weight = make(weight, dtype=dtype) if needs_weight else None
+        self.beta = 0 if overwrites else 1
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
         self.softcap = softcap
-        self.slope = (
-            torch.empty_like(self.buffer) if softcap and (needs_hidden or needs_weight) else None
-        )
+        has_slope = softcap and (needs_hidden or needs_weight)
+        self.slope = torch.empty_like(self.buffer) if has_slope else None
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
         for start in range(0, len(self.hidden), self.size):
             stop = min(start + self.size, len(self.hidden))
-            logits = torch.mm(
-                self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start]
-            )
+            buffer = self.buffer[: stop - start]
+            logits = torch.mm(self.hidden[start:stop], self.weight.T, out=buffer)
             if self.softcap:
                 bounded = logits.div_(self.softcap).tanh_()
                 if self.slope is not None:

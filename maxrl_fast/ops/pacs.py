@@ -53,14 +53,12 @@ def log_ratio_reward(
     if mask is not None:
         check_tensor("mask", mask, logprobs.device, "logprobs are")
         if mask.dtype != torch.bool or mask.shape != logprobs.shape:
-            raise ValueError(
-                f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}"
-            )
+            got = f"{mask.dtype} {tuple(mask.shape)}"
+            raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {got}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    operator = (
-        kernels.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
-    )
+    has_kernel = has_kernels(logprobs.device)
+    operator = kernels.log_ratio_reward if has_kernel else log_ratio_reward_reference
     proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
@@ -118,10 +116,8 @@ def pacs_loss(
     check_tensor("labels", labels, reward_proxy.device, "reward_proxy is")
     size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
     if size < 0 or reward_proxy.dtype not in DTYPES:
-        raise ValueError(
-            f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} "
-            f"{tuple(reward_proxy.shape)}"
-        )
+        got = f"{reward_proxy.dtype} {tuple(reward_proxy.shape)}"
+        raise ValueError(f"reward_proxy must be float32 or float64 [S], got {got}")
     if labels.shape != reward_proxy.shape:
         raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
     offsets, group_size = None, 0
@@ -133,6 +129,7 @@ def pacs_loss(
         group_size = check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
         group_size = min(group_size, max(size, 1))
     operator = kernels.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
+    denominator = max(size, 1) if denominator is None else denominator
     loss, means, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),
@@ -140,9 +137,7 @@ def pacs_loss(
         group_size,
         score,
         weight == "balanced",
-        *split_denominator(
-            max(size, 1) if denominator is None else denominator, reward_proxy.device
-        ),
+        *split_denominator(denominator, reward_proxy.device),
     )
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())

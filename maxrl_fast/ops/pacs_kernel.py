@@ -41,16 +41,10 @@ def pacs_loss(
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
-    loss, cross_entropy, gradient = (
-        proxies.new_empty(()),
-        torch.empty_like(proxies),
-        torch.empty_like(proxies),
-    )
-    workspace = (
-        torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device)
-        if dispatch.is_gpu(device)
-        else None
-    )
+    loss, cross_entropy = proxies.new_empty(()), torch.empty_like(proxies)
+    gradient, workspace = torch.empty_like(proxies), None
+    if dispatch.is_gpu(device):
+        workspace = torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device)
     call = KernelLaunch(device)
     unusable = call.launch(
         "pacs_loss",
@@ -116,11 +110,8 @@ def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor]:
-    return (
-        log_ratio_reward_backward(
-            grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens
-        ),
-    )
+    grad = grad_proxies.contiguous()
+    return (log_ratio_reward_backward(grad, *ctx.saved_tensors, ctx.beta, ctx.num_tokens),)
 
 
 register_backward(

@@ -29,12 +29,9 @@ def register_estimator(
     check_flag("replace", replace)
     if name in ESTIMATORS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
-    row = dataclasses.replace(
-        estimator if isinstance(estimator, Estimator) else own_estimator(estimator), name=name
-    )
-    options: dict[str, Any] = {
-        key: 0.1 for key, option in row.options.items() if option.default is None
-    }
+    row = estimator if isinstance(estimator, Estimator) else own_estimator(estimator)
+    row = dataclasses.replace(row, name=name)
+    options: dict[str, Any] = {key: 0.1 for key, x in row.options.items() if x.default is None}
     if row.size is not None and row.size.required:
         options[row.size.name] = row.size.smallest
     before = ESTIMATORS.get(name)

@@ -78,11 +78,8 @@ class LogitsLaunch(KernelLaunch):
                 f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
                 f"{tuple(logits.shape)}"
             )
-        self.shape, self.real, self.dtype = (
-            (logits.shape[0], logits.shape[1]),
-            real_dtype(logits.dtype),
-            logits.dtype,
-        )
+        self.shape = logits.shape[0], logits.shape[1]
+        self.real, self.dtype = real_dtype(logits.dtype), logits.dtype
         self.arguments = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
@@ -116,21 +113,18 @@ class LogitsLaunch(KernelLaunch):
         """Raise ValueError if the CPU kernel found a wrong target; CUDA kernels make the loss
         NaN."""
         if row is not None and row >= 0:
-            raise ValueError(
-                f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}"
-            )
+            got = f"{int(targets[row])} at token {row}"
+            raise ValueError(f"targets must be in [0, {self.shape[1]}), got {got}")
 
 
-# The arguments of token_loss and token_loss_ after the logits: the fields of TokenBatch and
-# LossTerms.
+# The arguments of token_loss after the logits: the fields of TokenBatch and LossTerms.
 LOSS_SCHEMA = (
-    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor "
-    "advantages, bool advantages_per_token, "
-    "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? "
-    "ref_logprobs, "
-    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str "
-    "loss, float clip_low, "
-    "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef"
+    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, "
+    "Tensor advantages, bool advantages_per_token, Tensor? importance_weights, "
+    "bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
+    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, "
+    "str loss, float clip_low, float clip_high, float dual_clip, str kl, float kl_coef, "
+    "float entropy_coef"
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
 _OF_BATCH, _OF_TERMS = (
@@ -173,10 +167,8 @@ def register_loss(op: Any, function: str, num_gradients: int) -> None:
                 "instead"
             )
         ctx.is_spent = True
-        return tuple(
-            scaled(x, grad_sums[0]) if is_needed else None
-            for x, is_needed in zip(gradients, ctx.needed, strict=True)
-        )
+        pairs = zip(gradients, ctx.needed, strict=True)
+        return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in pairs)
 
     register_backward(op, function, backward, save=save, num_inputs=num_gradients)
 

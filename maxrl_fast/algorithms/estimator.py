@@ -13,7 +13,7 @@ the docstring after an empty line is a note.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from maxrl_fast.algorithms.options import (
     NotNegative,
     Option,
     formula_of,
+    notes_of,
     options_of,
     parameters_of,
 )
@@ -55,24 +56,15 @@ class Size:
 
     @property
     def option(self) -> Option:
-        what = (
-            "Size of max@k, in rollouts"
-            if self.name == "k"
-            else "Order at which the series of maxrl is truncated"
-        )
-        return Option(
-            self.name,
-            int,
-            None,
-            f"{what}: {self.wanted()}.",
-            (Default("4" if self.name == "k" else "N-1"),),
-        )
+        what, default = "Order at which the series of maxrl is truncated", "N-1"
+        if self.name == "k":
+            what, default = "Size of max@k, in rollouts", "4"
+        return Option(self.name, int, None, f"{what}: {self.wanted()}.", (Default(default),))
 
     def wanted(self, n: int | None = None) -> str:
         largest = f"N-{self.below_n}" if self.below_n else "N"
-        return f"{self.smallest} <= {self.name} <= {largest}" + (
-            "" if n is None else f" = {n - self.below_n}"
-        )
+        number = "" if n is None else f" = {n - self.below_n}"
+        return f"{self.smallest} <= {self.name} <= {largest}{number}"
 
     def check(self, owner: str, size: int, n: int | None) -> None:
         """Raise ValueError with the range if the size does not fit groups of n (None: not
@@ -156,13 +148,7 @@ class Estimator:
         options = options_of(function) if of_group else {}
         size, asked = None, [parameter.name for parameter in others]
         for parameter in others:
-            hints = (parameter.annotation, *get_args(parameter.annotation))
-            marks = [
-                mark
-                for hint in hints
-                for mark in getattr(hint, "__metadata__", ())
-                if isinstance(mark, Size)
-            ]
+            marks = [note for note in notes_of(parameter.annotation) if isinstance(note, Size)]
             if marks or parameter.name == "k":
                 size = replace(
                     (marks or [Size(below_n=0)])[0],
@@ -171,10 +157,9 @@ class Estimator:
                 )
                 options.pop(size.name, None)
         known = ["k", "valid", *INPUTS]
+        given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for parameter in others:
-            is_given = parameter.name in (*known, "reward_weights", *options) or (
-                size and parameter.name == size.name
-            )
+            is_given = parameter.name in given
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not is_given and not is_variadic and parameter.default is parameter.empty:
                 raise ValueError(
@@ -183,20 +168,17 @@ class Estimator:
                 )
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
-        source = str(getattr(function, "__module__", "a plug-in"))
+        row.setdefault("source", str(getattr(function, "__module__", "a plug-in")))
         return cls(
-            **{
-                "name": name,
-                "formula": formula_of(function) or f"the function {name}",
-                "source": source,
-            }
-            | row,
+            name=name,
+            formula=formula_of(function) or f"the function {name}",
             function=function,
             inputs=tuple(key for key in asked if key in INPUTS),
             size=size,
             options=options,
             of_group=of_group,
             takes_valid=of_group or "valid" in asked,
+            **row,
         )
 
     def compute(self, group: Group, **given: Any) -> Tensor:
@@ -211,16 +193,13 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """The limits of options are lambdas: pickle only the defaults."""
-        return vars(self) | {
-            "options": {name: option.default for name, option in self.options.items()}
-        }
+        defaults = {name: option.default for name, option in self.options.items()}
+        return vars(self) | {"options": defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = options_of(state["function"]) if state["options"] else {}
-        options = {
-            name: replace(known[name], default=default)
-            for name, default in state["options"].items()
-        }
+        defaults = state["options"].items()
+        options = {name: replace(known[name], default=default) for name, default in defaults}
         vars(self).update(state | {"options": options})
 
     @property
@@ -271,11 +250,8 @@ def estimator(
 def alias(name: str, of: str, source: str, **defaults: float) -> None:
     """Register another name of an estimator, with other defaults if given."""
     row = ESTIMATORS[of]
-    changed = (
-        " with " + ", ".join(f"{option} {value:g}" for option, value in defaults.items())
-        if defaults
-        else ""
-    )
+    changes = ", ".join(f"{option} {value:g}" for option, value in defaults.items())
+    changed = f" with {changes}" if changes else ""
     options = {
         key: replace(option, default=defaults.get(key, option.default))
         for key, option in row.options.items()

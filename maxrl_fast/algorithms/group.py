@@ -38,9 +38,8 @@ class Group:
         """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal."""
         weights = self._weights(lengths, over)
         distance = torch.where(self.valid, x - self.smallest(x, over), 0.0)
-        return distance - (weights * distance).sum(over, keepdim=True) / weights.sum(
-            over, keepdim=True
-        ).clamp_min(1)
+        total = weights.sum(over, keepdim=True).clamp_min(1)
+        return distance - (weights * distance).sum(over, keepdim=True) / total
 
     def mean(self, x: Tensor) -> Tensor:
         return torch.where(self.valid, x, 0.0).sum(GROUP, keepdim=True) / self.n.clamp_min(1)
@@ -70,9 +69,8 @@ class Group:
     @property
     def order(self) -> Tensor:  # [G, N], rewards ascending, then what is not valid
         if self._order is None:
-            self._order = torch.where(self.valid, self.rewards, torch.inf).argsort(
-                dim=1, stable=True
-            )
+            padded = torch.where(self.valid, self.rewards, torch.inf)
+            self._order = padded.argsort(dim=1, stable=True)
         return self._order
 
     @property

@@ -117,18 +117,18 @@ class Option:
 
 def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
     """Return the option of a type hint, which may be Annotated."""
-    notes = tuple(_notes(hint))
+    notes = tuple(notes_of(hint))
     help_text = next((note.text for note in notes if isinstance(note, Help)), text)
     while get_origin(hint) is Annotated or get_origin(hint) in (Union, UnionType):  # of X | None
         hint = next(part for part in get_args(hint) if part is not NoneType)
     return Option(name, hint, default, " ".join(help_text.split()), notes)
 
 
-def _notes(hint: Any) -> Iterator[Any]:
+def notes_of(hint: Any) -> Iterator[Any]:
     """Yield the notes of a type hint, also those of the X in `X | None`."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
-    yield from (note for part in get_args(hint) for note in _notes(part))
+    yield from (note for part in get_args(hint) for note in notes_of(part))
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -156,12 +156,10 @@ def options_of(function: Callable[..., Any]) -> dict[str, Option]:
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         hint = float if parameter.annotation is parameter.empty else parameter.annotation
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if parameter.kind is parameter.KEYWORD_ONLY and (
-            plain in (int, float) or get_origin(plain) is Literal
-        ):
-            options[name] = make_option(
-                name, hint, None if parameter.default is parameter.empty else parameter.default
-            )
+        is_option = plain in (int, float) or get_origin(plain) is Literal
+        if is_option and parameter.kind is parameter.KEYWORD_ONLY:
+            default = None if parameter.default is parameter.empty else parameter.default
+            options[name] = make_option(name, hint, default)
     return options
 
 
@@ -175,9 +173,8 @@ def check_options(
     for name in given:
         if name not in options:
             takes = f"the options {', '.join(options)}" if options else "no options"
-            raise ValueError(
-                f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}"
-            )
+            advice = nearest(str(name), options)
+            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
         value = given.get(name, option.default)

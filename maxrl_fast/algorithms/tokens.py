@@ -87,12 +87,8 @@ class Tokens:
         ordered = x.masked_fill(~self.mask, torch.inf)[order]
         position = q * (counts - 1).clamp_min(0)  # of the quantile among them, between two integers
         low = position.floor()
-        first, second = (
-            ordered[
-                self.cu_seqlens[:-1][sequence] + torch.minimum(i, (counts - 1).clamp_min(0)).long()
-            ]
-            for i in (low, low + 1)
-        )
+        starts, last = self.cu_seqlens[:-1][sequence], (counts - 1).clamp_min(0)
+        first, second = (ordered[starts + torch.minimum(i, last).long()] for i in (low, low + 1))
         return torch.where(counts > 0, first + (position - low) * (second - first), torch.inf)
 
     def by_sign(self, positive: float, negative: float) -> Tensor:

@@ -72,11 +72,9 @@ def policy_loss(
         value = value * inputs.loss_weights[keep]
     difference = (logprobs - old).detach()
     ratio = limited(difference if tokens.measured is None else tokens.measured).exp()
-    is_outside = (
-        (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-        if row.clips
-        else tokens.clipped_low | tokens.clipped_high
-    )
+    is_outside = tokens.clipped_low | tokens.clipped_high
+    if row.clips:
+        is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
     metrics = {"ratio": ratio, "outside_clip": is_outside.float(), "logprob_diff": difference.abs()}
     return LossOutputs(
         loss=value.sum().float(),

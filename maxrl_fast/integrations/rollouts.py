@@ -29,24 +29,14 @@ def rollout_advantages(
     [B], equal for rollouts of one prompt. lengths: [B] integers, tokens of each response. Raises
     ValueError if there is not one prompt per reward, or as `ops.group_advantage`.
     """
-    keys = (
-        None
-        if prompts is None
-        else prompts.tolist()
-        if hasattr(prompts, "tolist")
-        else list(prompts)
-    )
-    if keys is None or len(keys) != len(rewards):
-        raise ValueError(
-            f"{name} needs the prompt of each of {len(rewards)} rollouts, got "
-            f"{'none' if keys is None else len(keys)}"
-        )
+    given: Any = () if prompts is None else prompts
+    keys = given.tolist() if hasattr(given, "tolist") else list(given)
+    if prompts is None or len(keys) != len(rewards):
+        got = "none" if prompts is None else len(keys)
+        raise ValueError(f"{name} needs the prompt of each of {len(rewards)} rollouts, got {got}")
     numbers: dict[Hashable, int] = {}
-    group_ids = torch.tensor(
-        [numbers.setdefault(key, len(numbers)) for key in keys],
-        device=rewards.device,
-        dtype=torch.int64,
-    )
+    indices = [numbers.setdefault(key, len(numbers)) for key in keys]
+    group_ids = torch.tensor(indices, device=rewards.device, dtype=torch.int64)
     inputs: dict[str, Any] = dict(options)
     if "lengths" in ops.ESTIMATORS[name].inputs:
         inputs["lengths"] = lengths
@@ -78,8 +68,6 @@ def advantages_and_returns(
     index [B]: the prompt of each rollout. Raises ValueError as `rollout_advantages`.
     """
     lengths = response_mask.long().sum(-1)
-    advantages = (
-        rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)[:, None]
-        * response_mask
-    )
+    of_rollouts = rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)
+    advantages = of_rollouts[:, None] * response_mask
     return advantages, advantages

@@ -39,7 +39,7 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
             GroupAdvantages
         ):
             raise TypeError(
-                f"the bases of {cls.__name__} must have the mixin before GRPOTrainer, got it behind"
+                f"the bases of {cls.__name__} must have the mixin before GRPOTrainer, got it after"
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,11 +51,9 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
                 )
         super().__init__(*args, **kwargs)
         if self.multi_objective_aggregation != "sum_then_normalize":
-            wanted = (
-                "must be sum_then_normalize, as estimators take the weighted sum of the rewards"
-            )
             raise ValueError(
-                f"multi_objective_aggregation {wanted}, got {self.multi_objective_aggregation}"
+                "multi_objective_aggregation must be sum_then_normalize, as estimators take the "
+                f"weighted sum of the rewards, got {self.multi_objective_aggregation}"
             )
         for size in {self.num_generations, self.num_generations_eval}:  # fail before training
             self.group_advantages(
@@ -131,9 +129,8 @@ class AdvantageMixin(GroupAdvantages):
         options = dict(self.estimator_options)
         if self.estimator in ops.ESTIMATORS and "lengths" in ops.ESTIMATORS[self.estimator].inputs:
             options["lengths"] = lengths
-        return ops.group_advantage(
-            rewards, self.estimator, valid=None if valid.all() else valid, **options
-        )
+        is_valid = None if valid.all() else valid
+        return ops.group_advantage(rewards, self.estimator, valid=is_valid, **options)
 
 
 class MaxRLTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]

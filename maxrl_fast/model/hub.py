@@ -250,11 +250,11 @@ def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
         return InputError(f"cannot download {name}: {_first_line(error)}{advice}")
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    """Return what a request may raise: also errors of httpx, which huggingface_hub 1.0 uses."""
-    httpx: Any = sys.modules.get("httpx")
-    of_httpx = () if httpx is None else (httpx.HTTPError, httpx.InvalidURL)
-    return (OSError, ValueError, RuntimeError, *of_httpx)
+def _failures() -> tuple[type[BaseException], ...]:
+    """Return what a request may raise: also the errors of huggingface_hub's HTTP library."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
 
 
 def _first_line(error: BaseException) -> str:

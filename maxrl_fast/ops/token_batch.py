@@ -252,12 +252,13 @@ def _is_per_token(
         raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
     if given is not None:
         return given
-    if num_tokens == num_sequences > 0:
-        if not is_host_readable(cu_seqlens) or not bool((cu_seqlens.diff() == 1).all()):
-            raise ValueError(
-                f"{name} may have one number per token or one per response, since T = S = "
-                f"{num_tokens}: give {keyword}=True or {keyword}=False"
-            )
+    if num_tokens == num_sequences > 0 and not (
+        is_host_readable(cu_seqlens) and bool((cu_seqlens.diff() == 1).all())
+    ):
+        raise ValueError(
+            f"{name} may have one number per token or one per response, since T = S = "
+            f"{num_tokens}: give {keyword}=True or {keyword}=False"
+        )
     return len(values) != num_sequences
 
 

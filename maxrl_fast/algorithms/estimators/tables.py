@@ -32,9 +32,8 @@ def _gaps(n: int) -> Tensor:
 def _uncentred(slope: Tensor, offset: Tensor | None = None, lowest: float = 0.0) -> Tensor:
     """Return the table of slopes and offsets [n-1] of the gaps; `lowest` is the weight of r_(1)."""
     slopes = torch.cat([slope.new_zeros(1), slope])
-    offsets = torch.cat(
-        [slope.new_tensor([lowest]), torch.zeros_like(slope) if offset is None else offset]
-    )
+    offset = torch.zeros_like(slope) if offset is None else offset
+    offsets = torch.cat([slope.new_tensor([lowest]), offset])
     return torch.stack([offsets, slopes])
 
 

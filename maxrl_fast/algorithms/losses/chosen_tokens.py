@@ -65,9 +65,8 @@ def clip_cov(
         raise ValueError(f"low of clip_cov must be below its high, {high:g}, got {low:g}")
     between = covariance(t)
     candidates = ((between > low) & (between < high)).nonzero()[:, 0]
-    drawn = torch.randperm(len(candidates), generator=t.generator)[
-        : max(number_of(share, t.mask), 1)
-    ]
+    shuffled = torch.randperm(len(candidates), generator=t.generator)
+    drawn = shuffled[: max(number_of(share, t.mask), 1)]
     chosen = choose(t, candidates[drawn.to(candidates.device)])
     value = clipped(t, t.ratio, t.advantages, clip_low, clip_high, dual_clip)
     t.mark_clipped(
@@ -107,20 +106,16 @@ def lp_reg(
     assert t.rows is not None
     proxy = t.rows[:, 0]
     negative = t.mask & (t.advantages < 0)
-    lowest = (
-        t.logprobs.detach()
-        .masked_fill(~negative, torch.inf)
-        .argsort(stable=True)[: number_of(share, negative)]
-    )
+    ascending = t.logprobs.detach().masked_fill(~negative, torch.inf).argsort(stable=True)
+    lowest = ascending[: number_of(share, negative)]
     # min-p leaves the others out: they have no protection
     lowest = lowest[proxy[lowest] > -torch.inf]
     is_protected = choose(t, lowest) & (t.logprobs < proxy)
     value = clipped(t, t.ratio, t.advantages, low, high)
     t.mark_clipped(t.clipped_low & ~is_protected, t.clipped_high & ~is_protected)
     to_proxy = limited(t.logprobs - torch.where(is_protected, proxy, t.logprobs.detach()))
-    return torch.where(
-        is_protected, -t.advantages * t.ratio + (-to_proxy).expm1() + to_proxy, value
-    )
+    pulled = -t.advantages * t.ratio + (-to_proxy).expm1() + to_proxy
+    return torch.where(is_protected, pulled, value)
 
 
 def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:

@@ -60,11 +60,8 @@ class TokenLoss:
 
     def bind(self, options: Mapping[str, float], **clips: float) -> Callable[[Tokens], Tensor]:
         """Return the function with its options, and those of the given clips that it takes."""
-        taken = {
-            name: value
-            for name, value in clips.items()
-            if name in inspect.signature(self.function).parameters
-        }
+        parameters = inspect.signature(self.function).parameters
+        taken = {name: value for name, value in clips.items() if name in parameters}
         return partial(self.function, **options, **taken)
 
 
@@ -80,15 +77,11 @@ def token_loss(
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        row, known = (
-            _row_of(function, source=source, weight=weight, **more),
-            LOSSES.get(function.__name__),
-        )
+        row = _row_of(function, source=source, weight=weight, **more)
+        known = LOSSES.get(row.name)
         if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(
-                f"there is a loss {row.name} already, in {known.function.__module__}: choose "
-                "another name"
-            )
+            where = known.function.__module__
+            raise ValueError(f"there is a loss {row.name} already, in {where}: choose another name")
         LOSSES[row.name] = row
         return function
 
@@ -164,10 +157,8 @@ learns_without_advantage._dynamo_marked_constant = True  # type: ignore[attr-def
 
 @lru_cache(maxsize=1024)
 def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    function, has_gradient = (
-        loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-        False,
-    )
+    function = loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf)
+    has_gradient = False
     for scale in (1.0, 0.0):
         tokens = _example(loss, dict(options), scale)
         try:
@@ -183,11 +174,8 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
                 f"loss {loss.name} must have a gradient in the logprobs or the entropy of its "
                 "tokens, got none"
             )
-        inputs = [
-            x
-            for x in (tokens.logprobs, tokens.entropy, tokens.rows)
-            if x is not None and x.requires_grad
-        ]
+        given = tokens.logprobs, tokens.entropy, tokens.rows
+        inputs = [x for x in given if x is not None and x.requires_grad]
         gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
         has_gradient = any(x is not None and bool(x.any()) for x in gradients)
     return has_gradient
@@ -206,16 +194,12 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
         raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
     is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
     if is_users and is_host_readable(values):
-        # NaN log-probs are those of a policy that is NaN: as with the losses here, the loss is NaN
-        # then.
-        wrong = (
-            (tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()).nonzero()[:, 0].tolist()
-        )
-        if wrong:
-            raise ValueError(
-                f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token "
-                f"{wrong[0]}"
-            )
+        # Where the policy is NaN, so are the log-probs, and the loss of any function.
+        is_wrong = tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()
+        if bool(is_wrong.any()):
+            first = int(is_wrong.nonzero()[0])
+            got = f"{values[first].item()} at token {first}"
+            raise ValueError(f"loss {loss.name} must be finite, got {got}")
     return values
 
 
@@ -223,13 +207,10 @@ def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tok
     """Return seven tokens with advantages of both signs, times `scale`."""
     place = torch.arange(7, dtype=torch.float64)
     logprobs = -0.3 - (place * 1.7).sin().square()
-    targets, log_p = (
-        torch.arange(7) % 16,
-        torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1),
-    )
-    rows = (
-        call_rows(loss, options, log_p.requires_grad_(), targets) if loss.rows is not None else None
-    )
+    rows = None
+    if loss.rows is not None:
+        log_p = torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1)
+        rows = call_rows(loss, options, log_p.requires_grad_(), torch.arange(7))
     return Tokens(
         logprobs=logprobs.requires_grad_(),
         entropy=(0.5 + (place * 0.9).cos().square()).requires_grad_(),

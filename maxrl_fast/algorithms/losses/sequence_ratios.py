@@ -40,11 +40,9 @@ def gmpo(t: Tokens, *, low: NotNegative = 0.4, high: NotNegative = 0.4) -> Tenso
     below.
     """
     x = (t.logprobs - t.old_logprobs).detach()
-    # By the sign bit: a factor of 0 makes an advantage below 0 a -0, and its token is clipped as
-    # before.
-    s = t.sequence_ratio(
-        t.sequence_mean(torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high)))
-    )
+    # By the sign bit: an advantage below 0 times a factor of 0 is -0, and clipped as before.
+    x_clipped = torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high))
+    s = t.sequence_ratio(t.sequence_mean(x_clipped))
     below, above = (t.advantages < 0) & (x < -low), (t.advantages > 0) & (x > high)
     t.mark_clipped(below, above)
     return -t.advantages * torch.where(below | above, s.detach(), s)

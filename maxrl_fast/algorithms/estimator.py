@@ -30,7 +30,7 @@ from maxrl_fast.algorithms.options import (
     parameters_of,
 )
 
-# What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
+# What estimators take besides the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
 # sequence of G.
 INPUTS = (
     "lengths",
@@ -163,7 +163,7 @@ class Estimator:
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not is_given and not is_variadic and parameter.default is parameter.empty:
                 raise ValueError(
-                    f"{name} may ask for {', '.join(known)} beside the rewards, got the parameter "
+                    f"{name} may ask for {', '.join(known)} besides the rewards, got the parameter "
                     f"{parameter.name}"
                 )
         if "reward_parts" in asked and "reward_weights" not in asked:

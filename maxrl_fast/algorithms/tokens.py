@@ -13,7 +13,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass
 class Tokens:
-    """T tokens of S packed responses. Floating tensors are float64: they are small beside the
+    """T tokens of S packed responses. Floating tensors are float64: they are small next to the
     logits.
 
     Only logprobs, entropy and rows have a gradient. Masked tokens have advantage 0 and log-probs of

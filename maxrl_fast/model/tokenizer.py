@@ -1,6 +1,6 @@
 """Tokenizers and chat templates of checkpoint directories.
 
-A chat template is code of whoever made the checkpoint. transformers runs it in Jinja's sandbox,
+A chat template is code of the checkpoint. transformers runs it in Jinja's sandbox,
 without files and commands, and `time_limit` ends one that loops. Its memory is not limited.
 """
 

@@ -21,11 +21,9 @@ _REAL = (
 
 
 def check_tensor(name: str, value: Any, device: torch.device | None = None, like: str = "") -> None:
-    """Raise TypeError or ValueError if `value` is not a dense tensor of real numbers on `device`;
-    `like` names what is there.
+    """Raise TypeError or ValueError unless `value` is a dense tensor of real numbers on `device`.
 
-    Converting other dtypes would lose a part of each number. With tensors on two devices PyTorch
-    would run the operator's fake.
+    `like` names what is on the device. With two devices PyTorch would run the operator's fake.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
@@ -39,14 +37,12 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None, like
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Return whether the dtype is an integer type; bool is not."""
     return tensor.dtype in _INTEGERS
 
 
 def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise ValueError if it is not a number for which `holds` is
-    true.
-    """
+    """Return `value` as a float; raise ValueError unless it is a number for which `holds` is
+    true."""
     if isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
         try:
             number = float(value)
@@ -72,26 +68,22 @@ def check_integer(name: str, value: Any, wanted: str, holds: Callable[[int], boo
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ValueError if `value` is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {_shown(value)}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError if `value` is not True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {_shown(value)}")
 
 
 def is_host_readable(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor may be read for a check. On a GPU that would wait for
-    the device.
-    """
+    """Whether a check may read the values; on a GPU that would wait for the device."""
     return tensor.device.type == "cpu" and not is_traced()
 
 
 def is_traced() -> bool:
-    """Return whether tensors have no values now, within torch.compile and torch.func.vmap."""
+    """Whether tensors have no values now, within torch.compile and torch.func.vmap."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 

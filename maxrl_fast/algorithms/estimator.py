@@ -13,7 +13,7 @@ the docstring after an empty line is a note.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -25,11 +25,12 @@ from maxrl_fast.algorithms.options import (
     NotNegative,
     Option,
     formula_of,
+    notes_of,
     options_of,
     parameters_of,
 )
 
-# What estimators take beside the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
+# What estimators take besides the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
 # sequence of G.
 INPUTS = (
     "lengths",
@@ -55,29 +56,19 @@ class Size:
 
     @property
     def option(self) -> Option:
-        what = (
-            "Size of max@k, in rollouts"
-            if self.name == "k"
-            else "Order at which the series of maxrl is truncated"
-        )
-        return Option(
-            self.name,
-            int,
-            None,
-            f"{what}: {self.wanted()}.",
-            (Default("4" if self.name == "k" else "N-1"),),
-        )
+        what, default = "Order at which the series of maxrl is truncated", "N-1"
+        if self.name == "k":
+            what, default = "Size of max@k, in rollouts", "4"
+        return Option(self.name, int, None, f"{what}: {self.wanted()}.", (Default(default),))
 
     def wanted(self, n: int | None = None) -> str:
         largest = f"N-{self.below_n}" if self.below_n else "N"
-        return f"{self.smallest} <= {self.name} <= {largest}" + (
-            "" if n is None else f" = {n - self.below_n}"
-        )
+        number = "" if n is None else f" = {n - self.below_n}"
+        return f"{self.smallest} <= {self.name} <= {largest}{number}"
 
     def check(self, owner: str, size: int, n: int | None) -> None:
-        """Raise ValueError with the range if the size does not fit groups of n (None: uneven, not
-        known yet).
-        """
+        """Raise ValueError with the range if the size does not fit groups of n (None: not
+        known)."""
         if isinstance(size, bool) or not isinstance(size, int):
             raise ValueError(f"{owner} needs an integer as {self.name}, got {size!r:.80}")
         if not self.smallest <= size <= (_LARGEST_SIZE if n is None else n - self.below_n):
@@ -102,9 +93,9 @@ Ddof = Annotated[
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the kernel (csrc/group_advantage.h) computes for an estimator: a table by rank, or by
-    the number of correct rollouts where `binary`; without a table the rewards, minus their mean
-    where `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)."""
+    """What the kernel (csrc/group_advantage.h) computes: a table by rank, or by the number of
+    correct rollouts where `binary`; without a table the rewards, minus their mean where
+    `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)."""
 
     table: Callable[..., Tensor] | None = None  # of n, the size and the options
     binary: bool = False
@@ -114,9 +105,8 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # rows are keys of caches
 class Estimator:
-    """A group advantage. Functions are those of modules, not lambdas, so that Ray can pickle a row
-    for its workers.
-    """
+    """A group advantage. Functions are not lambdas, so that Ray can pickle a row for its
+    workers."""
 
     name: str
     function: Callable[..., Tensor]
@@ -139,11 +129,9 @@ class Estimator:
 
     @classmethod
     def of(cls, function: Callable[..., Any], **row: Any) -> "Estimator":
-        """Return the row of a function of a Group, or of rewards [G, N] and what else it names: k,
-        valid [G, N], INPUTS.
+        """Return the row of a function of a Group, or of rewards [G, N] and what else it names.
 
-        Raises:
-            ValueError: if it is not callable, or has a parameter that nothing gives.
+        Raises ValueError if it is not callable, or has a parameter that nothing gives.
         """
         name = str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
         if not callable(function):
@@ -160,13 +148,7 @@ class Estimator:
         options = options_of(function) if of_group else {}
         size, asked = None, [parameter.name for parameter in others]
         for parameter in others:
-            hints = (parameter.annotation, *get_args(parameter.annotation))
-            marks = [
-                mark
-                for hint in hints
-                for mark in getattr(hint, "__metadata__", ())
-                if isinstance(mark, Size)
-            ]
+            marks = [note for note in notes_of(parameter.annotation) if isinstance(note, Size)]
             if marks or parameter.name == "k":
                 size = replace(
                     (marks or [Size(below_n=0)])[0],
@@ -175,36 +157,31 @@ class Estimator:
                 )
                 options.pop(size.name, None)
         known = ["k", "valid", *INPUTS]
+        given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for parameter in others:
-            is_given = parameter.name in (*known, "reward_weights", *options) or (
-                size and parameter.name == size.name
-            )
+            is_given = parameter.name in given
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not is_given and not is_variadic and parameter.default is parameter.empty:
                 raise ValueError(
-                    f"{name} may ask for {', '.join(known)} beside the rewards, got the parameter "
+                    f"{name} may ask for {', '.join(known)} besides the rewards, got the parameter "
                     f"{parameter.name}"
                 )
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
-        source = str(getattr(function, "__module__", "a plug-in"))
+        row.setdefault("source", str(getattr(function, "__module__", "a plug-in")))
         return cls(
-            **{
-                "name": name,
-                "formula": formula_of(function) or f"the function {name}",
-                "source": source,
-            }
-            | row,
+            name=name,
+            formula=formula_of(function) or f"the function {name}",
             function=function,
             inputs=tuple(key for key in asked if key in INPUTS),
             size=size,
             options=options,
             of_group=of_group,
             takes_valid=of_group or "valid" in asked,
+            **row,
         )
 
     def compute(self, group: Group, **given: Any) -> Tensor:
-        """Return what the function returns for a group, its inputs, size and options."""
         if self.of_group:
             return self.function(group, **given)
         for name, value in given.items():
@@ -215,24 +192,20 @@ class Estimator:
         return self.function(group.rewards.to(group.dtype, copy=True), **given)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what to pickle: the limits of options are lambdas, and stand in the signature."""
-        return vars(self) | {
-            "options": {name: option.default for name, option in self.options.items()}
-        }
+        """The limits of options are lambdas: pickle only the defaults."""
+        defaults = {name: option.default for name, option in self.options.items()}
+        return vars(self) | {"options": defaults}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = options_of(state["function"]) if state["options"] else {}
-        options = {
-            name: replace(known[name], default=default)
-            for name, default in state["options"].items()
-        }
+        defaults = state["options"].items()
+        options = {name: replace(known[name], default=default) for name, default in defaults}
         vars(self).update(state | {"options": options})
 
     @property
     def has_weight(self) -> bool:
-        """Whether W_N(p) exists: the advantages depend only on the rewards of the group, at equal
-        lengths.
-        """
+        """Whether W_N(p) exists: advantages depend only on the group's rewards, at equal
+        lengths."""
         return not self.over_batch and set(self.inputs) <= {"lengths"}
 
     @property
@@ -243,9 +216,8 @@ class Estimator:
         return ", ".join([*needs, "rewards 0 or 1"] if self.binary else needs)
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
-        """Return the size, 0 for the largest; raise ValueError with the range if it does not fit
-        groups of n (None: uneven).
-        """
+        """Return the size, 0 for the largest; raise ValueError if it does not fit groups of n
+        (None: uneven)."""
         given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
         for option, value in given.items():
             if value is not None and option != taken:
@@ -278,11 +250,8 @@ def estimator(
 def alias(name: str, of: str, source: str, **defaults: float) -> None:
     """Register another name of an estimator, with other defaults if given."""
     row = ESTIMATORS[of]
-    changed = (
-        " with " + ", ".join(f"{option} {value:g}" for option, value in defaults.items())
-        if defaults
-        else ""
-    )
+    changes = ", ".join(f"{option} {value:g}" for option, value in defaults.items())
+    changed = f" with {changes}" if changes else ""
     options = {
         key: replace(option, default=defaults.get(key, option.default))
         for key, option in row.options.items()

@@ -1,6 +1,4 @@
-"""What an estimator is given: the rewards of groups, padded to one width, and sums that leave out
-what is not valid.
-"""
+"""What an estimator is given: rewards of groups, padded to one width, and sums over valid ones."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +14,8 @@ GROUP, BATCH = 1, (0, 1)  # the dimensions of [G, N] that a mean or a standard d
 class Group:
     """Rewards of G groups of up to N rollouts.
 
-    The sums over ranks take the rewards of a group in ascending order, r_(1) <= ... <= r_(n), and
-    their gaps d_j = r_(j+1) - r_(j), which are exactly 0 between equal rewards: so the order of
-    these has no effect.
+    Sums over ranks take a group's rewards in ascending order, r_(1) <= ... <= r_(n), and their gaps
+    d_j = r_(j+1) - r_(j); these are exactly 0 between equal rewards, whose order has no effect.
     """
 
     rewards: Tensor  # [G, N] float64, 0 where not valid
@@ -38,14 +35,11 @@ class Group:
         return torch.where(self.valid, x, torch.inf).amin(over, keepdim=True)
 
     def centre(self, x: Tensor, lengths: Tensor | None = None, over: Any = GROUP) -> Tensor:
-        """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal, precise
-        if they share an offset.
-        """
+        """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal."""
         weights = self._weights(lengths, over)
         distance = torch.where(self.valid, x - self.smallest(x, over), 0.0)
-        return distance - (weights * distance).sum(over, keepdim=True) / weights.sum(
-            over, keepdim=True
-        ).clamp_min(1)
+        total = weights.sum(over, keepdim=True).clamp_min(1)
+        return distance - (weights * distance).sum(over, keepdim=True) / total
 
     def mean(self, x: Tensor) -> Tensor:
         return torch.where(self.valid, x, 0.0).sum(GROUP, keepdim=True) / self.n.clamp_min(1)
@@ -54,8 +48,7 @@ class Group:
         self, x: Tensor, ddof: float, lengths: Tensor | None = None, over: Any = GROUP
     ) -> Tensor:
         """Return the standard deviation; infinite for `ddof` values or fewer, so that x / std is
-        0.
-        """
+        0."""
         weights = self._weights(lengths, over)
         freedom = weights.sum(over, keepdim=True) - ddof
         squares = (weights * self.centre(x, lengths, over).square()).sum(over, keepdim=True)
@@ -70,16 +63,14 @@ class Group:
         return torch.where(weights.sum(over, keepdim=True) > 0, weights, ones)
 
     def rank(self, x: Tensor) -> Tensor:
-        """Return how many rollouts of the group have a smaller x."""
         ascending = torch.where(self.valid, x, torch.inf).sort(1).values
         return torch.searchsorted(ascending, x.contiguous()).double()
 
     @property
     def order(self) -> Tensor:  # [G, N], rewards ascending, then what is not valid
         if self._order is None:
-            self._order = torch.where(self.valid, self.rewards, torch.inf).argsort(
-                dim=1, stable=True
-            )
+            padded = torch.where(self.valid, self.rewards, torch.inf)
+            self._order = padded.argsort(dim=1, stable=True)
         return self._order
 
     @property
@@ -99,9 +90,7 @@ class Group:
         return self._unsort(pad(terms.flip(1).cumsum(1).flip(1), (0, 1)))
 
     def within(self, size: float | Tensor, of: Tensor) -> Tensor:
-        """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence: no binomial that
-        could overflow.
-        """
+        """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence."""
         j = self._one_to(self.rewards.shape[1])
         factors = torch.where(j <= of, (j - size).clamp_min(0) / j, 1.0)
         return pad(factors.flip(1).cumprod(1).flip(1), (0, 1), value=1.0)

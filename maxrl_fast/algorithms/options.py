@@ -83,9 +83,7 @@ class Aka:
 
 @dataclass(frozen=True)
 class Option:
-    """An option. Without a default it must be given, unless a `Default` says how it is worked
-    out.
-    """
+    """An option; required if it has neither a default nor a `Default`."""
 
     name: str
     kind: Any  # its type, without notes and without `| None`
@@ -94,11 +92,10 @@ class Option:
     notes: tuple[Any, ...]
 
     def of(self, kind: type[AnyNote]) -> list[AnyNote]:
-        """Return its notes of a class."""
         return [note for note in self.notes if isinstance(note, kind)]
 
     def find(self, kind: type[AnyNote]) -> AnyNote | None:
-        """Return its note of a class, if it has one."""
+        """Return its first note of a class, if any."""
         return next(iter(self.of(kind)), None)
 
     @property
@@ -107,7 +104,6 @@ class Option:
 
     @property
     def limits(self) -> list[Limit]:
-        """What its number must be; FINITE without a note."""
         return self.of(Limit) or [FINITE]
 
     @property
@@ -116,24 +112,23 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts of a Literal; () of another type."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
 
 def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
     """Return the option of a type hint, which may be Annotated."""
-    notes = tuple(_notes(hint))
+    notes = tuple(notes_of(hint))
     help_text = next((note.text for note in notes if isinstance(note, Help)), text)
     while get_origin(hint) is Annotated or get_origin(hint) in (Union, UnionType):  # of X | None
         hint = next(part for part in get_args(hint) if part is not NoneType)
     return Option(name, hint, default, " ".join(help_text.split()), notes)
 
 
-def _notes(hint: Any) -> Iterator[Any]:
-    """Return what the Annotated in a type hint say, also those of the X in `X | None`."""
+def notes_of(hint: Any) -> Iterator[Any]:
+    """Yield the notes of a type hint, also those of the X in `X | None`."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
-    yield from (note for part in get_args(hint) for note in _notes(part))
+    yield from (note for part in get_args(hint) for note in notes_of(part))
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -143,8 +138,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function, with their annotations evaluated where that is possible;
-    [] if Python cannot read its signature."""
+    """Return a function's parameters, annotations evaluated if possible; [] without a signature."""
     for evaluated in (True, False):
         with contextlib.suppress(Exception):  # an annotation may be anything
             return list(inspect.signature(function, eval_str=evaluated).parameters.values())
@@ -157,37 +151,30 @@ def formula_of(function: Callable[..., Any]) -> str:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """Return the keyword-only parameters of a function that are numbers or one of several texts, by
-    name.
-    """
+    """Return a function's keyword-only parameters that are numbers or one of several texts."""
     options = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         hint = float if parameter.annotation is parameter.empty else parameter.annotation
         plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if parameter.kind is parameter.KEYWORD_ONLY and (
-            plain in (int, float) or get_origin(plain) is Literal
-        ):
-            options[name] = make_option(
-                name, hint, None if parameter.default is parameter.empty else parameter.default
-            )
+        is_option = plain in (int, float) or get_origin(plain) is Literal
+        if is_option and parameter.kind is parameter.KEYWORD_ONLY:
+            default = None if parameter.default is parameter.empty else parameter.default
+            options[name] = make_option(name, hint, default)
     return options
 
 
 def check_options(
     owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return all options of `owner`, the given values and the defaults of the others; numbers are
-    floats.
+    """Return all options of `owner`: given values and defaults; numbers are floats.
 
-    Raises:
-        ValueError: if an option is unknown or missing, or if a value is out of its range.
+    Raises ValueError if an option is unknown, missing or out of its range.
     """
     for name in given:
         if name not in options:
             takes = f"the options {', '.join(options)}" if options else "no options"
-            raise ValueError(
-                f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}"
-            )
+            advice = nearest(str(name), options)
+            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
         value = given.get(name, option.default)

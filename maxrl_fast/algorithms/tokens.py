@@ -1,6 +1,4 @@
-"""What a token loss is given: vectors [T] of packed responses, and sums over responses that leave
-masked tokens out.
-"""
+"""What a token loss is given: vectors [T] of packed responses, and sums over unmasked tokens."""
 
 from dataclasses import dataclass, field
 
@@ -15,18 +13,13 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass
 class Tokens:
-    """T tokens of S packed responses, on one device. Floating tensors are float64: they are small
-    beside the logits.
+    """T tokens of S packed responses. Floating tensors are float64: they are small next to the
+    logits.
 
-    Only logprobs, entropy and rows have a gradient. Masked tokens have the advantage 0 and
-    log-probs of 0, and count nowhere.
-
-    Attributes:
-        metrics: numbers that an `over_batch` loss adds to the metrics of an update, [] each; of a
-        step integers are sums over
-            its updates, others means.
-        clipped_low, clipped_high: which tokens [T] bool the loss has clipped from below and above,
-        where it marks them.
+    Only logprobs, entropy and rows have a gradient. Masked tokens have advantage 0 and log-probs of
+    0, and count nowhere. metrics: numbers [] that an `over_batch` loss adds to an update's metrics;
+    over a step integers are summed, others averaged. clipped_low, clipped_high: tokens [T] bool
+    that the loss has clipped, where it marks them.
     """
 
     logprobs: Tensor  # [T], log pi of each token
@@ -75,18 +68,15 @@ class Tokens:
         return self.sequence_sum(x) / self.sequence_sum(torch.ones_like(x)).clamp_min(1)
 
     def sequence_ratio(self, log_ratio: Tensor) -> Tensor:
-        """Return exp(log_ratio), equal for the tokens of a response [T]; each token has the
-        gradient of its own log-prob.
-        """
+        """Return exp(log_ratio), equal within a response [T]; tokens have their own log-prob's
+        gradient."""
         self.measured = value = log_ratio.detach()
         has_gradient = value.abs() <= MAX_LOG_RATIO
         own = torch.where(has_gradient, self.logprobs - self.logprobs.detach(), 0.0)
         return (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
 
     def sequence_quantile(self, x: Tensor, q: float) -> Tensor:
-        """Return the quantile q of x [T] in each token's response, interpolated as torch.quantile
-        does, [T].
-        """
+        """Return the quantile q of x [T] in each token's response, as torch.quantile, [T]."""
         if not len(x):
             return x
         counts = self.sequence_sum(torch.ones_like(x))  # of each token's response, [T]
@@ -97,12 +87,8 @@ class Tokens:
         ordered = x.masked_fill(~self.mask, torch.inf)[order]
         position = q * (counts - 1).clamp_min(0)  # of the quantile among them, between two integers
         low = position.floor()
-        first, second = (
-            ordered[
-                self.cu_seqlens[:-1][sequence] + torch.minimum(i, (counts - 1).clamp_min(0)).long()
-            ]
-            for i in (low, low + 1)
-        )
+        starts, last = self.cu_seqlens[:-1][sequence], (counts - 1).clamp_min(0)
+        first, second = (ordered[starts + torch.minimum(i, last).long()] for i in (low, low + 1))
         return torch.where(counts > 0, first + (position - low) * (second - first), torch.inf)
 
     def by_sign(self, positive: float, negative: float) -> Tensor:
@@ -111,6 +97,6 @@ class Tokens:
 
 
 def limited(log_ratio: Tensor) -> Tensor:
-    """Return log-ratios within +-MAX_LOG_RATIO; those beyond it have no gradient. NaN stays."""
+    """Return log-ratios within +-MAX_LOG_RATIO, beyond it without a gradient. NaN stays."""
     limits = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limits, log_ratio)

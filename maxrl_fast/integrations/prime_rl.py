@@ -26,18 +26,15 @@ def policy_loss(
 ) -> Any:
     """Return prime-rl's LossOutputs: one sequence's loss, summed over its tokens, and token means.
 
-    Formulas and options are those in `ops.policy_gradient_loss`; the keywords come from
-    `[trainer.loss.kwargs]`.
+    Formulas and options are those of `ops.policy_gradient_loss`, from `[trainer.loss.kwargs]`.
 
     Args:
         inputs: prime-rl's LossInputs of a sequence, [T] each. Ratios use inference_logprobs, the KL
-        term ref_logprobs;
-            loss_weights scale each token's loss.
+            term ref_logprobs; loss_weights scale each token's loss.
 
     Raises:
-        ValueError: if an option is wrong, if kl_coef is not 0 and there are no ref_logprobs, or if
-        the loss compares tokens of
-            several sequences.
+        ValueError: if an option is wrong, kl_coef is not 0 and there are no ref_logprobs, or the
+            loss compares tokens of several sequences.
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
@@ -75,11 +72,9 @@ def policy_loss(
         value = value * inputs.loss_weights[keep]
     difference = (logprobs - old).detach()
     ratio = limited(difference if tokens.measured is None else tokens.measured).exp()
-    is_outside = (
-        (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
-        if row.clips
-        else tokens.clipped_low | tokens.clipped_high
-    )
+    is_outside = tokens.clipped_low | tokens.clipped_high
+    if row.clips:
+        is_outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
     metrics = {"ratio": ratio, "outside_clip": is_outside.float(), "logprob_diff": difference.abs()}
     return LossOutputs(
         loss=value.sum().float(),

@@ -1,6 +1,4 @@
-"""Advantages of rollouts in other trainers' format: rewards in any order, with a prompt key per
-rollout.
-"""
+"""Advantages of rollouts in other trainers' format: in any order, with a prompt key per rollout."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
@@ -25,37 +23,20 @@ def rollout_advantages(
     prompts: Iterable[Hashable] | None,
     lengths: Tensor,
 ) -> Tensor:
-    """Return each rollout's advantage [B]. A NaN reward is left out of its group with a warning,
-    and gets 0.
+    """Return each rollout's advantage [B]. A NaN reward is left out with a warning, and gets 0.
 
-    Args:
-        name: an estimator of `names()`.
-        options: of the estimator, as in `ops.group_advantage`: k, order, eps, ...
-        rewards: [B].
-        prompts: [B], equal for rollouts of the same prompt, in any order.
-        lengths: [B] integers, tokens of each response.
-
-    Raises:
-        ValueError: if there is not one prompt per reward, or as `ops.group_advantage`.
+    name: an estimator of `names()`. options: as in `ops.group_advantage`. rewards: [B]. prompts:
+    [B], equal for rollouts of one prompt. lengths: [B] integers, tokens of each response. Raises
+    ValueError if there is not one prompt per reward, or as `ops.group_advantage`.
     """
-    keys = (
-        None
-        if prompts is None
-        else prompts.tolist()
-        if hasattr(prompts, "tolist")
-        else list(prompts)
-    )
-    if keys is None or len(keys) != len(rewards):
-        raise ValueError(
-            f"{name} needs the prompt of each of {len(rewards)} rollouts, got "
-            f"{'none' if keys is None else len(keys)}"
-        )
+    given: Any = () if prompts is None else prompts
+    keys = given.tolist() if hasattr(given, "tolist") else list(given)
+    if prompts is None or len(keys) != len(rewards):
+        got = "none" if prompts is None else len(keys)
+        raise ValueError(f"{name} needs the prompt of each of {len(rewards)} rollouts, got {got}")
     numbers: dict[Hashable, int] = {}
-    group_ids = torch.tensor(
-        [numbers.setdefault(key, len(numbers)) for key in keys],
-        device=rewards.device,
-        dtype=torch.int64,
-    )
+    indices = [numbers.setdefault(key, len(numbers)) for key in keys]
+    group_ids = torch.tensor(indices, device=rewards.device, dtype=torch.int64)
     inputs: dict[str, Any] = dict(options)
     if "lengths" in ops.ESTIMATORS[name].inputs:
         inputs["lengths"] = lengths
@@ -80,19 +61,13 @@ def advantages_and_returns(
     index: Iterable[Hashable] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect from an
-    outcome-reward estimator.
+    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect.
 
     A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its
     response_mask [B, T]. Its advantage is repeated at every token of the mask; other tokens get 0.
-    index [B]: the prompt of each rollout.
-
-    Raises:
-        ValueError: as `rollout_advantages`.
+    index [B]: the prompt of each rollout. Raises ValueError as `rollout_advantages`.
     """
     lengths = response_mask.long().sum(-1)
-    advantages = (
-        rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)[:, None]
-        * response_mask
-    )
+    of_rollouts = rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)
+    advantages = of_rollouts[:, None] * response_mask
     return advantages, advantages

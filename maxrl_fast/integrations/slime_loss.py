@@ -10,58 +10,37 @@ from maxrl_fast import ops
 
 # Options that this loss does not support, with the values that turn them off.
 _NEEDED = {
-    **{
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "entropy_coef": 0,
-        "rollout_top_p": 1,
-    },
-    **{
-        "use_tis": False,
-        "use_opsm": False,
-        "get_mismatch_metrics": False,
-        "custom_pg_loss_reducer_function_path": None,
-    },
+    **dict.fromkeys(("tensor_model_parallel_size", "context_parallel_size", "rollout_top_p"), 1),
+    **dict.fromkeys(("use_tis", "use_opsm", "get_mismatch_metrics"), False),
+    **{"entropy_coef": 0, "custom_pg_loss_reducer_function_path": None},
 }
 
 
 def policy_loss(
     args: Any, batch: dict[str, Any], logits: Tensor, _: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), a sum over samples, and
-    metrics.
+    """Return slime's loss (PPO, CISPO or GSPO, by --advantage-estimator), summed over samples.
 
     Args:
-        batch: slime's batch: lists with a tensor per sample, over the response's tokens or all its
-        tokens. logits: [1, T, V] float32, samples end to end, then padding.
+        batch: slime's batch: lists with a tensor per sample.
+        logits: [1, T, V] float32, samples end to end, then padding.
 
     Raises:
-        ValueError: if slime's options ask for parallel logits, or for a term that this loss does
-        not have.
+        ValueError: if slime's options ask for parallel logits, or for an unsupported term.
     """
     _check(args)
     (logits,) = logits  # [T, V]
-    lengths, ends = (
-        batch["response_lengths"],
-        torch.tensor(batch["total_lengths"]).cumsum(0).tolist(),
-    )
-    rows = torch.cat(
-        [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]
-    ).to(logits.device)
+    lengths = batch["response_lengths"]
+    ends = torch.tensor(batch["total_lengths"]).cumsum(0).tolist()
+    parts = [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, lengths, strict=True)]
+    rows = torch.cat(parts).to(logits.device)
     weights = torch.cat(batch["loss_masks"]).float()  # [response tokens]
     # divide by the tokens of the sample's rollout, as slime's sum_of_sample_mean
     if not args.calculate_per_token_loss:
-        counts = [
-            count.clamp_min(1).expand(n)
-            for count, n in zip(batch["rollout_mask_sums"], lengths, strict=True)
-        ]
-        weights = weights / torch.cat(counts)
-    targets = torch.cat(
-        [
-            tokens[len(tokens) - n :]
-            for tokens, n in zip(batch["unconcat_tokens"], lengths, strict=True)
-        ]
-    )
+        pairs = zip(batch["rollout_mask_sums"], lengths, strict=True)
+        weights = weights / torch.cat([count.clamp_min(1).expand(n) for count, n in pairs])
+    pairs = zip(batch["unconcat_tokens"], lengths, strict=True)
+    targets = torch.cat([tokens[len(tokens) - n :] for tokens, n in pairs])
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
 
     def place(values: Tensor) -> Tensor:
@@ -92,15 +71,10 @@ def policy_loss(
 
 
 def _check(args: Any) -> None:
-    wrong = {
-        name: getattr(args, name, value)
-        for name, value in _NEEDED.items()
-        if getattr(args, name, value) != value
-    }
+    given = {name: getattr(args, name, value) for name, value in _NEEDED.items()}
+    wrong = {name: value for name, value in given.items() if value != _NEEDED[name]}
     if getattr(args, "use_kl_loss", False) and args.kl_loss_coef:
         wrong["kl_loss_coef"] = args.kl_loss_coef
     if wrong:
-        raise ValueError(
-            "maxrl_fast's loss has no "
-            f"{', '.join(f'{name}={value}' for name, value in wrong.items())}"
-        )
+        names = ", ".join(f"{name}={value}" for name, value in wrong.items())
+        raise ValueError(f"maxrl_fast's loss has no {names}")

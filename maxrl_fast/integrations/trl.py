@@ -39,7 +39,7 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
             GroupAdvantages
         ):
             raise TypeError(
-                f"the bases of {cls.__name__} must have the mixin before GRPOTrainer, got it behind"
+                f"the bases of {cls.__name__} must have the mixin before GRPOTrainer, got it after"
             )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,11 +51,9 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
                 )
         super().__init__(*args, **kwargs)
         if self.multi_objective_aggregation != "sum_then_normalize":
-            wanted = (
-                "must be sum_then_normalize, as estimators take the weighted sum of the rewards"
-            )
             raise ValueError(
-                f"multi_objective_aggregation {wanted}, got {self.multi_objective_aggregation}"
+                "multi_objective_aggregation must be sum_then_normalize, as estimators take the "
+                f"weighted sum of the rewards, got {self.multi_objective_aggregation}"
             )
         for size in {self.num_generations, self.num_generations_eval}:  # fail before training
             self.group_advantages(
@@ -71,9 +69,8 @@ class GroupAdvantages(_Base):  # type: ignore[misc]
         raise NotImplementedError
 
     def global_rewards(self) -> tuple[Tensor, Tensor]:
-        """Return the weighted reward sums [S] of all processes, and which of them are known [S], on
-        the CPU.
-        """
+        """Return the weighted reward sums [S] of all processes, and which are known [S], on the
+        CPU."""
         rewards = self._rewards_per_func.cpu()  # [S, functions]
         return (rewards * self.reward_weights.cpu()).nansum(1), ~rewards.isnan().all(1)
 
@@ -132,9 +129,8 @@ class AdvantageMixin(GroupAdvantages):
         options = dict(self.estimator_options)
         if self.estimator in ops.ESTIMATORS and "lengths" in ops.ESTIMATORS[self.estimator].inputs:
             options["lengths"] = lengths
-        return ops.group_advantage(
-            rewards, self.estimator, valid=None if valid.all() else valid, **options
-        )
+        is_valid = None if valid.all() else valid
+        return ops.group_advantage(rewards, self.estimator, valid=is_valid, **options)
 
 
 class MaxRLTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
@@ -142,9 +138,7 @@ class MaxRLTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
 
 
 class MaxPOTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]
-    """A GRPOTrainer with MaxPO advantages; `estimator_options={"k": K}` sets the K of max@K,
-    default 4.
-    """
+    """A GRPOTrainer with MaxPO advantages; `estimator_options={"k": K}`, default 4."""
 
     estimator = "maxpo"
     estimator_options: Mapping[str, Any] = {"k": 4}
@@ -154,9 +148,7 @@ _ChunkedLogProbFunction = utils._ChunkedLogProbFunction
 
 
 class _LinearLogprobs:
-    """Replaces TRL's autograd function for the two outputs that GRPO asks for; other calls go to
-    TRL's.
-    """
+    """Replaces TRL's autograd function for the two outputs of GRPO; other calls go to TRL's."""
 
     @staticmethod
     def apply(
@@ -193,8 +185,7 @@ class _LinearLogprobs:
 
 
 def use_linear_logprobs() -> None:
-    """Let `ops.linear_token_logprobs` compute the log-probs and entropies of all GRPOTrainers of
-    this process.
+    """Let `ops.linear_token_logprobs` compute log-probs and entropies of all GRPOTrainers.
 
     It replaces the private `_ChunkedLogProbFunction` of TRL's `add_fused_lm_head`.
     """

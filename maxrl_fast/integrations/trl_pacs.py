@@ -25,11 +25,10 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
     """A GRPOTrainer with the loss of PACS; TRL's `loss_type` has no effect, and nothing is clipped.
 
     Args:
-        pacs_beta: scale of the reward proxies, in reward per nat. TRL's `beta` is the coefficient
-        of its KL term. pacs_score, pacs_weight: score and weight of `ops.pacs_loss`. others: as for
-        GRPOTrainer. With several updates per batch, per_device_train_batch_size must be a multiple
-        of
-            num_generations, and prompts must be text.
+        pacs_beta: scale of the reward proxies, in reward per nat. TRL's `beta` is for its KL.
+        pacs_score, pacs_weight: score and weight of `ops.pacs_loss`.
+        others: as for GRPOTrainer. With several updates per batch, per_device_train_batch_size must
+            be a multiple of num_generations, and prompts must be text.
 
     Raises:
         ValueError: if groups would be split, or a reward is neither 0 nor 1.
@@ -61,8 +60,7 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
         self, rewards: Tensor, valid: Tensor, lengths: Tensor, proxies: Tensor | None = None
     ) -> Tensor:
         """Return -beta B dL/dr [G, N] at the proxies [G, N]; None: all are 0. `lengths` are not
-        used.
-        """
+        used."""
         known = (torch.zeros_like(rewards) if proxies is None else proxies)[valid].requires_grad_()
         with torch.enable_grad():
             offsets = pad(valid.sum(1).cumsum(0), (1, 0))
@@ -112,8 +110,7 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
     @torch.no_grad()
     def _log_ratios(self, model: Any, inputs: dict[str, Any], sampled: Tensor) -> Tensor:
         """Return log pi(y) - log pi_sampled(y) of each response [S], float32, without tool
-        tokens.
-        """
+        tokens."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         logprobs, *_ = self._get_per_token_logps_and_entropies(

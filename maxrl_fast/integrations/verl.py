@@ -26,8 +26,8 @@ def group_advantage(
     config: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of `advantages_and_returns`; config, verl's `algorithm`, holds the
-    estimator's options in `maxrl_fast`."""
+    """Call `advantages_and_returns` with the estimator's options in verl's
+    `algorithm.maxrl_fast`."""
     from maxrl_fast.integrations.rollouts import advantages_and_returns
 
     options = None if config is None else config.get("maxrl_fast", None)
@@ -47,17 +47,14 @@ def register() -> list[str]:
 
 
 class FusedLinear:
-    """Replaces verl's FusedLinearForPPOFunction, which also stores no logits but computes them
-    twice in PyTorch.
-    """
+    """Replaces verl's FusedLinearForPPOFunction, which computes the logits twice in PyTorch."""
 
     @staticmethod
     def apply(
         hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, _: int
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of targets [...], float32, from hidden [..., H] and weight
-        [V, H].
-        """
+        """Return log-probs and entropies of targets [...], float32, from hidden [..., H] and
+        weight [V, H]."""
         from maxrl_fast import ops
 
         if torch.is_autocast_enabled(hidden.device.type):
@@ -71,9 +68,7 @@ class FusedLinear:
 
 
 def use_fused_linear() -> None:
-    """Compute verl's log-probs by `ops.linear_token_logprobs` where its fused kernels use the
-    backend "torch".
-    """
+    """Compute verl's log-probs by `ops.linear_token_logprobs`, for its backend "torch"."""
     from verl.utils.experimental import torch_functional
 
     torch_functional.FusedLinearForPPOFunction = FusedLinear

@@ -30,9 +30,7 @@ from maxrl_fast.records import cumulative, ranges
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention over two sets of keys together, from the attention over each: o [...,
-    D], l [...].
-    """
+    """Return the attention over two sets of keys, from that over each: o [..., D], l [...]."""
     weight = torch.sigmoid(l1 - l2)[..., None].to(o1.dtype)  # exp(l1 - l)
     return torch.lerp(o2, o1, weight), torch.logaddexp(l1, l2)
 
@@ -56,24 +54,21 @@ PLAIN_ATTENTION = AttentionVariant()
 
 @dataclass(frozen=True)
 class SharedPromptLayout:
-    """A packed stream of B causal sequences, followed by S responses to some of them, and the
-    attention between them.
+    """B packed causal sequences, then S responses to some of them.
 
-    The causal sequences are prompts that several responses share, and whole sequences (a prompt
-    with its response) where sharing would not save time.
+    The sequences are prompts that several responses share, and whole sequences (a prompt with its
+    response) where sharing would not save time.
     """
 
     lengths: Tensor  # [B] int64, on the host
     response_lengths: Tensor  # [S] int64, on the host
-    # [S] int64, the sequence that each response continues, ascending, on the host
-    prompt_index: Tensor
+    prompt_index: Tensor  # [S] int64, each response's sequence, ascending, on the host
     device: torch.device
     # by window and soft cap
     copies: dict[tuple[int, float], tuple[Tensor, VarlenSpec]] = field(default_factory=dict)
 
     @cached_property
     def sequences(self) -> VarlenSpec:
-        """Causal attention of the first part."""
         return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
 
     @cached_property
@@ -92,13 +87,12 @@ class SharedPromptLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of tokens in the first part and of the responses after it."""
+        """Numbers of tokens: of the sequences, and of the responses."""
         return [int(self.lengths.sum()), int(self.response_lengths.sum())]
 
     def copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
-        """Return which of the stream's keys each sequence and response attends to, int64 on the
-        device, and the attention, made once for all layers. The window is 0 where it is longer than
-        every sequence with its response."""
+        """Return the index of the keys that each sequence and response attends to, and the
+        attention; made once for all layers. The window becomes 0 where no sequence is longer."""
         key = window, softcap
         if key in self.copies:
             return self.copies[key]
@@ -138,12 +132,9 @@ class _SharedPromptAttention(torch.autograd.Function):
         o, lse = flash.forward(q1, k1, v1, layout.sequences)
         if layout.to_prompts is not None:
             assert layout.responses is not None
-            to_prompts, own = (
-                flash.forward(q2, k1, v1, layout.to_prompts),
-                flash.forward(q2, k2, v2, layout.responses),
-            )
-            merged = merge(*to_prompts, *own)
-            o, lse = torch.cat([o, merged[0]]), torch.cat([lse, merged[1]])
+            to_prompts = flash.forward(q2, k1, v1, layout.to_prompts)
+            o2, lse2 = merge(*to_prompts, *flash.forward(q2, k2, v2, layout.responses))
+            o, lse = torch.cat([o, o2]), torch.cat([lse, lse2])
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.layout = layout
         return o
@@ -193,16 +184,14 @@ class _VariantAttention(torch.autograd.Function):
         q, k, v, o, lse, sinks, index = ctx.saved_tensors
         grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
         # The gradients of copies are added in float32 and, on a GPU too, in one order.
-        total = [
-            torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-            for x in (k, v)
-        ]
+        wide = torch.promote_types(k.dtype, torch.float32)
+        total = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
         for x, part in zip(total, grads, strict=True):
             x.index_put_((index,), part.to(x.dtype), accumulate=True)
         grad_sinks = None
         if sinks is not None:
-            wide = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
-            grad_sinks = -((sinks - lse).exp() * wide).sum(0).to(sinks.dtype)
+            by_head = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
+            grad_sinks = -((sinks - lse).exp() * by_head).sum(0).to(sinks.dtype)
         return grad_q, total[0].to(k.dtype), total[1].to(v.dtype), grad_sinks, None, None
 
 
@@ -213,12 +202,11 @@ def shared_prompt_attention(
     layout: SharedPromptLayout,
     variant: AttentionVariant = PLAIN_ATTENTION,
 ) -> Tensor:
-    """Return causal attention, of every response over [its prompt, itself] and of every other
-    sequence over itself.
+    """Return causal attention: each response over its prompt and itself, other sequences over
+    themselves.
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of the stream that `layout`
-    describes; Hq is a multiple of Hkv. Returns [U, Hq, D]. Differentiable in q, k, v and the
-    variant's sinks.
+    q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `layout`; Hq is a multiple of Hkv.
+    Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
     """
     if not variant.is_plain:
         index, spec = layout.copied_prompts(variant.window, variant.softcap)
@@ -234,19 +222,16 @@ def shared_prompt_attention(
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
-    """Return `shared_prompt_attention` by calls of FlashAttention and a merge, on any device."""
+    """Compute `shared_prompt_attention` by FlashAttention calls and a merge, on any device."""
     check_mode("shared_prompt_attention", q, k, v)
     out: Tensor = _SharedPromptAttention.apply(q, k, v, layout)
     return out
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the name of what computes `shared_prompt_attention`, for the start of a run."""
-    return (
-        "C++"
-        if _runs_own_kernel(device, dtype, head_dim)
-        else flash.kernel_for(device, dtype, head_dim).name
-    )
+    """Return which kernel computes `shared_prompt_attention`."""
+    is_own = _runs_own_kernel(device, dtype, head_dim)
+    return "C++" if is_own else flash.kernel_for(device, dtype, head_dim).name
 
 
 def _runs_own_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -20,37 +20,23 @@ LARGEST_HEAD = 256
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the operator takes such tensors: on a CPU, one of DTYPES, heads of at most
-    LARGEST_HEAD numbers.
-    """
-    return (
-        device.type == "cpu"
-        and not dispatch.is_gpu(device)
-        and dtype in DTYPES
-        and head_dim <= LARGEST_HEAD
-    )
+    is_cpu = device.type == "cpu" and not dispatch.is_gpu(device)
+    return is_cpu and dtype in DTYPES and head_dim <= LARGEST_HEAD
 
 
 @operator()
 def shared_prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, response_lengths: Tensor, prompt_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention [U, Hq, D] and the logarithm of each sum of exponentials, to base 2, [U,
-    Hq].
+    """Return the attention [U, Hq, D] and its log-sum-exp to base 2 [U, Hq], without a gradient.
 
-    Shapes: q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index
-    [S] int64 are those of a SharedPromptLayout. The gradients are those of the attention alone; the
-    second result has none.
-
-    Raises:
-        ValueError: if lengths do not add up to U, or responses do not stand in the order of their
-        prompts.
+    q [U, Hq, D], k and v [U, Hkv, D]; lengths [B], response_lengths [S] and prompt_index [S] int64
+    as in SharedPromptLayout. Raises ValueError if lengths do not add up to U, or responses are not
+    in the order of their prompts.
     """
     call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
-    o, lse = (
-        torch.empty_like(q),
-        q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32)),
-    )
+    o = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     call.launch(
         "shared_prompt_attention",
         **_inputs(call, q, k, v, lengths, response_lengths, prompt_index),
@@ -74,13 +60,8 @@ def shared_prompt_attention_backward(
     prompt_index: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the gradient of o [U, Hq, D]."""
-    call, grad, q, k, v = (
-        KernelLaunch(q.device),
-        grad.contiguous(),
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-    )
+    call = KernelLaunch(q.device)
+    grad, q, k, v = (x.contiguous() for x in (grad, q, k, v))
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     call.launch(
         "shared_prompt_attention_backward",
@@ -88,10 +69,9 @@ def shared_prompt_attention_backward(
         o=call.address("o", o, q.dtype, q.shape),
         lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
         grad=call.address("grad", grad, q.dtype, q.shape),
-        **{
-            name: call.keep(x)
-            for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)
-        },
+        grad_q=call.keep(grads[0]),
+        grad_k=call.keep(grads[1]),
+        grad_v=call.keep(grads[2]),
     )
     return grads
 
@@ -105,28 +85,25 @@ def _inputs(
     response_lengths: Tensor,
     prompt_index: Tensor,
 ) -> Any:
-    """Return the arguments that both kernels take."""
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
         raise ValueError(
             f"q and k must be {', '.join(DTYPES.values())} [tokens, heads, head size], got "
-            f"{q.dtype} {tuple(q.shape)} and "
-            f"{k.dtype} {tuple(k.shape)}"
+            f"{q.dtype} {tuple(q.shape)} and {k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
-    lengths, response_lengths, prompt_index = (
-        x.contiguous() for x in (lengths, response_lengths, prompt_index)
-    )
     shape, num_responses = (num_tokens, key_heads, head_dim), len(response_lengths)
+
+    def integers(name: str, x: Tensor, size: int) -> int:
+        return call.address(name, x.contiguous(), torch.int64, (size,))
+
     return {
         "dtype": DTYPES[q.dtype],
         "num_tokens": num_tokens,
         "num_sequences": len(lengths),
         "num_responses": num_responses,
-        "lengths": call.address("lengths", lengths, torch.int64, lengths.shape[:1]),
-        "response_lengths": call.address(
-            "response_lengths", response_lengths, torch.int64, (num_responses,)
-        ),
-        "answers": call.address("prompt_index", prompt_index, torch.int64, (num_responses,)),
+        "lengths": integers("lengths", lengths, len(lengths)),
+        "response_lengths": integers("response_lengths", response_lengths, num_responses),
+        "answers": integers("prompt_index", prompt_index, num_responses),
         "heads": heads,
         "key_heads": key_heads,
         "head_dim": head_dim,

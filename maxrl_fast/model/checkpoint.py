@@ -1,5 +1,4 @@
-"""Reading and writing of Hugging Face checkpoint directories: config.json, weights in safetensors,
-the tokenizer's files.
+"""Hugging Face checkpoint directories: config.json, weights in safetensors, tokenizer files.
 
 Nothing is pickled, and no code of a checkpoint is executed.
 """
@@ -47,21 +46,15 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write all files of a checkpoint, in a form that `transformers` loads, into an existing
-    folder.
+    """Write a checkpoint that `transformers` loads into an existing directory.
 
-    Args:
-        weights: from PolicyModel.weights; stored in `dtype`. files: by name, JSON contents or
-        bytes: those of `new_files` or `kept_files`, and the tokenizer's. shard_bytes: size limit of
-        one file of weights; larger models are sharded.
+    weights: from PolicyModel.weights, stored in `dtype`. files: JSON contents or bytes by name.
+    shard_bytes: size limit of one file of weights.
     """
     for name, content in files.items():
-        text = (
-            content
-            if isinstance(content, bytes)
-            else (json.dumps(content, indent=2) + "\n").encode()
-        )
-        (directory / name).write_bytes(text)
+        if not isinstance(content, bytes):
+            content = (json.dumps(content, indent=2) + "\n").encode()
+        (directory / name).write_bytes(content)
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, weight in weights:
@@ -72,32 +65,26 @@ def write_policy(
         shards[-1][name] = tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [WEIGHTS]
-    else:
+    names = [WEIGHTS] if len(shards) == 1 else names
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
         weight_map = {
             name: file for file, shard in zip(names, shards, strict=True) for name in shard
         }
-        (directory / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        )
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
 def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
-    """Return the contents of config.json."""
     if not isinstance(config, DecoderConfig):
         return dict(config.fields)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": config.rope_theta,
-            **dataclasses.asdict(config.rope_scaling),
-        }
     fields = dataclasses.asdict(config)
-    del fields["rope_scaling"], fields["dtype"]
+    del fields["dtype"]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling := fields.pop("rope_scaling"):
+        scaling = {"rope_type": "llama3", **scaling}
+        rope |= scaling
     return {
         "architectures": [ARCHITECTURES[config.model_type]],
         "hidden_act": "silu",
@@ -107,9 +94,7 @@ def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
         "use_sliding_window": False,
         **fields,
         "rope_parameters": rope,  # for transformers 5; the next line is for transformers 4
-        "rope_scaling": None
-        if config.rope_scaling is None
-        else {k: v for k, v in rope.items() if k != "rope_theta"},
+        "rope_scaling": scaling,
         "torch_dtype": config.dtype,
         "dtype": config.dtype,
     }
@@ -126,29 +111,23 @@ def new_files(
 
 
 def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
-    """Return config.json and generation_config.json for checkpoints of a policy that started from
-    this directory.
+    """Return config.json and generation_config.json for checkpoints of a policy loaded from here.
 
-    They keep every key that was loaded, such as bos_token_id or temperature, but for two changes.
-    Keys that make transformers run code are left out. In generation_config.json, eos_token_id
-    becomes `stop_ids` where it names other tokens; a directory without this file gets a new one,
-    with the special tokens of its config.json.
+    All keys are kept, except those that make transformers run code. eos_token_id of
+    generation_config.json becomes `stop_ids` if it names other tokens.
 
-    Raises:
-        InputError: if a file cannot be read, or is nested too deeply to be written; it names the
-        file.
+    Raises InputError if a file cannot be read or is nested too deeply.
     """
     config = read_json(directory / "config.json")
-    generation = {
-        key: value for key, value in config.items() if key in ("bos_token_id", "pad_token_id")
+    generation: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
     }
     generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
     if (directory / "generation_config.json").exists():
         generation = read_json(directory / "generation_config.json")
         listed = generation.get("eos_token_id")
-        if sorted(listed if isinstance(listed, list) else [listed], key=repr) != sorted(
-            stop_ids, key=repr
-        ):
+        listed = listed if isinstance(listed, list) else [listed]
+        if sorted(listed, key=repr) != sorted(stop_ids, key=repr):
             generation["eos_token_id"] = list(stop_ids)
             # with it transformers prefers the eos_token_id of config.json
             generation.pop("_from_model_config", None)
@@ -157,11 +136,9 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
 
 
 def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
-    """Return the JSON of `fields` without keys that make transformers run code, at any depth."""
     try:
         safe = without_code(fields)
-        # A key a line: with an indent for each level, a file of JSON_BYTES could take a thousand
-        # times its size.
+        # One key per line: indenting every level could make a file a thousand times larger.
         lines = ",\n".join(
             f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items()
         )
@@ -173,9 +150,7 @@ def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration without keys that make transformers run code, at any
-    depth.
-    """
+    """Return a copy without the keys that make transformers run code, at any depth."""
     safe: dict[str, Any] = json.loads(
         json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
     )
@@ -188,23 +163,15 @@ class TensorFile(NamedTuple):
 
 
 def num_tensors(directory: Path) -> int:
-    """Return the number of weights in a checkpoint directory, from the headers of its files.
-
-    Raises:
-        InputError: if a file cannot be read.
-    """
+    """Return the number of weights in a directory; raise InputError if it is unreadable."""
     return len(_find_tensors(directory))
 
 
 def load_checkpoint(directory: Path) -> Decoder:
     """Return the decoder of a checkpoint directory, on the CPU in float32.
 
-    The files are checked against config.json before any weight is read and before memory is
-    allocated.
-
-    Raises:
-        InputError: naming the file and the tensor or key that is missing, unknown, of the wrong
-        shape or corrupt.
+    The files are checked against config.json before memory is allocated. Raises InputError naming
+    the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
     """
     config = read_config(directory / "config.json")
     files = _find_tensors(directory)
@@ -223,15 +190,10 @@ def load_checkpoint(directory: Path) -> Decoder:
 
 
 def read_checked_config(directory: Path) -> DecoderConfig:
-    """Return the configuration of a checkpoint directory, checked against the tensors there,
-    without their contents.
+    """Return the configuration of a directory, checked against the tensors there, if there are any.
 
-    Readers that trust config.json, such as transformers, would build lists for as many layers as it
-    declares.
-
-    Raises:
-        InputError: as `load_checkpoint`. A directory without weights is not refused: a run that
-        resumes has its own.
+    Readers that trust config.json, such as transformers, would build as many layers as it declares.
+    Raises InputError as `load_checkpoint`.
     """
     config = read_config(directory / "config.json")
     if os.path.lexists(_tensor_list(directory)):
@@ -240,9 +202,7 @@ def read_checked_config(directory: Path) -> DecoderConfig:
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
-    """Raise InputError unless the files have the configuration's tensors, in its shapes, and no
-    others.
-    """
+    """Raise InputError unless the files have exactly the configuration's tensors and shapes."""
     # checked first: a huge number must not build a huge model
     if config.num_hidden_layers > min(len(files), MAX_LAYERS):
         raise InputError(
@@ -255,31 +215,23 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
     for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        raise InputError(
-            f"{files[name].path} has the tensor {shown(name)}, which {layers} does not"
-        )
+        message = f"has the tensor {shown(name)}, which {layers} does not"
+        raise InputError(f"{files[name].path} {message}")
     for name, shape in wanted.items():
-        tensor = files[name].tensors.get_slice(name)
-        if tuple(tensor.get_shape()) != shape:
-            raise InputError(
-                f"{files[name].path}: {name} must have shape {shape}, got "
-                f"{shown(tuple(tensor.get_shape()))}"
-            )
-        if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-            raise InputError(
-                f"{files[name].path}: {name} must be F32, BF16 or F16, got {tensor.get_dtype()}"
-            )
+        tensor, what = files[name].tensors.get_slice(name), f"{files[name].path}: {name}"
+        got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        if got != shape:
+            raise InputError(f"{what} must have shape {shape}, got {shown(got)}")
+        if dtype not in ("F32", "BF16", "F16"):
+            raise InputError(f"{what} must be F32, BF16 or F16, got {dtype}")
 
 
 def _tensor_list(directory: Path) -> Path:
-    """Return the file that lists the tensors of a checkpoint: the index of a sharded one, else the
-    weights.
-    """
+    """Return the file that lists the tensors: the index of a sharded checkpoint, or the weights."""
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
 def _open(path: Path) -> TensorFile:
-    """Open a file of tensors."""
     try:
         check_regular(path)
         return TensorFile(path, safe_open(path, framework="pt"))
@@ -291,9 +243,7 @@ def _open(path: Path) -> TensorFile:
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorFile]:
-    """Return the file of every weight, from the headers of the files and not only from the
-    index.
-    """
+    """Return the file of every weight, from the headers of the files and not only the index."""
     path = _tensor_list(directory)
     listed: Any = {}
     if path.name == INDEX:
@@ -306,11 +256,8 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
                 f"{path}: weight_map must map tensors to files of the same directory, got "
                 f"{listed!r:.80}"
             )
-    opened = (
-        [_open(directory / file) for file in sorted(set(listed.values()))]
-        if path.name == INDEX
-        else [_open(path)]
-    )
+    names = sorted(set(listed.values())) if path.name == INDEX else [WEIGHTS]
+    opened = [_open(directory / file) for file in names]
     files = {name: file for file in opened for name in file.tensors.keys()}  # noqa: SIM118
     for name, file in listed.items():
         if name not in files or files[name].path != directory / file:
@@ -322,11 +269,10 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Return the configuration of a checkpoint from its config.json.
+    """Return the configuration in a config.json.
 
-    Raises:
-        InputError: if the file cannot be read. UnsupportedModelError: if the native decoder does
-        not have the architecture or one of its variants.
+    Raises InputError if the file cannot be read, UnsupportedModelError if the native decoder does
+    not support the model.
     """
     fields = read_json(path)
     model_type = fields.get("model_type")
@@ -334,18 +280,11 @@ def read_config(path: Path) -> DecoderConfig:
         raise UnsupportedModelError(
             f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
         )
-    wanted = {
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    wanted = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False}
+    if model_type != "qwen2":
+        wanted["attention_bias"] = False
     for key, value in wanted.items():
-        if (
-            key in fields
-            and fields[key] != value
-            and not (model_type == "qwen2" and key == "attention_bias")
-        ):
+        if fields.get(key, value) != value:
             raise UnsupportedModelError(
                 f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}"
             )
@@ -371,10 +310,9 @@ def read_config(path: Path) -> DecoderConfig:
         raise InputError(f"{path}: tie_word_embeddings must be true or false, got {tied!r:.80}")
     try:
         return DecoderConfig(
-            **{
-                name: fields[name]
-                for name in ("vocab_size", "intermediate_size", "num_hidden_layers")
-            },
+            vocab_size=fields["vocab_size"],
+            intermediate_size=fields["intermediate_size"],
+            num_hidden_layers=fields["num_hidden_layers"],
             **_attention_sizes(fields),
             max_position_embeddings=fields["max_position_embeddings"],
             rope_theta=_number({"rope_theta": 10000.0} | fields | rope, "rope_theta"),
@@ -391,19 +329,14 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def stored_dtype(fields: dict[str, Any]) -> str:
-    """Return the dtype of a checkpoint's weights, one of DTYPES."""
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix(
-        "torch."
-    )
+    given = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    dtype = str(given).removeprefix("torch.")
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     return dtype
 
 
 def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
-    """Return hidden_size and the sizes of attention; head_dim and num_key_value_heads have
-    defaults.
-    """
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     check_sizes(hidden_size=hidden, num_attention_heads=heads)
     size = fields.get("head_dim")

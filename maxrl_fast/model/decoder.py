@@ -1,9 +1,8 @@
 """The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2.
 
-Modules have the names of Hugging Face checkpoints, so state dicts are interchangeable. Parameters
-are the float32 master weights. A forward pass computes in the dtype that is asked for: each layer
-casts its weights, and gradients are accumulated in float32. With sharded weights (FSDP2), the
-gradients of one backward pass are in that dtype.
+Modules have the names of Hugging Face checkpoints. Parameters are the float32 master weights; a
+forward pass casts them layer by layer to the compute dtype, and gradients are accumulated in
+float32 (with FSDP2, in the compute dtype within one backward pass).
 """
 
 import dataclasses
@@ -42,9 +41,7 @@ def check_sizes(**sizes: object) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of the rotary embedding to contexts longer than the original training
-    context.
-    """
+    """Llama 3's scaling of the rotary embedding to longer contexts."""
 
     factor: float
     low_freq_factor: float
@@ -54,8 +51,6 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DecoderConfig(PolicySizes):
-    """Sizes of a decoder, and the constants of its rotary embedding and norms."""
-
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     rope_scaling: RopeScaling | None = None
@@ -65,14 +60,12 @@ class DecoderConfig(PolicySizes):
             raise ValueError(
                 f"model_type must be one of {', '.join(FAMILIES)}, got {self.model_type!r}"
             )
-        check_sizes(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)[:8]}
-        )
+        check_sizes(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:8]})
         check_sizes(**{"num_attention_heads * head_dim": self.num_attention_heads * self.head_dim})
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
+                "num_attention_heads must be a multiple of num_key_value_heads, got "
+                f"{self.num_attention_heads} and {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
@@ -98,18 +91,15 @@ class RMSNorm(nn.Module):
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
-    exponents = (
-        torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-        / config.head_dim
-    )
+    even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    exponents = even / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
     # divide low frequencies, keep high ones, and interpolate between
     if (scaling := config.rope_scaling) is not None:
         # over the original context
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = (turns - low) / (high - low)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
@@ -125,23 +115,19 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
-        )
+        sizes = config.head_dim, config.rms_norm_eps
+        self.q_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
-        """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], of x [U, H]."""
+        """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], from x [U, H]."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         if ops.rotate_packed is not None and can_join(projections):
             heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
-            return ops.rotate_packed(
-                joined(projections, x), (heads, kv_heads, kv_heads), norms, rotary
-            )
+            counts = heads, kv_heads, kv_heads
+            return ops.rotate_packed(joined(projections, x), counts, norms, rotary)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         return ops.rotate_heads((q, k, v), norms, rotary)
 
@@ -185,7 +171,7 @@ class Layer(nn.Module):
         rows: Tensor | None,
         ops: LayerOps,
     ) -> Tensor:
-        """Return the layer's output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
+        """Return the output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
         x, heads = self.before(self, x, rotary, ops)
         attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
         if rows is not None:
@@ -196,16 +182,14 @@ class Layer(nn.Module):
 def before_attention(
     layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps
 ) -> tuple[Tensor, Heads]:
-    """Return x [U, H], and q, k and v of it."""
+    """Return x [U, H], and its q, k and v."""
     norm = layer.input_layernorm
     x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
     return x, layer.self_attn.qkv(normed, rotary, ops)
 
 
 def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
-    """Return the layer's output [U, H] from its input [U, H] and the output of attention [U, Hq *
-    D].
-    """
+    """Return the output [U, H] from the input [U, H] and the output of attention [U, Hq * D]."""
     norm = layer.post_attention_layernorm
     x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
     output: Tensor = layer.mlp(normed, x, ops)
@@ -224,11 +208,7 @@ class Body(nn.Module):
 
 
 class Decoder(PolicyModel):
-    """Decoder over a packed stream of tokens. The caller supplies the attention function.
-
-    If `checkpoint_activations` is set, only each layer's input is kept for the backward pass, which
-    recomputes the layer.
-    """
+    """Decoder over a packed stream of tokens; the caller supplies the attention function."""
 
     config: DecoderConfig
     is_compiled = False  # by compile_layers
@@ -258,19 +238,15 @@ class Decoder(PolicyModel):
 
     @classmethod
     def count(cls, config: DecoderConfig) -> int:
-        """Return the number of weights of a decoder of these sizes, without allocating them."""
+        """Return the number of weights, without allocating them."""
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
         of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
-        return (
-            sum(weight.numel() for weight in one.parameters())
-            + (config.num_hidden_layers - 1) * of_layer
-        )
+        of_all = sum(weight.numel() for weight in one.parameters())
+        return of_all + (config.num_hidden_layers - 1) * of_layer
 
     def initialise(self, seed: int) -> None:
-        """Draw weights from N(0, 0.02) as Qwen2 does, biases 0, norms 1; the seed gives the same
-        weights on every machine.
-        """
+        """Draw weights from N(0, 0.02), biases 0, norms 1; the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -288,11 +264,9 @@ class Decoder(PolicyModel):
         self.lm_head = layer
 
     def compile_layers(self) -> None:
-        """Run torch.compile on the parts of a layer before and after attention; all layers share
-        one compilation.
+        """Run torch.compile on the parts of a layer before and after attention.
 
-        torch.compile fuses the operations of PyTorch itself, so the kernels of layer_kernels.py do
-        not run.
+        All layers share one compilation. The kernels of layer_kernels.py do not run then.
         """
         self.is_compiled = True
         before = torch.compile(before_attention, dynamic=True)
@@ -309,9 +283,6 @@ class Decoder(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see
-        PolicyModel.forward.
-        """
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config
         kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
@@ -329,10 +300,8 @@ class Decoder(PolicyModel):
         return hidden
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints; see PolicyModel.weights."""
         return merged_weights(self)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H]."""
         logits: Tensor = self.lm_head(hidden).float()
         return logits

@@ -1,8 +1,8 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
-`kernel_for` picks the available backend: on a GPU in half precision what flash_choice.py has put in
-place of torch's own FlashAttention-2, else the flash-attn package, else torch's own; torch's CPU
-kernel on a CPU, and plain PyTorch elsewhere.
+`kernel_for` picks the available backend. On a GPU in half precision: the implementation that
+flash_choice.py activated, else the flash-attn package, else torch's; on a CPU torch's CPU kernel;
+otherwise plain PyTorch.
 """
 
 import importlib.util
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tiling import Tiling, causal_mask, length_buckets, padding_mask, tile
+from maxrl_fast.records import cumulative
 from maxrl_fast.runtime.device import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -25,8 +25,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class VarlenSpec:
-    """Sequence lengths of a varlen attention: sequence b of the packed queries attends to sequence
-    b of the packed keys.
+    """Varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
 
     In a causal sequence the last query attends to all keys, and each query before it to one key
     fewer. A sequence without queries may have keys; one with queries must have keys.
@@ -47,33 +46,25 @@ class VarlenSpec:
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
-        cumulated = [
-            F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-            for lengths in (self.q_lengths, self.k_lengths)
-        ]
-        cu_q, cu_k = to_device(self.device, *cumulated)
+        cu_q, cu_k = to_device(
+            self.device, *(cumulative(x).to(torch.int32) for x in (self.q_lengths, self.k_lengths))
+        )
         # At a maximum of 1 the kernels reorder heads as for decoding, which requires one query in
         # every sequence.
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 
     @cached_property
     def tiles(self) -> list[tuple[Tiling, Tiling, Tensor | None]]:
-        """Padded tiles of queries and keys, of sequences with similar length, and the mask of the
-        keys' padding.
-        """
+        """Padded tiles of queries and keys, by similar length, and the mask of each tile."""
         tiles = []
         for chosen in length_buckets(self.q_lengths):
             mask = self._mask(self.q_lengths[chosen], self.k_lengths[chosen])
-            q, k = (
-                tile(lengths, chosen, self.device) for lengths in (self.q_lengths, self.k_lengths)
-            )
+            q, k = (tile(x, chosen, self.device) for x in (self.q_lengths, self.k_lengths))
             tiles.append((q, k, None if mask is None else mask.to(self.device)))
         return tiles
 
     def _mask(self, q_lengths: Tensor, k_lengths: Tensor) -> Tensor | None:
-        """Return the mask of a tile; None where the kernel's own causal mask, or none at all,
-        does.
-        """
+        """Return the mask of a tile; None if the kernel's causal mask, or none, is enough."""
         if not self.causal:
             return padding_mask(k_lengths)
         if not self.window and torch.equal(q_lengths, k_lengths):
@@ -84,8 +75,8 @@ class VarlenSpec:
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     """Return softmax attention with scores scaled by D**-0.5, and its log-sum-exp.
 
-    Shapes: q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as `spec` describes; Hq is a multiple of
-    Hkv. Returns o [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
+    q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as in `spec`; Hq is a multiple of Hkv. Returns o
+    [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
     """
     return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
 
@@ -93,18 +84,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from the gradient of o; o and lse are of this attention,
-    or merged with another.
-    """
-    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).backward(
-        grad, q, k, v, o, lse, spec
-    )
+    """Return the gradients of q, k and v; o and lse may be merged with another attention."""
+    kernel = kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap)
+    return kernel.backward(grad, q, k, v, o, lse, spec)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backend of `forward` and `backward`."""
-
     name: str  # printed at the start of a run
     forward: Callable[[Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor]]
     backward: Callable[
@@ -115,18 +101,10 @@ class Kernel:
 def kernel_for(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
 ) -> Kernel:
-    """Return the kernel for inputs on this device, of this dtype and head size. torch's own varlen
-    kernel has no soft cap.
-    """
     if device.type == "cpu":
         return PADDED_CPU
-    if (
-        device.type != "cuda"
-        or dtype not in _HALF
-        or head_dim % 8
-        or head_dim > 256
-        or not _is_recent(device)
-    ):
+    fits = dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256
+    if device.type != "cuda" or not fits or not _is_recent(device):
         return PADDED_REFERENCE
     if _flash_attn() and (softcap or current_flash_attention_impl() is None):
         return FLASH_ATTN
@@ -135,7 +113,7 @@ def kernel_for(
 
 @cache
 def _is_recent(device: torch.device) -> bool:
-    """Return whether the GPU is Ampere or newer, which FlashAttention needs."""
+    """Whether the GPU is Ampere or newer, which FlashAttention needs."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -162,17 +140,8 @@ def _torch_varlen_backward(
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        q,
-        k,
-        v,
-        o,
-        lse.t().contiguous(),
-        *spec.varlen,
-        0.0,
-        spec.causal,
-        no_dropout,
-        unused,
+        *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen),
+        *(0.0, spec.causal, no_dropout, unused),
         **_window(spec),
     )
     return grads
@@ -180,11 +149,9 @@ def _torch_varlen_backward(
 
 @cache
 def _flash_attn() -> Any:
-    """Return flash-attn's module with the varlen functions; None if the package is absent or older
-    than 2.7.
+    """Return flash-attn's varlen functions; None if the package is absent or older than 2.7.
 
-    Raises:
-        InputError: if the package is installed but cannot be imported.
+    Raises InputError if the package is installed but cannot be imported.
     """
     if importlib.util.find_spec("flash_attn") is None:
         return None
@@ -199,8 +166,7 @@ def _flash_attn() -> Any:
             return None
         raise InputError(
             f"flash-attn is installed but cannot be imported ({error}); reinstall it for torch "
-            f"{torch.__version__}, or "
-            f"uninstall it: torch's own FlashAttention then runs"
+            f"{torch.__version__}, or uninstall it: torch's own FlashAttention then runs"
         ) from error
 
 
@@ -243,8 +209,7 @@ def attend(
     D].
 
     mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D]
-    and l [B, Lq, heads]. Lq and Lk must not be 0: the CPU kernel divides by them, which kills the
-    process.
+    and l [B, Lq, heads]. Lq and Lk must not be 0: torch's CPU kernel would crash.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu" and not softcap:
@@ -279,16 +244,12 @@ def attend_backward(
 
 
 def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the mask in the dtype that the CPU kernel reads; it would misread a float32 mask of
-    float64 queries.
-    """
+    """The CPU kernel would misread a float32 mask of float64 queries."""
     return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Cast to float32 at least: scores rounded to bfloat16 before the softmax would triple its
-    error.
-    """
+    """Cast to float32 at least: bfloat16 scores before the softmax would triple its error."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
@@ -299,16 +260,15 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, softcap: fl
     if mask is not None:
         scores = scores + mask
     if causal:
-        scores = scores.masked_fill(
-            torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")
-        )
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
     return scores
 
 
 def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend` in plain PyTorch for [B, heads, L, D], in any dtype and on any device."""
+    """Compute `attend` in plain PyTorch, for [B, heads, L, D]."""
     wide_q, wide_k, wide_v = _wide(q, k, v)
     scores = _scores(wide_q, wide_k, causal, mask, softcap)
     lse = scores.logsumexp(-1)
@@ -326,7 +286,7 @@ def attend_backward_reference(
     mask: Tensor | None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attend_backward` in plain PyTorch for [B, heads, L, D]."""
+    """Compute `attend_backward` in plain PyTorch, for [B, heads, L, D]."""
     dtype = q.dtype
     grad, q, k, v, o = _wide(grad, q, k, v, o)
     scores = _scores(q, k, causal, mask, softcap)
@@ -340,14 +300,12 @@ def attend_backward_reference(
 
 
 def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """Expand [B, L, Hkv, D] to [B, L, Hkv * repeats, D], each head repeated `repeats` times."""
+    """Expand [B, L, Hkv, D] to [B, L, Hkv * repeats, D]."""
     return x if repeats == 1 else x[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3)
 
 
 def _how(spec: VarlenSpec, mask: Tensor | None) -> dict[str, Any]:
-    """Return the options of `attend` for a tile; a causal tile with a mask has all that is causal
-    in the mask.
-    """
+    """Return the options of `attend` for a tile; a mask already contains the causal mask."""
     return {"causal": spec.causal and mask is None, "mask": mask, "softcap": spec.softcap}
 
 
@@ -370,21 +328,15 @@ def _padded_backward(
     grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     repeats = q.shape[1] // k.shape[1]
     for q_tile, k_tile, mask in spec.tiles:
+        grad_o, padded_q, padded_o, padded_l = (q_tile.pad(x) for x in (grad, q, o, lse))
         padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        padded = (
-            q_tile.pad(grad),
-            q_tile.pad(q),
-            padded_k,
-            padded_v,
-            q_tile.pad(o),
-            q_tile.pad(lse),
+        grad_q, *grad_kv = attend_backward(
+            grad_o, padded_q, padded_k, padded_v, padded_o, padded_l, **_how(spec, mask)
         )
-        grad_q, *grad_kv = attend_backward(*padded, **_how(spec, mask))
         q_tile.unpad_into(grads[0], grad_q)
         for packed, part in zip(grads[1:], grad_kv, strict=True):
-            k_tile.unpad_into(
-                packed, part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3)
-            )
+            part = part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3)
+            k_tile.unpad_into(packed, part)
     return grads
 
 

@@ -1,10 +1,9 @@
-"""The choice of a FlashAttention in place of PyTorch's own FlashAttention-2, at the start of a run
-on a GPU.
+"""The choice of a FlashAttention implementation at the start of a run on a GPU.
 
 torch.nn.attention can replace the aten operators that flash.py and rollout/decode_attention.py call
-by those of an installed package. Its implementations are prototypes, and some refuse a head size or
-a layout only when they are called. So each is first called as this package calls it, on small
-inputs, and compared with plain PyTorch; what fails is taken out again.
+by those of an installed package. These are prototypes, and some refuse a head size or a layout only
+when they are called. So each is probed on small inputs against plain PyTorch, and restored if it
+fails.
 """
 
 import importlib.util
@@ -36,12 +35,10 @@ def choose(
     is_anywhere: Callable[[bool], bool] = lambda failed: failed,
     registry: Any = torch.nn.attention,
 ) -> list[str]:
-    """Activate the first implementation that is installed, made for this GPU, and right; otherwise
-    none. Return sentences on what was tried, for the start of a run.
+    """Activate the first installed implementation that is correct on this GPU, if any.
 
-    Args:
-        heads: `head_sizes` of the policy: query heads, key heads, head size.
-        is_anywhere: whether a flag is set on any rank; all ranks take the same implementation.
+    heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
+    rank, because all ranks take the same implementation. Returns sentences on what was tried.
     """
     # not in every version of PyTorch
     is_replaceable = hasattr(registry, "restore_flash_attention_impl")
@@ -63,9 +60,7 @@ def first_right(
     is_anywhere: Callable[[bool], bool],
     registry: Any,
 ) -> list[str]:
-    """Activate the first of these implementations that passes the probe; return sentences on what
-    was tried.
-    """
+    """Activate the first of `names` that passes the probe; return sentences on what was tried."""
     sentences = list[str]()
     for name in names:
         reason = _activate(name, device, dtype, heads, registry)
@@ -86,12 +81,11 @@ def first_right(
 def _activate(
     name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], registry: Any
 ) -> str:
-    """Activate an implementation; return why it was taken out again, "" if it was not."""
+    """Activate an implementation; return why it was restored, "" if it was not."""
     try:
         registry.activate_flash_attention_impl(name)
         reason = _worst(_probe(device, dtype, heads), 2 * torch.finfo(dtype).eps)
-    # of any kind, from the package's import to its kernels; a sentence at the start says which
-    except Exception as error:
+    except Exception as error:  # third-party import and kernels: anything; reported at the start
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     if reason and registry.current_flash_attention_impl() is not None:
         registry.restore_flash_attention_impl()
@@ -106,7 +100,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _worst(errors: dict[str, float], limit: float) -> str:
-    """Return a sentence on the largest error, "" if all are within the limit. NaN is not."""
+    """Return a sentence on the errors above the limit (NaN is), "" if there are none."""
     wrong = {what: error for what, error in errors.items() if not error <= limit}
     return "; ".join(
         f"its {what} is off by {error:.2g}, relative, at most {limit:.2g}"
@@ -117,9 +111,7 @@ def _worst(errors: dict[str, float], limit: float) -> str:
 def _probe(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> dict[str, float]:
-    """Return the relative errors of outputs, log-sum-exps and gradients against plain PyTorch in
-    float32.
-    """
+    """Return relative errors of outputs, log-sum-exps and gradients against float32 PyTorch."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, num_heads: int) -> Tensor:
@@ -127,9 +119,8 @@ def _probe(
 
     errors = {}
     for pattern, lengths in LENGTHS.items():
-        spec = VarlenSpec(
-            torch.tensor(lengths[0]), torch.tensor(lengths[1]), device, causal=pattern == "causal"
-        )
+        q_lengths, k_lengths = map(torch.tensor, lengths)
+        spec = VarlenSpec(q_lengths, k_lengths, device, causal=pattern == "causal")
         (q, grad), (k, v) = (
             [normal(sum(n), h) for _ in range(2)] for n, h in zip(lengths, heads, strict=False)
         )
@@ -143,9 +134,8 @@ def _probe(
             grad.float(), q.float(), k.float(), v.float(), o.float(), lse, spec
         )
         names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-        for name, got, want in zip(
-            names, (*results, *grads), (*wanted, *wanted_grads), strict=True
-        ):
+        pairs = zip((*results, *grads), (*wanted, *wanted_grads), strict=True)
+        for name, (got, want) in zip(names, pairs, strict=True):
             errors[f"{name} ({pattern})"] = _relative(got, want)
     k, v, q = normal(3 * 96, heads[1]), normal(3 * 96, heads[1]), normal(3 * 4, heads[0])
     counts = torch.tensor([96, 1, 40])
@@ -159,9 +149,8 @@ def _probe(
 
 
 def _decoding(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, samples: int, width: int) -> Tensor:
-    """The call of rollout/decode_attention.py: `samples` queries each to the first counts [G] of
-    `width` keys.
-    """
+    """Call the operator as rollout/decode_attention.py does: `samples` queries each to counts [G]
+    keys."""
     groups = torch.arange(len(counts) + 1, dtype=torch.int32, device=q.device)
     sizes = (groups * samples, groups * width, samples, width)
     output: Tensor = torch.ops.aten._flash_attention_forward(

@@ -1,8 +1,6 @@
-"""Where --model is: a directory, or a model of the Hugging Face hub, which huggingface_hub
-downloads into its cache.
+"""Where --model is: a directory, or a model of the Hugging Face hub, downloaded into its cache.
 
-Only configurations, safetensors and the files of tokenizers are downloaded: nothing that is
-pickled, and no code.
+Only configurations, safetensors and tokenizer files are downloaded: no pickles and no code.
 """
 
 import contextlib
@@ -38,18 +36,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_model(model: str, wanted: str = FOLDER) -> str | None:
-    """Return hf://ORG/NAME of a model of the hub, or hf://ORG/NAME@REVISION; None for a directory.
-    Uses no network.
+    """Return hf:
 
-    ORG/NAME alone is also of the hub, unless ORG is there: then it is a directory that is missing.
+    ORG/NAME[@REVISION] for a model of the hub, None for a directory. Uses no network.
 
-    Args:
-        wanted: what the option must be, for the error message.
-
-    Raises:
-        InputError: if the directory does not exist, or the hub has no model of this name.
+    ORG/NAME alone is a model of the hub, unless the directory ORG exists. `wanted`: what the option
+    must be, for the error message. Raises InputError if the directory does not exist or the name is
+    not valid.
     """
-    path, of_the_hub = Path(model), "a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION"
+    path, of_the_hub = Path(model), f"a model of the hub is {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION"
     if model.startswith(HUB):
         if not _NAME.fullmatch(model.removeprefix(HUB)):
             raise InputError(f"{wanted}, got {model}; {of_the_hub}")
@@ -64,16 +59,13 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
-    """Return what a run records of its model: the directory's absolute path, or
-    hf://ORG/NAME@COMMIT.
+    """Return what a run records as its model: the absolute path, or hf:
 
-    Args:
-        warn: is called with a sentence if the hub cannot be reached and the cache has a copy, which
-        is then the model.
+    ORG/NAME@COMMIT.
 
-    Raises:
-        InputError: as `check_model`; if the hub has no such model or revision, refuses it, or
-        cannot be reached.
+    `warn` is called with a sentence if the hub cannot be reached and the cached copy is used.
+    Raises InputError as `check_model`, and if the hub does not have the model or revision, refuses
+    it, or cannot be reached.
     """
     name = check_model(model, wanted)
     if name is None:
@@ -99,17 +91,10 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
 
 @lru_cache(8)
 def directory_of(model: str, with_weights: bool = False) -> Path:
-    """Return the directory of a model; of one of the hub the files that are not in the cache yet
-    are downloaded.
+    """Return the directory of a model, after downloading what is not in the cache.
 
-    Several processes may do so at a time: the library locks each file.
-
-    Args:
-        with_weights: download the weights too, beside the configuration and the tokenizer.
-
-    Raises:
-        InputError: if a file cannot be downloaded, or the hub's model has no config.json or no
-        safetensors.
+    Raises InputError if a file cannot be downloaded, or the model has no config.json or no
+    safetensors.
     """
     if not model.startswith(HUB):
         return Path(model)
@@ -131,13 +116,9 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
 
 
 def why_unreachable() -> str:
-    """Return why the hub cannot be reached, within REACH_SECONDS; "" if it answers. Its libraries
-    retry for half a minute.
+    """Return why the hub does not answer within REACH_SECONDS; "" if it does.
 
-    HF_ENDPOINT, HF_HUB_OFFLINE and proxies count.
-
-    Raises:
-        ImportError: where huggingface_hub is not installed.
+    Its libraries would retry for half a minute. HF_ENDPOINT, HF_HUB_OFFLINE and proxies count.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
@@ -147,13 +128,11 @@ def why_unreachable() -> str:
     def ask() -> None:
         try:
             status = get_session().head(constants.ENDPOINT, timeout=REACH_SECONDS).status_code
-            causes.append(
-                f"{constants.ENDPOINT} answers with status {status}" if status >= 500 else ""
-            )
-        except Exception as error:  # of the network, of TLS, of a proxy, or HF_HUB_OFFLINE
-            causes.append(
-                f"{constants.ENDPOINT}: {type(error).__name__}: {error}".partition("\n")[0]
-            )
+            is_down = status >= 500
+            causes.append(f"{constants.ENDPOINT} answers with status {status}" if is_down else "")
+        # of requests (an OSError) or httpx, from the network, TLS or a proxy; or HF_HUB_OFFLINE
+        except _failures() as error:
+            causes.append(f"{constants.ENDPOINT}: {_first_line(error)}")
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -165,7 +144,6 @@ def why_unreachable() -> str:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    """Return ORG/NAME and the revision of a name of the hub."""
     repository, _, revision = name.removeprefix(HUB).partition("@")
     return repository, revision or None
 
@@ -180,34 +158,26 @@ def _import() -> None:
 
 
 def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
-    """Return the directory of a revision in the cache, with these files downloaded unless the hub
-    is offline.
-    """
+    """Return the cached directory of a revision, after downloading `files` unless offline."""
     from huggingface_hub import constants
 
     place = {"endpoint": constants.ENDPOINT, "cache_dir": str(constants.HF_HUB_CACHE)}
     request = {"repo_id": repository, "revision": revision, "allow_patterns": files, **place}
     if not offline:
-        return _download(
-            request, Path(place["cache_dir"], f"models--{repository.replace('/', '--')}")
-        )
+        folder = f"models--{repository.replace('/', '--')}"
+        return _download(request, Path(place["cache_dir"], folder))
     if isinstance(answer := _answer(request | {"local_files_only": True}, offline), InputError):
         raise answer
     return answer
 
 
 def _download(request: dict[str, Any], folder: Path) -> Path:
-    """Return the answer to a request, by another process, which is ended once the folder has not
-    grown for STALL_SECONDS.
+    """Download in a child process, which is killed if the folder does not grow for STALL_SECONDS.
 
-    The library asks for some things without a time limit, and its threads keep the process that
-    they are in.
+    Some requests of the library have no time limit, and its threads would keep this process alive.
     """
-    command, grown, size = (
-        [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])],
-        time.monotonic(),
-        -1,
-    )
+    command = [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])]
+    grown, size = time.monotonic(), -1
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -225,18 +195,14 @@ def _download(request: dict[str, Any], folder: Path) -> Path:
             said = child.stdout.read().splitlines()
         finally:
             child.kill()
-    answer = (
-        json.loads(said[-1])
-        if said
-        else {"error": f"the process that downloads exited with code {child.returncode}"}
-    )
+    failed = {"error": f"the process that downloads exited with code {child.returncode}"}
+    answer = json.loads(said[-1]) if said else failed
     if "error" in answer:
         raise InputError(answer["error"])
     return Path(answer["directory"])
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -246,24 +212,17 @@ def _size(folder: Path) -> int:
 
 
 def download_process() -> None:
-    """Answer the request of `_download`, in its process."""
     answer = _answer(json.loads(sys.argv[1])[1], "")
-    print(
-        json.dumps(
-            {"error": str(answer)} if isinstance(answer, InputError) else {"directory": str(answer)}
-        )
-    )
+    key = "error" if isinstance(answer, InputError) else "directory"
+    print(json.dumps({key: str(answer)}))
 
 
 def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
-    """Return the directory of a snapshot, or the error in a sentence."""
+    """Return the directory of a snapshot, or the error as a sentence."""
     from huggingface_hub import errors, get_token, snapshot_download
 
-    repository, revision, name = (
-        request["repo_id"],
-        request["revision"],
-        f"{HUB}{request['repo_id']}",
-    )
+    repository, revision = request["repo_id"], request["revision"]
+    name = f"{HUB}{repository}"
     state = "is not set" if get_token() is None else "has none"
     token = (
         "an access token of an account that may read it must be in the environment variable "
@@ -284,14 +243,18 @@ def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
         return InputError(f"{name} has no revision {revision}")
     except errors.RepositoryNotFoundError:
         return InputError(f"the hub has no model {repository}, or it is private; then {token}")
-    except Exception as error:  # of the network, of HTTP, of the disk
-        is_refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (
-            401,
-            403,
-        )
-        return InputError(
-            f"cannot download {name}: {_first_line(error)}{f'; {token}' if is_refused else ''}"
-        )
+    # from the network, HTTP, the disk, or a name or an answer that is not valid
+    except _failures() as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        advice = f"; {token}" if status in (401, 403) else ""
+        return InputError(f"cannot download {name}: {_first_line(error)}{advice}")
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """Return what a request may raise: also the errors of huggingface_hub's HTTP library."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,8 @@
-"""A policy whose layers are transformers' own: any decoder that calls the registered attention
-function once a layer.
+"""A policy whose layers are transformers': any decoder that calls the attention function once a
+layer.
 
-Parameters are the float32 master weights. A forward pass computes in the dtype that is asked for:
-each layer casts its weights, as those of the native decoder do; routers of mixtures of experts
-compute in float32. Dropout is off.
+Parameters are the float32 master weights; each layer casts them to the compute dtype. Routers of
+mixtures of experts compute in float32. Dropout is off.
 """
 
 import copy
@@ -29,21 +28,14 @@ from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 @dataclass(frozen=True)
 class HuggingFaceSizes(PolicySizes):
-    """Sizes of a model of transformers."""
-
     # of config.json, without keys that make transformers run code
     fields: dict[str, Any] = field(default_factory=dict)
 
 
 class HuggingFacePolicy(PolicyModel):
-    """A policy of transformers.
+    """A policy of transformers: a ...ForCausalLM, changed in place, and its sizes.
 
-    Args:
-        model: a ...ForCausalLM on any device, changed in place.
-        sizes: from its config.json.
-
-    Raises:
-        InputError: if its layers cannot be told apart, or it does not accept an attention function.
+    Raises InputError if its layers cannot be found, or it does not accept an attention function.
     """
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):
@@ -53,10 +45,7 @@ class HuggingFacePolicy(PolicyModel):
         self.backend = f"transformers {transformers.__version__}"
         self.config, self.hf = sizes, model.eval()
         self._block_names = _block_names(model)
-        routers, blocks = (
-            _router_classes(model),
-            [model.get_submodule(name) for name in self._block_names],
-        )
+        routers, blocks = _router_classes(model), list[Any](self.blocks)
         in_blocks = {id(module) for block in blocks for module in block.modules()}
         for module in list[nn.Module](self.body.modules()):
             if isinstance(module, routers):
@@ -70,10 +59,7 @@ class HuggingFacePolicy(PolicyModel):
             block.block_index = i
         huggingface_attention.register()
         self.set_eager(False)
-        self.logit_scale, self.softcap = (
-            1.0,
-            float(getattr(model.config, "final_logit_softcapping", None) or 0.0),
-        )
+        self.softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
 
     @property
     def lm_head(self) -> Any:
@@ -88,17 +74,11 @@ class HuggingFacePolicy(PolicyModel):
 
     @property
     def body(self) -> nn.Module:
-        """The part of the model before its output layer: what holds the list of the decoder
-        layers.
-        """
+        """The module with the list of decoder layers: all but the output layer."""
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
-        """Use the model's own eager attention, or the registered function.
-
-        Raises:
-            InputError: if the model takes none.
-        """
+        """Use the model's eager attention, or ours; raise InputError if it does not accept ours."""
         try:
             self.hf.set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
@@ -114,9 +94,6 @@ class HuggingFacePolicy(PolicyModel):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H] of the chosen rows of a packed stream; see
-        PolicyModel.forward.
-        """
         for module in self.body.modules():
             if isinstance(module, _Embedding):
                 module.compute_dtype = dtype
@@ -128,24 +105,16 @@ class HuggingFacePolicy(PolicyModel):
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
         hidden = choose_rows(output[0][0], rows)
-        return (
-            hidden
-            if getattr(self.lm_head, "bias", None) is None
-            else F.pad(hidden, (0, 1), value=1.0)
-        )
+        has_bias = getattr(self.lm_head, "bias", None) is not None
+        return F.pad(hidden, (0, 1), value=1.0) if has_bias else hidden
 
     @property
     def output_matrix(self) -> Tensor:
-        """The output matrix [V, H], or [V, H + 1] where the output layer has a bias: it is the last
-        column.
-        """
+        """[V, H], or [V, H + 1] with the bias as the last column."""
         weight, bias = self.lm_head.weight, getattr(self.lm_head, "bias", None)
         return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H], or [R, H + 1] where the output
-        layer has a bias.
-        """
         logits = self.logit_scale * F.linear(hidden, self.output_matrix.to(hidden.dtype)).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
@@ -153,11 +122,10 @@ class HuggingFacePolicy(PolicyModel):
     def own_logits(
         self, tokens: Tensor, change: Callable[[Tensor], Tensor] = lambda hidden: hidden
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits [L, V] float32 of one sequence [L] by the model's own eager forward
-        pass, and its hidden states.
+        """Return the logits [L, V] of one sequence [L] by the model's eager forward pass, and its
+        hidden states.
 
-        Args:
-            change: of the hidden states [L, H] before the output layer.
+        change: applied to the hidden states [L, H] before the output layer.
         """
         found: list[Tensor] = []
 
@@ -177,32 +145,24 @@ class HuggingFacePolicy(PolicyModel):
         return logits, found[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints; see PolicyModel.weights. One layer is
-        converted at a time.
-        """
+        """Convert one layer at a time; see PolicyModel.weights."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        def place(item: tuple[str, Tensor]) -> str | None:
-            return next(
-                (block for block in self._block_names if item[0].startswith(f"{block}.")), None
-            )
+        def block_of(item: tuple[str, Tensor]) -> str | None:
+            return next((x for x in self._block_names if item[0].startswith(f"{x}.")), None)
 
-        for _, group in itertools.groupby(merged_weights(self.hf), key=place):
+        for _, group in itertools.groupby(merged_weights(self.hf), key=block_of):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
 
     @torch.no_grad()
     def copy_weights(self, policy: "HuggingFacePolicy") -> None:
-        """Copy the weights of another policy of the same model, its adapters merged, in this one's
-        dtype.
-        """
+        """Copy the weights of another policy of the same model, with its adapters merged."""
         own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
         for name, weight in merged_weights(policy.hf):
             own[name].copy_(weight)
 
     def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """Return a frozen copy with weights in `dtype`, for `copy_weights`. Adapters add nothing;
-        buffers keep their dtype.
-        """
+        """Return a frozen copy in `dtype`, for `copy_weights`; buffers keep their dtype."""
         other = copy.deepcopy(self).requires_grad_(False)
         other.checkpoint_activations = False
         for parameter in other.parameters():
@@ -214,9 +174,7 @@ class HuggingFacePolicy(PolicyModel):
 
 
 def _block_names(model: Any) -> list[str]:
-    """Return the names of the decoder layers: the modules of the class that _no_split_modules
-    names, in lists.
-    """
+    """Return the names of the decoder layers: modules in lists, of a class in _no_split_modules."""
     classes = set(model._no_split_modules or ())
     names = [
         f"{name}.{i}"
@@ -231,14 +189,11 @@ def _block_names(model: Any) -> list[str]:
 
 
 def _router_classes(model: Any) -> tuple[type, ...]:
-    """Return the classes of modules that choose experts, which transformers names to record their
-    logits.
-    """
+    """Return the classes of the modules that choose experts."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorded = recorded if isinstance(recorded, (list, tuple)) else [recorded]
-    return tuple(
-        cls for cls in (getattr(x, "target_class", x) for x in recorded) if isinstance(cls, type)
-    )
+    classes = (getattr(x, "target_class", x) for x in recorded)
+    return tuple(cls for cls in classes if isinstance(cls, type))
 
 
 @cache
@@ -247,9 +202,7 @@ def _mixed(mixin: type, cls: Any) -> type:
 
 
 def _mix(module: nn.Module, mixin: type) -> None:
-    """Put the methods of `mixin` in front of those of a module. As a class they survive
-    copy.deepcopy, unlike a closure.
-    """
+    """Put the methods of `mixin` first. A class survives copy.deepcopy, unlike a closure."""
     if not isinstance(module, mixin):
         own: Any = type(module)
         module.__class__ = _mixed(mixin, own)
@@ -267,9 +220,7 @@ class _Bound(nn.Module):
 def _in_dtype(
     module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call a module's forward with its parameters in `dtype`; gradients reach the parameters
-    themselves.
-    """
+    """Call a module's forward with its parameters cast; gradients reach the parameters."""
     if all(p.dtype == dtype or not p.is_floating_point() for p in module.parameters()):
         return forward(*args, **kwargs)
     cast = {
@@ -281,9 +232,7 @@ def _in_dtype(
 
 
 class _Embedding(nn.Module):
-    """An embedding whose output has the dtype of the computation; only the rows that are read are
-    cast.
-    """
+    """An embedding with the compute dtype; only the rows that are read are cast."""
 
     compute_dtype = torch.float32
 
@@ -305,9 +254,7 @@ class _Cast(nn.Module):
 
 
 class _Router(nn.Module):
-    """A router of experts that computes in float32: which experts a token goes to is decided by
-    small differences.
-    """
+    """A router of experts computes in float32: small differences decide where a token goes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(
@@ -317,9 +264,7 @@ class _Router(nn.Module):
 
 
 class _Block(_Cast):
-    """A decoder layer. It keeps which attention it was called with, for when the backward pass
-    recomputes it.
-    """
+    """A decoder layer. It keeps its attention function for activation checkpointing."""
 
     block_index = 0
 
@@ -336,12 +281,7 @@ class _Block(_Cast):
 
 
 def _set_checkpointing(block: Any) -> None:
-    """Switch on transformers' own activation checkpointing of a layer. Only it is in training mode,
-    and not its modules.
-
-    Raises:
-        InputError: if it has none.
-    """
+    """Use transformers' activation checkpointing; only the layer itself is in training mode."""
     if not hasattr(block, "gradient_checkpointing"):
         raise InputError(f"{type(block).__name__} of transformers has no activation checkpointing")
     block.gradient_checkpointing = block.training = True

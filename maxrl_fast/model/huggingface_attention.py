@@ -1,8 +1,7 @@
-"""The attention function that transformers calls in every layer, and which hands the layer to the
-caller's own attention.
+"""The attention function that transformers calls in every layer; it calls the policy's attention.
 
-What a model tells the function beside queries, keys and values is done (scale, sliding window, soft
-cap, sinks) or refused by its name: nothing that eager attention would honour is left out.
+Scale, sliding window, soft cap and sinks are passed on; anything else that eager attention would
+honour is refused by name.
 """
 
 import contextlib
@@ -19,24 +18,11 @@ from maxrl_fast.model.attention import AttentionVariant
 
 NAME = "maxrl_fast"  # under which the functions are registered
 # Arguments that say nothing about the attention between tokens.
-_OTHER = (
-    *(
-        "position_ids",
-        "cache_position",
-        "position_embeddings",
-        "past_key_values",
-        "use_cache",
-        "output_attentions",
-    ),
-    *(
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "hidden_states",
-        "layer_idx",
-        "logits_to_keep",
-    ),
-)
+_OTHER = {
+    *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("hidden_states", "layer_idx", "logits_to_keep"),
+}
 
 
 @dataclass
@@ -62,7 +48,6 @@ def within(layer_pass: Pass | None) -> Iterator[None]:
 
 
 def register() -> None:
-    """Register the functions with transformers, once for all models."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -71,13 +56,9 @@ def register() -> None:
 
 
 def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
-    """Return the window of the layers that get this mask; None: they attend to all earlier tokens.
+    """Return the layer's window in place of transformers' mask tensor; None: all earlier tokens.
 
-    It stands where transformers has a tensor, and so reaches `attend` whether or not the layer
-    passes its window on.
-
-    Raises:
-        InputError: if the mask is changed by a function of the model, as for images.
+    Raises InputError if the model changes the mask by a function, as for images.
     """
     if use_vmap:
         raise InputError(
@@ -100,32 +81,28 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D] and key and value [1, Hkv, U, D],
-    as transformers calls it.
+    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D].
 
-    Raises:
-        InputError: naming what it is told and cannot do.
+    Raises InputError naming an argument that is not supported.
     """
     layer_pass = current.get()
     if layer_pass is None:
         raise InputError("the model calls attention outside its layers")
     layer_pass.num_calls += 1
     window = attention_mask if isinstance(attention_mask, int) else 0
-    told = {
-        name: x
-        for name, x in others.items()
-        if name not in _OTHER and x is not None and x is not False
-    }
+    told = [
+        x for x in others if x not in _OTHER and others[x] is not None and others[x] is not False
+    ]
     if attention_mask is not None and not isinstance(attention_mask, int):
-        told["its own mask"] = True
+        told.append("its own mask")
     elif sliding_window is not None and sliding_window != window:
-        told[f"sliding_window {sliding_window}, where its mask has {window or 'none'},"] = True
+        told.append(f"sliding_window {sliding_window}, where its mask has {window or 'none'},")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        told["is_causal False"] = True
+        told.append("is_causal False")
     if dropout:
-        told[f"dropout {dropout}"] = True
+        told.append(f"dropout {dropout}")
     if layer_pass.num_calls > 1:
-        told["a second attention in one layer"] = True
+        told.append("a second attention in one layer")
     if told:
         raise InputError(
             f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention "

@@ -1,6 +1,6 @@
 """Loading of a policy that transformers runs, from a Hugging Face checkpoint directory.
 
-transformers gets a configuration without the keys that make it run code, reads safetensors only,
+transformers gets a configuration without the keys that make it run code, reads only safetensors,
 and downloads nothing.
 """
 
@@ -20,14 +20,8 @@ from maxrl_fast.runtime.files import read_json, shown
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention
 # function.
 _NOT_ATTENTION = (
-    "linear_attention",
-    "conv",
-    "mamba",
-    "recurrent",
-    "hybrid",
-    "sparse",
-    "compressed",
-    "indexed",
+    *("linear_attention", "conv", "mamba", "recurrent"),
+    *("hybrid", "sparse", "compressed", "indexed"),
 )
 # Parts of a model that reads more than text.
 _TEXT = {"text_config", "text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
@@ -39,13 +33,9 @@ _BY_LENGTH = ("dynamic", "longrope")
 def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
-    Args:
-        longest: the most tokens of a prompt with its response.
-        is_empty: only its sizes are wanted: it is on the meta device.
-
-    Raises:
-        InputError: if transformers is not installed, cannot read the directory, or the model is one
-        that cannot be exact.
+    longest: tokens of the longest prompt with its response. is_empty: on the meta device. Raises
+    InputError if transformers is not installed, cannot read the directory, or the model is not
+    supported.
     """
     config, sizes = read_huggingface(directory)
     check_supported(config, longest)
@@ -56,16 +46,17 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
         with Quiet():
             if is_empty:
                 with torch.device("meta"):
-                    return HuggingFacePolicy(
-                        AutoModelForCausalLM.from_config(config, **options), sizes
-                    )
-            options |= {
-                "trust_remote_code": False,
-                "use_safetensors": True,
-                "local_files_only": True,
-            }
-            options |= {"config": config, "output_loading_info": True}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
+                    empty = AutoModelForCausalLM.from_config(config, **options)
+                    return HuggingFacePolicy(empty, sizes)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
     except InputError:
         raise
     except Exception as error:  # transformers raises anything
@@ -77,30 +68,21 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])
-            raise InputError(
-                f"{directory} does not fit {sizes.model_type}: {kind.replace('_', ' ')} "
-                f"{shown(names)}"
-            )
+            what = f"{sizes.model_type}: {kind.replace('_', ' ')}"
+            raise InputError(f"{directory} does not fit {what} {shown(names)}")
     return policy_of(model, sizes)
 
 
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
-    """Return the policy of a model of transformers, with the factor of its logits.
-
-    Raises:
-        InputError: if transformers cannot give the model our attention function.
-    """
     policy = HuggingFacePolicy(model, sizes)
     policy.logit_scale = _logit_scale(policy)
     return policy
 
 
 def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
-    """Return the configuration of a directory as transformers has it, and the policy's sizes.
+    """Return transformers' configuration of a directory, and the policy's sizes.
 
-    Raises:
-        InputError: if transformers is not installed, or config.json is not one of a decoder that it
-        has.
+    Raises InputError if transformers is not installed, or config.json is not a decoder's.
     """
     path = directory / "config.json"
     fields = without_code(read_json(path))
@@ -121,11 +103,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             f"{transformers.__version__}"
         )
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if (
-        not isinstance(model_type, str)
-        or model_type not in names
-        or model_type not in CONFIG_MAPPING
-    ):
+    is_known = isinstance(model_type, str) and model_type in names
+    if not is_known or model_type not in CONFIG_MAPPING:
         raise InputError(
             f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}"
         )
@@ -145,15 +124,9 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
 
 
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
-    """Return the sizes of a configuration of transformers; `fields` are those of config.json.
-
-    Raises:
-        ValueError: if a size is not one.
-    """
+    """Return the sizes of a configuration; raise ValueError if one is not valid."""
     heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = (
-        getattr(config, "qk_head_dim", None) or _largest(config, "head_dim") or hidden // heads
-    )
+    head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim")
     intermediate = _largest(config, "intermediate_size") or 4 * hidden
     if of_expert := getattr(config, "moe_intermediate_size", None):
         intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
@@ -164,7 +137,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim or hidden // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
     }
     check_sizes(**sizes)
@@ -175,38 +148,24 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
 
 
 def _largest(config: Any, name: str) -> Any:
-    """Return a size that may differ between layers, the largest of them; None if there is none."""
+    """Return the largest value of a size that may differ between layers; None if there is none."""
     fields = config.to_dict()
-    found = [
-        fields.get(name),
-        *(layer.get(name) for layer in (fields.get("per_layer_config") or {}).values()),
-    ]
-    sizes = [
-        x
-        for one in found
-        for x in (one if isinstance(one, (list, tuple)) else [one])
-        if x is not None
-    ]
-    return max(sizes, default=None)
+    sizes: list[Any] = []
+    for part in (fields, *(fields.get("per_layer_config") or {}).values()):
+        size = part.get(name)
+        sizes += size if isinstance(size, (list, tuple)) else [size]
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def check_supported(config: Any, longest: int) -> None:
-    """Refuse what a packed stream of sequences that share prompts cannot compute.
-
-    Raises:
-        InputError: naming it.
-    """
+    """Raise InputError if packed sequences with shared prompts cannot compute the model."""
     for reason in _reasons(config, longest):
         raise InputError(f"{config.model_type} of transformers is not supported: {reason}")
 
 
 def _reasons(config: Any, longest: int) -> Iterator[str]:
-    parts = [
-        name
-        for name in ("vision_config", "audio_config")
-        if getattr(config, name, None) is not None
-    ]
-    if parts or config.sub_configs.keys() & _TEXT:
+    parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    if any(part is not None for part in parts) or config.sub_configs.keys() & _TEXT:
         yield "it is not a decoder of text alone"
     if getattr(config, "is_encoder_decoder", False):
         yield "it has an encoder"
@@ -223,11 +182,8 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
         yield f"it attends within chunks of {chunk} tokens, and sequences have up to {longest}"
     rope = getattr(config, "rope_parameters", None) or {}
     for one in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
-        original = (
-            one.get("original_max_position_embeddings")
-            or getattr(config, "max_position_embeddings", 0)
-            or 0
-        )
+        most = getattr(config, "max_position_embeddings", None)
+        original = one.get("original_max_position_embeddings") or most or 0
         if one.get("rope_type") in _BY_LENGTH and longest > original:
             yield (
                 f"its {one['rope_type']} rotary embedding changes beyond {original} tokens; "
@@ -238,11 +194,10 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
 
 @torch.no_grad()
 def _logit_scale(policy: HuggingFacePolicy) -> float:
-    """Return what the model multiplies hidden @ weight.T by: one of the factors in its
-    configuration (Granite, Cohere), or 1.
+    """Return the factor of hidden @ weight.T (Granite, Cohere), or 1.
 
-    Families give the same name to a factor and to a divisor, so it is measured, where soft caps do
-    not matter.
+    Families use one name for a factor and a divisor, so it is measured, where soft caps do not
+    matter.
     """
     config, candidates = policy.hf.config, [1.0]
     for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
@@ -260,7 +215,7 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
 
 
 class Quiet:
-    """Keep transformers from drawing progress bars and from reporting on weights inside."""
+    """Hide transformers' progress bars and reports on weights."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging

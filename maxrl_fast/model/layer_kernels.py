@@ -1,9 +1,8 @@
 """The elementwise parts of a decoder layer (layer_ops.py) as operators.
 
-KERNELS has one launch of csrc/cuda/layer.cu for each on a GPU and one pass of csrc/cpu/layer.cpp on
-a CPU. They compute in float32 (float64 for float64) and round once. Kernels sum gradients of
-weights over the rows in two stages, in an order that depends on the shapes alone. On a CPU,
-packed_kernels.py adds the parts of a layer that take q, k and v, or gate and up, as one matrix.
+csrc/cuda/layer.cu has one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
+(float64 for float64) and round once. Gradients of weights are summed over the rows in an order that
+depends only on the shapes.
 """
 
 from typing import Any
@@ -29,12 +28,11 @@ def has_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether KERNELS serves a decoder of these sizes.
+    """Return whether KERNELS supports a decoder of these sizes.
 
-    On a CPU it takes all sizes of CPU_DTYPES. Otherwise it needs a GPU that runs the extension's
-    kernels; float32, bfloat16 or float16; rows of hidden states and of the MLP that are multiples
-    of 16 bytes, the former of at most 16 KiB; and heads that are multiples of 32 bytes, of at most
-    1 KiB.
+    On a CPU all sizes, in CPU_DTYPES. On a GPU float32, bfloat16 or float16; hidden states of at
+    most 16 KiB and MLP rows in multiples of 16 bytes; heads in multiples of 32 bytes, at most 1
+    KiB.
     """
     if not dispatch.is_gpu(device):
         return device.type == "cpu" and dtype in CPU_DTYPES
@@ -43,29 +41,21 @@ def has_kernels(
     hidden, intermediate, head = (
         size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim)
     )
-    return (
-        hidden % 16 == intermediate % 16 == head % 32 == 0
-        and hidden <= 16 << 10
-        and head <= 1 << 10
-    )
+    is_aligned = hidden % 16 == intermediate % 16 == head % 32 == 0
+    return is_aligned and hidden <= 16 << 10 and head <= 1 << 10
 
 
 # Residual addition and RMS norm.
 
 
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
-    """Return into how many partial sums of `width` numbers a kernel adds the rows; on a CPU it adds
-    those up itself.
-    """
-    return (
-        min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
-        if dispatch.is_gpu(like.device)
-        else 1
-    )
+    """Return the number of partial sums of `width` numbers; on a CPU the kernel adds them up."""
+    if not dispatch.is_gpu(like.device):
+        return 1
+    return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which kernels add numbers like those of x."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -95,14 +85,10 @@ def add_rms_norm(
 def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient in the sum x [U, H], which is also the one in both summands, and the
-    weight's, unrounded.
-    """
+    """Return the gradients of the sum [U, H], for both summands, and of the weight, not rounded."""
     call, (num_rows, size) = KernelLaunch(x.device), x.shape
-    grad_x, partials = (
-        torch.empty_like(x),
-        x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x)),
-    )
+    grad_x = torch.empty_like(x)
+    partials = x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x))
     call.launch(
         "add_rms_norm_backward",
         dtype=DTYPE_NAMES[x.dtype],
@@ -121,9 +107,7 @@ def add_rms_norm_backward(
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Without delta, the first result is x itself, so that both gradients in x are added in the
-    kernel.
-    """
+    """Without delta, the first result is x itself, so the kernel adds both gradients of x."""
 
     @staticmethod
     def forward(
@@ -166,14 +150,11 @@ def heads_arguments(
     tables: tuple[Tensor, Tensor, Tensor | None],
     to: list[Tensor],
 ) -> dict[str, Any]:
-    """Return the arguments that both kernels take: q, k, perhaps v, the norms' weights, cos, sin
-    and positions, and results.
-    """
     q, (cos, sin, positions) = heads[0], tables
     num_rows, _, dim = q.shape
 
     def argument(name: str, x: Tensor | None) -> tuple[int, int, int]:
-        """Return the address, row stride and number of heads [U, heads, D]."""
+        """Return address, row stride and number of heads of x [U, heads, D]."""
         if x is None:
             return 0, 0, 0
         address = call.rows(name, x, q.dtype, (num_rows, x.shape[1], dim))
@@ -212,12 +193,9 @@ def rotate_heads(
     direction: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates
-    back.
-    """
-    call, to = (
-        KernelLaunch(q.device),
-        [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))],
-    )
+    back."""
+    call = KernelLaunch(q.device)
+    to = [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
     inputs = heads_arguments(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
     call.launch("rotate_heads", **inputs, eps=eps, direction=direction)
     return to[0], to[1], q.new_empty(0) if v is None else to[2]
@@ -236,12 +214,9 @@ def rotate_heads_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients in q and k, and those of their norms' weights, unrounded."""
-    to, heads, all_heads = (
-        [x.new_empty(x.shape) for x in (q, k)],
-        q.shape[1],
-        q.shape[1] + k.shape[1],
-    )
+    """Return the gradients of q and k, and of their norms' weights, not rounded."""
+    to = [x.new_empty(x.shape) for x in (q, k)]
+    heads, all_heads = q.shape[1], q.shape[1] + k.shape[1]
     inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
     if not dispatch.is_gpu(q.device):
         of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
@@ -263,10 +238,9 @@ def rotate_back(
     to: list[Tensor],
     grad_norm: Tensor,
 ) -> None:
-    """Write the gradients in q and k before their norms into `to`, whose rows may have any stride,
-    and those of the norms.
+    """Write the gradients of q and k into `to`, whose rows may have any stride, and of the norms.
 
-    On a CPU heads[2] may be the gradient in v, of which `to` gets a copy.
+    On a CPU heads[2] may be the gradient of v, which is copied into `to`.
     """
     call, (q, k, _) = KernelLaunch(heads[0].device), heads
     call.launch(
@@ -304,18 +278,12 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     @first_order("rotate_heads")
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        grads, (q, k, q_norm, k_norm, *tables) = (
-            (grad_q.contiguous(), grad_k.contiguous()),
-            ctx.saved_tensors,
-        )
+        grads = grad_q.contiguous(), grad_k.contiguous()
+        q, k, q_norm, k_norm, *tables = ctx.saved_tensors
         none = (None,) * (len(tables) + 1)
         if q is None:
-            return (
-                *rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)[:2],
-                None,
-                None,
-                *none,
-            )
+            grad_q, grad_k, _ = rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)
+            return grad_q, grad_k, None, None, *none
         grad_q, grad_k, *of_norms = rotate_heads_backward(
             *grads, q, k, q_norm, k_norm, *tables, ctx.eps
         )
@@ -336,7 +304,6 @@ def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotar
 
 
 def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
-    """Return the arguments that both kernels take, for rows [U, F] of any stride."""
     num_rows, size = gate.shape
     return {
         "dtype": DTYPE_NAMES[gate.dtype],
@@ -359,11 +326,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator()
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients in gate and up, contiguous."""
-    call, grads = (
-        KernelLaunch(gate.device),
-        (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
-    )
+    call = KernelLaunch(gate.device)
+    grads = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     call.launch(
         "swiglu_backward",
         **_gate_and_up(call, gate, up),

@@ -1,7 +1,7 @@
 """The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding,
 SwiGLU.
 
-TORCH_OPS has them in PyTorch; layer_kernels.py and packed_kernels.py have them as operators.
+TORCH_OPS implements them in PyTorch; layer_kernels.py and packed_kernels.py as operators.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding of U tokens: cos and sin [P, 1, D/2] and the row of each token, int64
-    [U]; None: row u for token u.
+    """cos and sin [P, 1, D/2], and the row of each token [U] int64; None: row u for token u.
 
     TORCH_OPS takes them in the compute dtype and without positions, KERNELS in float32.
     """
@@ -36,8 +35,6 @@ Heads = tuple[Tensor, Tensor, Tensor]  # q [U, Hq, D], k and v [U, Hkv, D]
 
 
 class LayerOps(NamedTuple):
-    """One implementation of the parts; `weight` is of any dtype and cast to that of x."""
-
     # (x [U, H], weight [H], eps) -> the norm of x
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     # (x [U, H], delta [U, H] or None for 0, weight [H], eps) -> x + delta, and its norm
@@ -67,9 +64,7 @@ def _add_rms_norm(
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply the rotary position embedding to x [U, heads, D]: dimension i is rotated with i + D/2.
-    Tables have x's dtype.
-    """
+    """Rotate x [U, heads, D]: dimension i with i + D/2. Tables have x's dtype."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
 

@@ -1,6 +1,4 @@
-"""Linear layers that compute in the dtype of their input, optionally with a low-rank adapter (LoRA,
-Hu et al. 2021).
-"""
+"""Linear layers that compute in their input's dtype, optionally with LoRA (Hu et al. 2021)."""
 
 import itertools
 import json
@@ -19,7 +17,6 @@ from maxrl_fast.model import linear_kernel
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias + added."""
     if linear_kernel.has_kernel(x, weight):
         product: Tensor = linear_kernel.Product.apply(x, weight, bias, added)
         return product
@@ -31,50 +28,39 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | Non
 class Linear(nn.Linear):
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Return x W^T + bias + added, for x [..., in]; `added` [U, out] needs x [U, in]."""
-        return _product(
-            x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype), added
-        )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return _product(x, self.weight.to(x.dtype), bias, added)
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Return whether `joined` computes these layers: none has an adapter, and all their matrices
-    are trained or none is.
+    """Whether `joined` supports the layers: no adapters, and all matrices trained or none.
 
-    A joint product would compute the gradient of a frozen matrix too, and the others' would keep
-    its memory.
+    A joint product would also compute the gradient of a frozen matrix.
     """
-    return (
-        all(type(layer) is Linear for layer in layers)
-        and len({layer.weight.requires_grad for layer in layers}) == 1
-    )
+    is_plain = all(type(layer) is Linear for layer in layers)
+    return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """Return the outputs of layers next to each other, [U, all of them], by one matrix
-    multiplication. Weights are copied.
-    """
+    """Return the layers' outputs next to each other, [U, all of them], by one matrix
+    multiplication."""
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 
 
 class LoraLinear(Linear):
-    """A linear layer with a frozen matrix W and a trained low-rank update: W + (alpha / rank) B
-    A.
-    """
+    """W, frozen, plus the trained low-rank update (alpha / rank) B A."""
 
     ADAPTER = ("lora_a", "lora_b")
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator):
-        super().__init__(
-            base.in_features, base.out_features, bias=base.bias is not None, device="meta"
-        )
+        super().__init__(base.in_features, base.out_features, base.bias is not None, "meta")
         self.weight, self.bias = base.weight, base.bias
         self.requires_grad_(False)
         self.rank, self.alpha, self.scale = rank, alpha, alpha / rank
         device = base.weight.device
-        # A is initialised like a linear layer and B with zeros, so that training starts from W
-        # itself.
+        # A is initialised like a linear layer and B with zeros: training starts from W.
         bound = 1 / math.sqrt(base.in_features)
         a = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_a = nn.Parameter(a.to(device))
@@ -91,7 +77,7 @@ class LoraLinear(Linear):
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded over ranks."""
+    """Return this rank's part of a tensor that may be sharded."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 
@@ -103,18 +89,15 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights and stored buffers by the names of their modules: adapters merged, sharded
-    gathered, tied once.
-    """
+    """Yield weights and buffers by name: adapters merged, shards gathered, tied weights once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        buffers = {
-            x: b
-            for x, b in module.named_buffers(recurse=False)
-            if x not in module._non_persistent_buffers_set
-        }
-        for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers.items()):
-            if id(tensor) in seen or (isinstance(module, LoraLinear) and own in LoraLinear.ADAPTER):
+        buffers = module.named_buffers(recurse=False)
+        hidden = module._non_persistent_buffers_set
+        if isinstance(module, LoraLinear):
+            hidden = hidden | set(LoraLinear.ADAPTER)
+        for own, tensor in itertools.chain(module.named_parameters(recurse=False), buffers):
+            if id(tensor) in seen or own in hidden:
                 continue
             seen.add(id(tensor))
             is_adapted = isinstance(module, LoraLinear) and own == "weight"
@@ -122,21 +105,14 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module multiplies with its matrix and does nothing else."""
-    return isinstance(module, nn.Linear) and type(module).forward in (
-        nn.Linear.forward,
-        Linear.forward,
-    )
+    plain = nn.Linear.forward, Linear.forward
+    return isinstance(module, nn.Linear) and type(module).forward in plain
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
-    """Freeze a model and add adapters to its linear layers named in `targets`.
+    """Freeze a model and add adapters to the linear layers in `targets`, such as "q_proj,v_proj".
 
-    Args:
-        targets: names separated by commas, such as "q_proj,v_proj"; not the output matrix.
-
-    Raises:
-        InputError: if no layer has one of the names.
+    Raises InputError if no layer has one of the names.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -160,9 +136,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' matrices by the names that peft gives them. With sharded weights, all
-    ranks must iterate together.
-    """
+    """Yield the adapters' matrices by peft's names. If sharded, all ranks must iterate together."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             name = f"base_model.model.{path.removeprefix('hf.')}"
@@ -171,7 +145,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Return the contents of peft's adapter_config.json; {} for a model without adapters."""
+    """Return peft's adapter_config.json; {} for a model without adapters."""
     found = {
         path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
     }
@@ -193,11 +167,9 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 
 
 def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write adapters as peft reads them, into a new folder; nothing where there are none."""
+    """Write adapters as peft reads them into a new folder, if there are any."""
     if config:
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
-            folder / "adapter_model.safetensors",
-        )
+        stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, folder / "adapter_model.safetensors")

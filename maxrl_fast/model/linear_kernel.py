@@ -1,9 +1,7 @@
-"""`maxrl_fast::linear` on a CPU: the matrix multiplications of a linear layer in training, in
-float32.
+"""`maxrl_fast::linear` on a CPU: the matrix multiplications of linear layers in float32 training.
 
-csrc/cpu/linear.cpp multiplies many rows by a small matrix, which PyTorch's library does far below
-its throughput for large square matrices (bench/README.md). Bias and residual are added as results
-are written, and bias gradients with weight gradients.
+csrc/cpu/linear.cpp multiplies many rows by a small matrix, for which PyTorch's library is slow
+(bench/README.md). Bias and residual are added as results are written.
 """
 
 from typing import Any
@@ -21,12 +19,9 @@ LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fa
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the operator multiplies x [U, K] by weight [N, K]: on a CPU, in float32, with
-    K and N multiples of 16, at least FEWEST_ROWS rows and at most LARGEST_MATRIX numbers in the
-    weight.
+    """Whether the operator multiplies x [U, K] by weight [N, K].
 
-    Under torch.autocast, torch.compile and the transforms of torch.func, PyTorch's own product
-    serves any number of rows.
+    Under torch.autocast, torch.compile and torch.func PyTorch's product is used.
     """
     return (
         x.device.type == "cpu"
@@ -43,7 +38,6 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 @operator()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
-    """Return x W^T + bias + added, for x [U, K], weight [N, K], bias [N] and added [U, N]."""
     call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
     y = x.new_empty(num_rows, out_size)
     call.launch(
@@ -64,9 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None)
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients in x, weight and bias from that of the result [U, N]; [0] where they are
-    not needed.
-    """
+    """Return the gradients of x, weight and bias; [0] where they are not needed."""
     call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
     shapes = (
         ((num_rows, in_size), needs_x),
@@ -74,10 +66,7 @@ def linear_backward(
         ((out_size,), needs_bias),
     )
     grads = [x.new_empty(shape if is_needed else 0) for shape, is_needed in shapes]
-    addresses = [
-        call.keep(result) if is_needed else 0
-        for result, (_, is_needed) in zip(grads, shapes, strict=True)
-    ]
+    addresses = [call.keep(x) if yes else 0 for x, (_, yes) in zip(grads, shapes, strict=True)]
     call.launch(
         "linear_backward",
         num_rows=num_rows,
@@ -94,8 +83,6 @@ def linear_backward(
 
 
 class Product(torch.autograd.Function):
-    """`linear` with its backward pass."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None
@@ -111,11 +98,7 @@ class Product(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, needs_added = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 3
         if needs_x or needs_weight or needs_bias:
-            results = linear_backward(
-                grad.contiguous(), *ctx.saved_tensors, needs_x, needs_weight, needs_bias
-            )
-            grads = [
-                x if is_needed else None
-                for x, is_needed in zip(results, ctx.needs_input_grad, strict=False)
-            ]
+            needed = needs_x, needs_weight, needs_bias
+            results = linear_backward(grad.contiguous(), *ctx.saved_tensors, *needed)
+            grads = [x if yes else None for x, yes in zip(results, needed, strict=True)]
         return *grads, grad if needs_added else None

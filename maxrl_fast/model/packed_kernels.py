@@ -1,9 +1,7 @@
-"""The parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix, and
-the choice of rows.
+"""Parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix.
 
-One matrix multiplication computes q, k and v there, and one gate and up. Backward passes write the
-gradient in its output as one matrix too, so that autograd has nothing to add up or to copy
-(csrc/cpu/layer.cpp).
+One matrix multiplication computes q, k and v, and one gate and up. Backward passes write the
+gradient of its output as one matrix too, so autograd adds and copies nothing (csrc/cpu/layer.cpp).
 """
 
 from typing import Any
@@ -26,9 +24,6 @@ def layer_ops(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerOps:
-    """Return the implementation of the parts that a decoder of these sizes trains with on this
-    device.
-    """
     if not layer_kernels.has_kernels(hidden_size, intermediate_size, head_dim, dtype, device):
         return TORCH_OPS
     return KERNELS if dispatch.is_gpu(device) else PACKED_KERNELS
@@ -50,10 +45,10 @@ def rotate_packed_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient in `packed` [U, (Hq + 2 Hkv) D], and those of the norms' weights [2, D],
-    unrounded.
+    """Return the gradients of `packed` [U, (Hq + 2 Hkv) D] and of the norms' weights [2, D], not
+    rounded.
 
-    Without norms neither `packed` nor the second result has numbers.
+    Without norms `packed` is None and the second result is empty.
     """
     grads, (num_rows, _, dim) = (grad_q, grad_k, grad_v), grad_q.shape
     counts = [x.shape[1] for x in grads]
@@ -107,9 +102,8 @@ class _RotatePacked(torch.autograd.Function):
 def _rotate_packed(
     packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary
 ) -> Heads:
-    heads: Heads = _RotatePacked.apply(
-        packed, *((None, None, 0.0) if norms is None else norms), counts, *rotary
-    )
+    norm_arguments = (None, None, 0.0) if norms is None else norms
+    heads: Heads = _RotatePacked.apply(packed, *norm_arguments, counts, *rotary)
     return heads
 
 
@@ -118,12 +112,10 @@ def _rotate_packed(
 
 @operator()
 def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
-    """Return the gradient in [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
+    """Return the gradient of [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
     call, (num_rows, size), to = KernelLaunch(grad.device), grad.shape, torch.empty_like(packed)
-    address, to_address = (
-        call.address("packed", packed, grad.dtype, (num_rows, 2 * size)),
-        call.keep(to),
-    )
+    address = call.address("packed", packed, grad.dtype, (num_rows, 2 * size))
+    to_address = call.keep(to)
     half = size * grad.element_size()
     call.launch(
         "swiglu_backward",
@@ -163,9 +155,7 @@ PACKED_KERNELS = KERNELS._replace(rotate_packed=_rotate_packed, swiglu_packed=_S
 
 @operator()
 def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Return the gradient [num_rows, H] in what `rows` [R] were chosen from, from that of the
-    chosen rows [R, H].
-    """
+    """Return the gradient [num_rows, H] from that of the chosen rows [R, H]."""
     call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
     to = grad.new_empty(num_rows, size)
     call.launch(
@@ -195,10 +185,9 @@ class _ChooseRows(torch.autograd.Function):
 
 
 def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows] for x [U, H] and rows [R] int64, of which some may be equal.
+    """Return x[rows] for x [U, H] and rows [R] int64, which may repeat.
 
-    On a CPU the gradient adds equal rows in their order, on all threads; PyTorch's does it on one
-    thread, number by number.
+    On a CPU the gradient adds repeated rows in order, on all threads; PyTorch uses one thread.
     """
     if x.device.type != "cpu" or dispatch.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
         return x.index_select(0, rows)

@@ -16,12 +16,8 @@ from maxrl_fast.runtime.device import memory_bytes
 def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
     """Return a new decoder of the Qwen2 architecture, on the CPU in float32.
 
-    Args:
-        is_empty: only its sizes are wanted: it is on the meta device.
-        sizes: those of DecoderConfig.
-
-    Raises:
-        InputError: if the sizes are invalid or the weights exceed this machine's memory.
+    is_empty: on the meta device. sizes: of DecoderConfig. Raises InputError if they are invalid or
+    the weights exceed this machine's memory.
     """
     try:
         config = DecoderConfig(**sizes)
@@ -41,13 +37,10 @@ def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
 
 
 def backend_of(directory: Path, wanted: str = "auto") -> str:
-    """Return what runs the policy of a checkpoint directory, "native" or "transformers".
+    """Return what runs the policy of a directory: "native" if our decoder supports it, else
+    "transformers".
 
-    Args:
-        wanted: one of these, or "auto": native where our decoder has the model, else transformers.
-
-    Raises:
-        InputError: if config.json cannot be read, or neither has the model.
+    Raises InputError if config.json cannot be read, or neither supports the model.
     """
     if wanted != "auto":
         return wanted
@@ -64,11 +57,7 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
 
 
 def read_sizes(directory: Path) -> PolicySizes:
-    """Return the sizes of the policy of a checkpoint directory, without its weights.
-
-    Raises:
-        InputError: as `backend_of` and `read_checked_config`.
-    """
+    """Return the sizes of a directory's policy; raise InputError as `backend_of`."""
     if backend_of(directory) == "native":
         return read_checked_config(directory)
     from maxrl_fast.model.huggingface_checkpoint import read_huggingface
@@ -88,25 +77,20 @@ def load_policy(
 ) -> PolicyModel:
     """Return the policy of a checkpoint directory, on the CPU in float32.
 
-    Args:
-        backend: as `wanted` of `backend_of`. task: name of the task, for error messages.
-        prompt_length: length of the longest prompt, in tokens. is_empty: only its sizes are wanted:
-        it is on the meta device, and the directory need not have weights.
+    backend: as `wanted` of `backend_of`. prompt_length: tokens of the longest prompt. is_empty: on
+    the meta device; the directory need not have weights.
 
-    Raises:
-        InputError: if it cannot be read, a weight is not finite, its vocabulary is not the task's,
-        or it has too few positions.
+    Raises InputError if it cannot be read, a weight is not finite, its vocabulary is not the
+    task's, or it has too few positions.
     """
     longest = prompt_length + max_new_tokens
     model: PolicyModel
     if backend_of(directory, backend) == "native":
-        model = (
-            Decoder.empty(read_checked_config(directory), "meta")
-            if is_empty
-            else load_checkpoint(directory)
-        )
+        if is_empty:
+            model = Decoder.empty(read_checked_config(directory), "meta")
+        else:
+            model = load_checkpoint(directory)
     else:
-        # which imports transformers
         from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 
         model = load_huggingface(directory, longest, is_empty)
@@ -124,9 +108,7 @@ def load_policy(
 def check_positions(
     model: PolicyModel, directory: Path, prompt_length: int, max_new_tokens: int
 ) -> None:
-    """Raise InputError if the policy of a directory has too few positions for the longest prompt
-    and response.
-    """
+    """Raise InputError if the policy has too few positions for the longest prompt and response."""
     positions, longest = model.config.max_position_embeddings, prompt_length + max_new_tokens
     if positions < longest:
         raise InputError(

@@ -1,6 +1,4 @@
-"""What training, rollouts and checkpoints need of a policy: our own decoder, or a model of
-transformers.
-"""
+"""What training, rollouts and checkpoints need of a policy."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ from maxrl_fast.errors import InputError
 
 @dataclass(frozen=True)
 class PolicySizes:
-    """Sizes of a policy, under the names of Hugging Face configurations."""
-
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of the feed-forward layers that a token goes through, together
@@ -32,11 +28,9 @@ class PolicySizes:
 class PolicyModel(nn.Module):
     """A policy. Its parameters are the float32 master weights.
 
-    Attributes:
-        lm_head: the module whose `weight` is the output matrix [V, H]. backend: what runs its
-        layers, for the first lines of a run. logit_scale, softcap: logits are z = logit_scale *
-        hidden @ weight.T, then softcap * tanh(z / softcap) unless it is 0. checkpoint_activations:
-        keep only each layer's input for the backward pass, which recomputes the layer.
+    lm_head: the module whose `weight` is the output matrix [V, H]. backend: what runs the layers.
+    Logits are z = logit_scale * hidden @ weight.T, then softcap * tanh(z / softcap) unless softcap
+    is 0. checkpoint_activations: keep only each layer's input for the backward pass.
     """
 
     config: Any  # its PolicySizes
@@ -48,25 +42,18 @@ class PolicyModel(nn.Module):
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:
-        """Numbers of query heads and of key heads, and the head size."""
-        return (
-            self.config.num_attention_heads,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-        )
+        c = self.config
+        return c.num_attention_heads, c.num_key_value_heads, c.head_dim
 
     @property
     def output_matrix(self) -> Tensor:
-        """The output matrix [V, H]. Sharded weights are gathered by a forward pass, and stay so
-        until its backward pass.
-        """
+        """The output matrix [V, H]; sharded weights are gathered from forward to backward pass."""
         weight: Tensor = self.lm_head.weight
         return weight
 
     def scaling(self, temperature: float = 1.0) -> dict[str, Any]:
-        """Return temperature and softcap for logits hidden @ output_matrix.T, which lack
-        `logit_scale`.
-        """
+        """Return temperature and softcap for logits hidden @ output_matrix.T, without
+        `logit_scale`."""
         return {
             "temperature": temperature / self.logit_scale,
             "softcap": self.softcap / self.logit_scale,
@@ -74,15 +61,11 @@ class PolicyModel(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers, whose weights are gathered one layer at a time where they are
-        sharded.
-        """
+        """The decoder layers; sharded weights are gathered one layer at a time."""
         raise NotImplementedError
 
     def set_output(self, layer: nn.Module) -> None:
-        """Put another layer with a `weight`, which may be a vector [H], in the place of the output
-        matrix.
-        """
+        """Replace the output layer by one with a `weight`, which may be a vector [H]."""
         raise NotImplementedError
 
     def forward(
@@ -93,21 +76,17 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a
-        packed stream.
+        """Return the final hidden states [R, H], after the last norm, of `rows` of a packed stream.
 
-        Args:
-            tokens, positions: [U] int64. attention: called once a layer with (layer, q [U, Hq, D],
-            k [U, Hkv, D], v [U, Hkv, D]), and with an
-                AttentionVariant behind them where the layer's attention has one.
-            rows: int64 [R]; after the last layer's attention only these rows are computed.
-            dtype: of the computation and the result.
+        tokens, positions: [U] int64. attention: called once a layer with (layer, q [U, Hq, D], k
+        [U, Hkv, D], v [U, Hkv, D]), and an AttentionVariant if the layer has one. rows: int64 [R];
+        after the last layer's attention only these are computed. dtype: of the computation and the
+        result.
         """
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints: adapters merged, sharded weights
-        gathered, tied weights once.
+        """Yield every weight by its name in checkpoints: adapters merged, tied weights once.
 
         With sharded weights, all ranks must iterate together.
         """
@@ -118,7 +97,6 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def compile_layers(self) -> None:
-        """Run torch.compile on parts of the layers; raise InputError where they are not our own."""
         raise InputError("--compile is for the native decoder, got a policy of transformers")
 
 

@@ -1,5 +1,6 @@
 """Padding of packed sequences into tiles, for attention kernels that need rows of equal length."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,8 @@ SMALL_PADDING = 512  # positions; padding so many costs less than the kernel cal
 
 @dataclass(frozen=True)
 class Tiling:
-    """The mapping from packed tokens, or a part of them, to a tile [rows, width, ...] padded on the
-    right.
-    """
+    """The mapping from packed tokens, or some of them, to a tile [rows, width, ...] padded on the
+    right."""
 
     # [T'] int64, indices of this tile's packed tokens, ascending; None: all tokens
     tokens: Tensor | None
@@ -30,7 +30,6 @@ class Tiling:
         return x.reshape(self.rows, self.width, *x.shape[1:])
 
     def unpad(self, x: Tensor) -> Tensor:
-        """Return the tokens of a tile [rows, width, ...], packed [T', ...]."""
         x = x.flatten(0, 1)
         return x if len(self.slots) == len(x) else x.index_select(0, self.slots)
 
@@ -45,9 +44,7 @@ class Tiling:
 def tile(
     lengths: Tensor, chosen: Tensor | None = None, device: torch.device | None = None
 ) -> Tiling:
-    """Return the tiling of a stream's chosen sequences [B] (bool; None: all), one row each; lengths
-    [B] are on the host.
-    """
+    """Return the tiling of the chosen sequences [B] bool (None: all); lengths [B] on the host."""
     device = lengths.device if device is None else device
     if chosen is None or bool(chosen.all()):
         width = int(lengths.max())
@@ -62,21 +59,18 @@ def tile(
 
 
 def length_buckets(lengths: Tensor) -> list[Tensor]:
-    """Group sequences of similar length, one mask [B] (bool) per tile, so that one long response
-    does not pad all others.
+    """Group sequences by length: one mask [B] bool per tile.
 
-    Lengths between two powers of two share a tile, and shorter ones join it if that adds little
+    Lengths between two powers of two share a tile; shorter ones join it if that adds little
     padding. Sequences of length 0 are in no tile.
     """
     bucket = torch.frexp(lengths.double()).exponent  # 2**(bucket - 1) <= length < 2**bucket
     buckets: list[Tensor] = []
     for b in reversed(bucket[lengths > 0].unique().tolist()):
         chosen = bucket == b
-        if (
-            buckets
-            and int(chosen.sum()) * int(lengths[buckets[-1]].max() - lengths[chosen].max())
-            <= SMALL_PADDING
-        ):
+        longest = int(lengths[chosen].max())
+        wider = int(lengths[buckets[-1]].max()) if buckets else math.inf
+        if int(chosen.sum()) * (wider - longest) <= SMALL_PADDING:
             buckets[-1] |= chosen
         else:
             buckets.append(chosen)
@@ -84,26 +78,24 @@ def length_buckets(lengths: Tensor) -> list[Tensor]:
 
 
 def padding_mask(lengths: Tensor) -> Tensor | None:
-    """Return an additive mask [B, 1, 1, longest] float32 with -inf on padding, or None if there is
-    no padding.
-    """
+    """Return an additive mask [B, 1, 1, longest] with -inf on padding; None without padding."""
     width = int(lengths.max())
     if int(lengths.min()) == width:
         return None
+    return mask_beyond(lengths, width)
+
+
+def mask_beyond(lengths: Tensor, width: int) -> Tensor:
+    """Return an additive mask [B, 1, 1, width]: 0 up to each length, -inf after it."""
     padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[
-        :, None, None, :
-    ]
+    mask = torch.zeros(padding.shape, device=lengths.device)
+    return mask.masked_fill(padding, float("-inf"))[:, None, None]
 
 
 def causal_mask(q_lengths: Tensor, k_lengths: Tensor, window: int) -> Tensor:
-    """Return an additive mask [B, 1, longest q, longest k] float32: the last query of a sequence is
-    at its last key, and each query attends to the last `window` keys up to its own (0: to all of
-    them)."""
-    q, k = (
-        torch.arange(int(lengths.max()), device=lengths.device)
-        for lengths in (q_lengths, k_lengths)
-    )
+    """Return an additive mask [B, 1, longest q, longest k]: the last query is at the last key, and
+    each query attends to the last `window` keys up to its own (0: all)."""
+    q, k = (torch.arange(int(x.max()), device=x.device) for x in (q_lengths, k_lengths))
     # [B, q, 1], the key at which each query is
     at = q[:, None] + (k_lengths - q_lengths)[:, None, None]
     is_seen = (k <= at) & (k < k_lengths[:, None, None])

@@ -1,9 +1,7 @@
-"""Tokenizers and chat templates of checkpoint directories. transformers is imported only when one
-is loaded.
+"""Tokenizers and chat templates of checkpoint directories.
 
-A chat template is a program of whoever made the checkpoint. transformers runs it in Jinja's
-sandbox, which keeps it from files and commands, and `time_limit` ends one that loops. Its memory is
-not limited.
+A chat template is code of the checkpoint. transformers runs it in Jinja's sandbox,
+without files and commands, and `time_limit` ends one that loops. Its memory is not limited.
 """
 
 import contextlib
@@ -19,15 +17,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular, read_json
 
 FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 SECONDS = 60  # limit for loading a tokenizer, and for encoding one text
@@ -39,17 +30,14 @@ Prompt = str | Sequence[Message]
 
 
 class _Late(BaseException):
-    """The limit of `time_limit`. No Exception, because transformers and templates catch those."""
+    """The limit of `time_limit`. No Exception: transformers and templates catch those."""
 
 
 @contextlib.contextmanager
 def time_limit(what: str) -> Iterator[None]:
-    """Limit a block that runs code or data of a checkpoint to SECONDS. Only the main thread can be
-    interrupted, between two steps of Python; the regular expressions of tokenizer.json have a limit
-    of their own (Oniguruma's), at which they panic.
+    """Limit a block that runs code or data of a checkpoint to SECONDS, on the main thread only.
 
-    Raises:
-        InputError: if the block takes longer, or the tokenizers library panics.
+    Raises InputError if the block takes longer, or the tokenizers library panics.
     """
 
     def stop(*_: object) -> NoReturn:
@@ -75,33 +63,24 @@ def time_limit(what: str) -> Iterator[None]:
 
 
 def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYERS) -> None:
-    """Raise InputError for more layers or labels in a config.json, at any depth, than transformers
-    may build lists for.
-    """
+    """Raise InputError for more layers or labels in a config.json than transformers may build."""
     for part in fields.values():
         if isinstance(part, dict):
             check_counts(path, part, max_layers)
-    limits = dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), max_layers
-    ) | {"num_labels": MAX_LABELS}
-    for name, most in limits.items():
+    names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
+    for name, most in (dict.fromkeys(names, max_layers) | {"num_labels": MAX_LABELS}).items():
         value = fields.get(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most
-        ):
-            raise InputError(
-                f"{path}: {name} must be an integer from 1 to {most}, got {value!r:.80}"
-            )
+        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+        if value is not None and not is_count:
+            wanted = f"{name} must be an integer from 1 to {most}"
+            raise InputError(f"{path}: {wanted}, got {value!r:.80}")
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a checkpoint directory, a transformers.PreTrainedTokenizerBase. Its
-    code is never executed.
+    """Return the tokenizer of a checkpoint directory. Its code is never executed.
 
-    Raises:
-        InputError: if transformers is not installed, the directory has no tokenizer that it can
-        read within SECONDS, or its
-            config.json, which transformers reads too, declares too many layers or labels.
+    Raises InputError if transformers is not installed, it cannot be read within SECONDS, or
+    config.json declares too many layers or labels.
     """
     try:
         from transformers import AutoTokenizer
@@ -131,21 +110,14 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def template_file(directory: Path) -> Path:
-    """Return the file with the chat template of a tokenizer's directory."""
-    names = [
-        name
-        for name in ("chat_template.jinja", "chat_template.json")
-        if (directory / name).exists()
-    ]
-    return directory / (names[0] if names else "tokenizer_config.json")
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (directory / name).exists():
+            return directory / name
+    return directory / "tokenizer_config.json"
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the token ids of a prompt: text, or messages that the chat template writes.
-
-    Raises:
-        InputError: as `encode_chat`.
-    """
+    """Return the token ids of a text, or of messages; raise InputError as `encode_chat`."""
     if not isinstance(prompt, str):
         return encode_chat(tokenizer, prompt)
     ids: list[int] = tokenizer(prompt)["input_ids"]
@@ -153,19 +125,15 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def encode_response(tokenizer: Any, response: str) -> list[int]:
-    """Return the token ids of a response, as they follow those of its prompt: without tokens that
-    begin or end a text.
-    """
+    """Return the token ids of a response, without tokens that begin or end a text."""
     ids: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Encode messages {"role": ..., "content": ...} with the tokenizer's chat template, up to where
-    the answer starts.
+    """Encode messages with the tokenizer's chat template, up to where the answer starts.
 
-    Raises:
-        InputError: if the tokenizer has no template, or the template rejects the messages.
+    Raises InputError if there is no template, or it rejects the messages.
     """
     if tokenizer.chat_template is None:
         raise InputError(
@@ -178,26 +146,22 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         )
     # errors of jinja and of the template itself; MemoryError has no text
     except Exception as error:
-        file, cause = (
-            template_file(Path(tokenizer.name_or_path)),
-            str(error) or type(error).__name__,
-        )
+        file = template_file(Path(tokenizer.name_or_path))
+        cause = str(error) or type(error).__name__
         raise InputError(
             f"the chat template in {file} rejects {messages!r:.200}: {cause}"
         ) from error
     # the template writes them itself
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return encode_response(tokenizer, text)
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, which begin and end messages and texts. In a prompt's own
-    text they are forged.
+    """The control tokens of a tokenizer, which delimit messages and texts: forged, if in a prompt's
+    text.
 
     An added token is a control token if it is marked special, is written like one (<|...|>), or is
-    in the chat template, which writes it around messages: ChatML's tokens are often added without
-    the mark. Honest prompts have white space, which some tokenizers add in runs, words such as the
-    names of roles, punctuation, and <think>, which only divides a message: these are none.
+    in the chat template: ChatML's tokens are often added without the mark. White space, words such
+    as roles, punctuation, and <think> are not.
     """
 
     def __init__(self, tokenizer: Any):
@@ -219,35 +183,27 @@ class ControlTokens:
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
     def refuse(self, prompt: Prompt, what: str = "a prompt") -> None:
-        """Raise InputError if a prompt has a control token in its own text: in a value of one of
-        its messages.
-        """
-        for text in (
-            [prompt]
-            if isinstance(prompt, str)
-            else [text for message in prompt for text in message.values()]
-        ):
+        """Raise InputError if a prompt, or a value of its messages, has a control token."""
+        if isinstance(prompt, str):
+            texts = [prompt]
+        else:
+            texts = [text for message in prompt for text in message.values()]
+        for text in texts:
             if token := self._find(text):
                 raise InputError(
                     f"{what} must not have the special token {token!r} of the tokenizer in its "
-                    f"text, got {prompt!r:.200}; "
-                    "--allow-special-tokens encodes it as that token"
+                    f"text, got {prompt!r:.200}; --allow-special-tokens encodes it as that token"
                 )
 
     def _search(self, text: str) -> str | None:
-        """Return a control token that a text has. A tokenizer that normalizes may read one in
-        capitals or full-width forms.
-        """
+        """A tokenizer that normalizes may read a token in capitals or full-width forms."""
         if match := self._pattern.search(text):
             return match[0]
-        forged = self._ids.intersection(
-            self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        )
+        forged = self._ids.intersection(encode_response(self._tokenizer, text))
         return self._texts[min(forged)] if forged else None
 
 
 def _is_control(token: str, template: str) -> bool:
-    """Return whether an added token is a control token even if it is not marked special."""
     # a word, or no letters
     if token in ("<think>", "</think>") or re.fullmatch(r"[\w\s]+|[\W\d_]+", token):
         return False
@@ -258,15 +214,12 @@ def _is_control(token: str, template: str) -> bool:
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files by name, for checkpoints of a policy that started from this
-    directory.
-    """
     _check_files(directory)
     return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
 
 
 def _check_files(directory: Path) -> None:
-    """Raise InputError for files that would block or never end, such as pipes and devices."""
+    """Raise InputError for files that would block, such as pipes and devices."""
     for name in (*FILES, "config.json", "generation_config.json"):
         if (directory / name).exists():
             check_regular(directory / name, TOKENIZER_BYTES)

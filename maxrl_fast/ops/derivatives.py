@@ -1,6 +1,4 @@
-"""First derivatives of the operators, in reverse mode. Others raise an error; PyTorch would
-silently return zero.
-"""
+"""First derivatives of the operators, in reverse mode; others raise instead of returning zero."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -24,12 +22,9 @@ def register_backward(
 ) -> None:
     """Register an operator's first derivative with respect to its first `num_inputs` arguments.
 
-    This is torch.library.register_autograd with errors instead of silently zero derivatives.
-
-    Args:
-        function: the public function that calls it, for error messages. backward: takes the context
-        and the gradients of the results, and returns the gradients of those arguments. save: takes
-        the context, the arguments and the results, and saves what the backward pass needs.
+    Like torch.library.register_autograd, with errors instead of silently zero derivatives.
+    function: the public function, for error messages. backward: from the context and the gradients
+    of the results to those of the arguments. save: called with the context, arguments and results.
     """
     num_others = len(op._schema.arguments) - num_inputs + 1  # includes the key set
     below_autograd, redispatch = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
@@ -60,20 +55,17 @@ def register_backward(
 
 
 def first_order(function: str) -> Callable[[Backward], Backward]:
-    """Decorate an autograd function's backward pass to raise RuntimeError, naming `function`, for
-    create_graph=True.
+    """Decorate an autograd function's backward pass to raise RuntimeError for create_graph=True.
 
-    torch.autograd.function.once_differentiable raises only if the incoming gradient requires a
-    gradient, and only for `backward`. With torch.autograd.grad of a gradient penalty, the term
-    would be silently missing from the loss.
+    torch's once_differentiable raises only if the incoming gradient requires a gradient, so a
+    gradient penalty would be silently missing from the loss.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            if (
-                torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            ):  # a compiled function never has a second derivative
+            # a compiled function never has a second derivative
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     f"{function} can be differentiated once only, got create_graph=True, which "
                     "asks for a second derivative"
@@ -86,9 +78,7 @@ def first_order(function: str) -> Callable[[Backward], Backward]:
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Return whether a gradient of `x` may be needed. Inside torch.func.vmap a tensor's
-    requires_grad does not tell.
-    """
+    """Whether a gradient of `x` may be needed; in torch.func.vmap requires_grad does not tell."""
     return torch.is_grad_enabled() and (
         x.requires_grad or torch._C._are_functorch_transforms_active()
     )
@@ -103,14 +93,13 @@ def check_mode(function: str, *inputs: Tensor) -> bool:
         if unpack_dual(x).tangent is not None:
             raise RuntimeError(
                 f"{function} can be differentiated in reverse mode only (backward, "
-                "torch.autograd.grad), got an input with a "
-                "tangent of the forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+                "torch.autograd.grad), got an input with a tangent of the forward mode "
+                "(torch.func.jvp, torch.autograd.forward_ad)"
             )
     is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_wanted and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{function} can be differentiated by backward and torch.autograd.grad only, got a "
-            "transform of torch.func (grad, "
-            "vjp, jacrev, hessian)"
+            "transform of torch.func (grad, vjp, jacrev, hessian)"
         )
     return is_wanted

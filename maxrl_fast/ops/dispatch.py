@@ -1,5 +1,4 @@
-"""Dispatch to the kernels: which ones run on a device, how they become PyTorch operators, and the
-checks of the arguments that a kernel trusts."""
+"""Which kernels run on a device, how they become PyTorch operators, and the checks of arguments."""
 
 import threading
 from collections.abc import Callable
@@ -17,37 +16,29 @@ DEVICE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.flo
 
 @lru_cache
 def has_cuda_kernels(device: torch.device) -> bool:
-    """Return whether the extension has CUDA kernels, and this GPU can run them: Ampere or later."""
     return _C.cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the extension's kernels run on this device; otherwise the PyTorch references
-    do.
-    """
+    """Whether the extension's kernels run on this device; otherwise the PyTorch references do."""
     return device.type == "cpu" or (device.type == "cuda" and has_cuda_kernels(device))
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether this device runs the CUDA kernels. Tests that emulate a GPU replace this
-    function.
-    """
+    """Whether this device runs the CUDA kernels. Tests that emulate a GPU replace this function."""
     return device.type == "cuda"
 
 
 def operator(
     *, mutates: tuple[str, ...] = (), schema: str | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return that
-    operator.
+    """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return it.
 
     The schema is `schema`, or the function's annotations; `mutates` names the tensors that it
-    writes to. When torch.compile traces with tensors without memory, the same function runs, and
-    its `KernelLaunch` gives no address and launches nothing. A function that reads values needs
-    `register_fake`.
+    writes to. When traced, on tensors without memory, the same function runs, and its
+    `KernelLaunch` launches nothing; a function that reads values needs `register_fake`.
 
-    This is torch.library.custom_op without its wrapper around each call, which costs 8 us of the 14
-    us of a small group_advantage.
+    torch.library.custom_op would add 8 us to the 14 us of a small group_advantage.
     """
 
     def register(implementation: Callable[..., Any]) -> Any:
@@ -78,9 +69,7 @@ _tracing = _Tracing()
 
 
 def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an operator's result for tensors without memory, if its own function reads
-    values.
-    """
+    """Register an operator's result for tensors without memory, if its function reads values."""
     register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
         op, allow_override=True
     )
@@ -88,26 +77,25 @@ def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
-    """Raise ImportError if a record's fields, or their order, differ between the compiled module
-    and Python.
-    """
+    """Raise ImportError if a record's fields differ between the compiled module and Python."""
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:
         raise ImportError(
             f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has "
-            f"the fields {compiled}, "
-            f"Python's has {fields}; build the extension again"
+            f"the fields {compiled}, Python's has {fields}; build the extension again"
         )
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
 
 
 class KernelLaunch:
     """One kernel call on a device, and the only place in the package that takes a tensor's address.
 
-    A kernel runs without the GIL, on a GPU even after its launch has returned, and knows only
-    addresses. The call therefore holds every tensor whose address it has given, so that no other
-    thread frees one in use.
-
-    When an operator is traced, all addresses are 0, and `launch` returns None.
+    A kernel runs without the GIL, on a GPU even after its launch has returned, so the call holds
+    every tensor whose address it has given. When traced, all addresses are 0, and `launch` returns
+    None.
     """
 
     __slots__ = ("_cached", "_kept", "device", "is_traced")
@@ -121,8 +109,8 @@ class KernelLaunch:
     def address(
         self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> int:
-        """Return a tensor's address, 0 for None; raise ValueError if it is not contiguous or has
-        another dtype, shape or device."""
+        """Return a tensor's address, 0 for None; raise ValueError if it is not contiguous or
+        does not fit."""
         if tensor is None:
             return 0
         if (
@@ -133,17 +121,13 @@ class KernelLaunch:
         ):
             raise ValueError(
                 f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on "
-                f"{self.device}, got {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+                f"{self.device}, got {_described(tensor)}"
             )
         return self.keep(tensor)
 
     def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a tensor with contiguous rows and any row stride; raise ValueError
-        as `address` does.
-
-        A row is everything at one index of the first dimension.
-        """
+        """Return the address of a tensor with contiguous rows and any row stride, as `address`
+        does."""
         fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
         distance = 1
         for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):
@@ -152,34 +136,28 @@ class KernelLaunch:
         if not fits:
             raise ValueError(
                 f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got "
-                f"{tensor.dtype} "
-                f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
+                f"{_described(tensor)}"
             )
         return self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> int:
-        """Return the address of a tensor that needs no check: the caller made it for this kernel,
-        or checked it.
-        """
+        """Return the address of a tensor that needs no check."""
         if self.is_traced:
             return 0
         self._kept.append(tensor)
         return tensor.data_ptr()
 
     def keep_cached(self, tensor: Tensor) -> int:
-        """Return the address of a tensor from a cache of this package, which may drop it at any
-        time, also for other streams.
+        """Return the address of a tensor from a cache, which may drop it at any time.
 
-        PyTorch expects whoever allocates a tensor on one stream and uses it on another to record
-        that. For arguments this is the user; for cached tensors it is `launch`.
+        On a GPU `launch` records that this stream uses it.
         """
         self._cached += (tensor,)
         return self.keep(tensor)
 
     def launch(self, kernel: str, **arguments: Any) -> Any:
         """Run this device's kernel: C++ on this process's threads, or CUDA on the current
-        stream.
-        """
+        stream."""
         if self.is_traced:
             return None
         if not is_gpu(self.device):
@@ -198,7 +176,6 @@ _captured: set[Tensor] = set()
 
 
 def kernels_for(device: torch.device) -> str:
-    """Return the name of this device's implementation, for the report at the start of a run."""
     if device.type == "cpu":
         return "C++"
     return "CUDA" if has_kernels(device) else "PyTorch reference"

@@ -18,12 +18,11 @@ def effective_weight(
     order: int | None = None,
     **options: float,
 ) -> Tensor:
-    """Return W_n(p), the factor by which an estimator scales a prompt's gradient, for rewards 0 or
-    1, exact at finite n.
+    """Return W_n(p), the factor of a prompt's gradient under an estimator, for rewards 0 or 1.
 
-    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, with W_n(p) = E_{c ~ Bin(n-1, p)}
-    [A_correct(c+1) - A_wrong(c)], where A_correct(c) and A_wrong(c) are the advantages of a correct
-    and a wrong rollout if c rollouts are correct. For opo all lengths are equal.
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, exactly at finite n, with W_n(p) = E_{c ~
+    Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)], where A_correct(c) and A_wrong(c) are the advantages
+    of a correct and a wrong rollout if c rollouts are correct. For opo all lengths are equal.
 
     Args:
         estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
@@ -35,9 +34,8 @@ def effective_weight(
         W_n(p), of the shape of `pass_rate`, float64.
 
     Raises:
-        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]. In
-        torch.compile, where the check would
-            break the graph, its weight is NaN.
+        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]; in
+            torch.compile its weight is NaN instead.
     """
     row = find_estimator(estimator)
     if not row.has_weight:

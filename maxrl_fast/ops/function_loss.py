@@ -1,5 +1,4 @@
-"""Token losses that are functions of Tokens: from log-probs to the LossSums that the kernel returns
-for fused losses.
+"""Token losses that are functions of Tokens: from log-probs to the LossSums of fused losses.
 
 A function needs the log-probs first, and autograd gives their gradient: one more multiplication
 with the output matrix than fused losses.
@@ -28,9 +27,8 @@ _COPIES = 8  # float32 copies of a chunk of logits that functions of rows and th
 def tokens_of(
     batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor | None = None
 ) -> Tokens:
-    """Return a loss function's view of the batch; logprobs and entropy [T] and rows [T, R] may have
-    a gradient.
-    """
+    """Return a loss function's view of the batch; logprobs, entropy [T] and rows [T, R] may have
+    a gradient."""
     mask = batch.counted()
     advantages, *weights = batch.factors()
 
@@ -60,9 +58,7 @@ def function_loss(
     batch: TokenBatch,
     tokens: Tokens,
 ) -> Tensor:
-    """Return the LossSums, float64 [10]; the loss is differentiable. Raises ValueError if the
-    function's result is not [T].
-    """
+    """Return the LossSums [10]; raise ValueError if the function's result is not [T]."""
     clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
     values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
     needs_advantage = not (
@@ -109,9 +105,7 @@ def function_loss(
 
 
 def kl_estimates(d: Tensor, kind: str) -> Tensor:
-    """Return estimates [T] of KL(policy || reference) from d = logp - ref of sampled tokens
-    (Schulman 2020).
-    """
+    """Return estimates [T] of KL(policy || reference) from d = logp - ref (Schulman 2020)."""
     if kind == "k1":
         return d
     k2 = d.square() / 2
@@ -128,9 +122,7 @@ def rows_of_loss(
     targets: Tensor,
     temperature: float | Tensor,
 ) -> Tensor | None:
-    """Return the numbers [T, R] that the loss reads from each row of logits [T, V]; None if it
-    reads none.
-    """
+    """Return the numbers [T, R] that the loss reads from each row of logits [T, V], if any."""
     if loss.rows is None:
         return None
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
@@ -149,7 +141,7 @@ def linear_rows(
     softcap: float = 0.0,
 ) -> Tensor:
     """Return function(log_p [C, V], targets [C]) as [T, R], for the logits hidden @ weight.T in
-    small chunks.
+    chunks.
 
     In plain PyTorch; the backward pass recomputes the logits.
     """

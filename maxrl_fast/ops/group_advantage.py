@@ -1,6 +1,4 @@
-"""Group advantages by any estimator of `ESTIMATORS`: argument checks, then the kernel or the
-estimator's function.
-"""
+"""Group advantages by any estimator: argument checks, then the kernel or the function."""
 
 import math
 from collections.abc import Sequence
@@ -29,13 +27,9 @@ from maxrl_fast.ops.groups import PaddedGroups, check_numbers, uneven_groups
 _LARGEST = 1e150  # limit on the inputs of functions: squares and differences in float64 stay finite
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {
-    "group_ids": "integers",
-    "valid": "bool",
-    "lengths": "integers",
-    "logprobs": "floating",
-    "log_ratios": "floating",
+    **{"valid": "bool", "greedy_correct": "bool", "group_ids": "integers", "lengths": "integers"},
+    **{"logprobs": "floating", "log_ratios": "floating"},
 }
-_KINDS |= {"greedy_correct": "bool"}
 
 
 def group_advantage(
@@ -59,46 +53,40 @@ def group_advantage(
     max_group_size: int | None = None,
     **options: float,
 ) -> Tensor:
-    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`, `python -m
-    maxrl_fast.objectives`).
+    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
 
     Args:
-        rewards: [..., N], each row a group; or flat [S] with `offsets` or `group_ids`. Any real
-        dtype. estimator: a name in `ESTIMATORS`, or an `Estimator`. k: size of the max@k objective,
-        for estimators that have it. order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1,
-        the full order of each group. offsets: [G+1] int64 from 0 to S: group g is
-        rewards[offsets[g] : offsets[g+1]]. Groups may be empty. group_ids: [S] integers in any
-        order; equal ids form a group. valid: bool, of the shape of `rewards`. Invalid rollouts are
-        left out of their groups, and get 0. lengths, logprobs: of the shape of `rewards`: tokens of
-        each response, and their mean log-prob. greedy_correct, greedy_rewards: of the prompt's
-        greedy response: one per group, or of the shape of `rewards`. reward_parts: [R,
-        *rewards.shape], the rewards whose weighted sum is `rewards`; NaN where one does not apply.
-        reward_weights: R weights of the parts, default 1. prompts: one per group, for a custom
-        function that asks for them. log_ratios: of the shape of `rewards`: log pi(y_i) - log
-        mu(y_i) of whole responses sampled by the policy mu, clamped to
-            [-20, 20]; the gradient is that of pi.
-        scale_by_k: multiply by k, so that the mean gradient is that of max@k itself (maxpo, EI,
-            L2O); MaxPO's eq. 13 omits the factor.
-        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, with offsets or ids,
-            rank estimators keep tables of all sizes up to it (default: min(S, 4096)): 8 bytes times
-            its square. Estimators without a kernel pad groups to it; by default they read the
-            largest size from the GPU, or pad to S in torch.compile.
-        options: further options of the estimator, such as eps, ddof, quantile, tau; defaults are in
-        `ESTIMATORS`.
+        rewards: [..., N], each row a group, or flat [S] with offsets or group_ids; any real dtype.
+        estimator: a name in `ESTIMATORS`, or an `Estimator`.
+        k: size of the max@k objective, for estimators that have it.
+        order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
+        offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]].
+        group_ids: [S] integers in any order; equal ids form a group.
+        valid: bool, like rewards. Invalid rollouts are left out of their groups, and get 0.
+        lengths, logprobs: like rewards: tokens of each response, and their mean log-prob.
+        greedy_correct, greedy_rewards: of the prompt's greedy response, [G] or like rewards.
+        reward_parts: [R, *rewards.shape], whose weighted sum is `rewards`; NaN: does not apply.
+        reward_weights: R weights of the parts, default 1.
+        prompts: one per group, for a custom function that asks for them.
+        log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy
+            mu, clamped to [-20, 20]; the gradient is that of pi.
+        scale_by_k: multiply by k, so that the mean gradient is that of max@k (maxpo, EI, L2O).
+        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, rank estimators keep
+            tables of all sizes up to it (default: min(S, 4096)), 8 bytes times its square.
+            Estimators without a kernel pad groups to it; by default they read the largest size from
+            the GPU, or pad to S in torch.compile.
+        options: further options of the estimator, such as eps, ddof, quantile, tau.
 
     Returns:
-        Advantages of the shape and device of `rewards`, of its dtype if floating, else float32; not
-        differentiable. In a group of one, every centred estimator gives 0. Among uneven groups,
-        groups with too few rollouts for k get 0.
+        Advantages like rewards, float32 if these are not floating; not differentiable. In groups
+        of one, centred estimators give 0. Uneven groups with too few rollouts for k get 0.
 
     Raises:
-        ValueError: if the estimator is unknown, k or order is out of range (for the largest group),
-        or an argument is missing,
-            unexpected or does not fit. On the CPU also if a rollout's number is not finite, not
-            allowed for the estimator or, without a kernel, beyond 1e150, or if an advantage exceeds
-            its dtype. On a GPU these checks would wait for the
-            device: all advantages of such a group become NaN (of the batch, if the estimator scales
-            by it), and an advantage that exceeds its dtype becomes infinite.
+        ValueError: if an argument is unknown, missing, unexpected, out of range or does not fit. On
+            the CPU also if a number is not finite, not allowed for the estimator or, without a
+            kernel, beyond 1e150, or an advantage exceeds its dtype. A GPU would wait for these
+            checks: such a group's advantages become NaN (the batch's, if the estimator scales by
+            it), and an advantage that exceeds its dtype infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("rewards", rewards)
@@ -109,9 +97,8 @@ def group_advantage(
     row = find_estimator(estimator)
     asked = (row, None if is_flat else shape[-1], k, order, scale_by_k, tuple(options.items()))
     try:
-        size, numbers = (
-            _resolve(*asked) if torch.compiler.is_compiling() else _resolved(*asked)
-        )  # a compiler cannot trace a cache
+        # a compiler cannot trace a cache
+        size, numbers = (_resolve if torch.compiler.is_compiling() else _resolved)(*asked)
     except TypeError:  # an argument is not hashable: _resolve raises an error that names it
         size, numbers = _resolve(*asked)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
@@ -119,9 +106,8 @@ def group_advantage(
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
     width = 0
     if max_group_size is not None:
-        width = check_integer(
-            "max_group_size", max_group_size, "an integer of at least 0", lambda x: x >= 0
-        )
+        wanted = "an integer of at least 0"
+        width = check_integer("max_group_size", max_group_size, wanted, lambda x: x >= 0)
         width = min(width, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
         inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
@@ -134,11 +120,8 @@ def group_advantage(
     if not is_flat and len(shape) != 2:
         viewed = viewed.view(-1, shape[-1])
         valid = None if valid is None else valid.view(viewed.shape)
-    if (
-        row.kernel is not None
-        and isinstance(estimator, str)
-        and dispatch.has_kernels(rewards.device)
-    ):
+    has_kernel = row.kernel is not None and isinstance(estimator, str)
+    if has_kernel and dispatch.has_kernels(rewards.device):
         if viewed.dtype not in DTYPES:  # large integers do not fit into float32
             viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
         advantages: Tensor = _kernel(
@@ -153,9 +136,8 @@ def group_advantage(
             call = dispatch.KernelLaunch(viewed.device)
             read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
         padded = PaddedGroups.of(viewed, offsets, places, valid, width)
-        advantages = _by_function(
-            row, padded, shape, {"rewards": viewed} | inputs, dtype, size, numbers
-        )
+        inputs = {"rewards": viewed} | inputs
+        advantages = _by_function(row, padded, shape, inputs, dtype, size, numbers)
     if scale_by_k:
         advantages = advantages * size
     if advantages.dtype != dtype:
@@ -194,9 +176,7 @@ _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is n
 def _inputs(
     row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Return the estimator's inputs besides the rewards; raise ValueError if one is missing or
-    unexpected.
-    """
+    """Return the estimator's inputs; raise ValueError if one is missing or unexpected."""
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
             raise ValueError(f"{row.name} {'needs' if value is None else 'does not use'} {name}")
@@ -209,10 +189,8 @@ def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]
     given = [1.0] * num_parts if given is None else given
     weights = tuple(check_finite("each of reward_weights", weight) for weight in given)
     if len(weights) != num_parts:
-        raise ValueError(
-            f"reward_weights must be a number for each of the {num_parts} rewards, got "
-            f"{len(weights)}"
-        )
+        wanted = f"a number for each of the {num_parts} rewards"
+        raise ValueError(f"reward_weights must be {wanted}, got {len(weights)}")
     return weights
 
 
@@ -230,10 +208,8 @@ def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
         if kind is not None and not is_kind[kind]:
             raise ValueError(f"{name} must be {kind}, got {value.dtype}")
         if kind is not None and name != "greedy_correct" and value.shape != rewards.shape:
-            raise ValueError(
-                f"{name} must have the shape of rewards, {tuple(rewards.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
+            wanted = f"the shape of rewards, {tuple(rewards.shape)}"
+            raise ValueError(f"{name} must have {wanted}, got {tuple(value.shape)}")
         if name == "reward_parts" and (
             value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)
         ):
@@ -255,27 +231,20 @@ def _by_function(
 ) -> Tensor:
     """Return the advantages from the estimator's function, of the viewed rewards' shape."""
     if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
-        raise ValueError(
-            f"{row.name} takes groups of equal size, got the sizes "
-            f"{padded.present.sum(1)[:8].tolist()}"
-        )
+        sizes = padded.present.sum(1)[:8].tolist()
+        raise ValueError(f"{row.name} takes groups of equal size, got the sizes {sizes}")
     values = {}
     for name, x in given.items():
         if isinstance(x, Tensor):
-            x = (
-                x.double()
-                if name == "rewards" or x.is_floating_point()
-                else x
-                if x.dtype == torch.bool
-                else x.long()
-            )
+            if name == "rewards" or x.is_floating_point():
+                x = x.double()
+            elif x.dtype != torch.bool:
+                x = x.long()
             if name.startswith("greedy") and x.numel() == padded.num_groups:  # one for each group
                 x = x.reshape(-1, 1)[: len(padded.exists)]
             elif name.startswith("greedy") and x.shape != shape:
-                raise ValueError(
-                    f"{name} must have one value per group, or the shape of rewards, got the shape "
-                    f"{tuple(x.shape)}"
-                )
+                wanted = "one value per group, or the shape of rewards"
+                raise ValueError(f"{name} must have {wanted}, got the shape {tuple(x.shape)}")
             else:
                 if x.shape != padded.shape:
                     x = x.reshape(*x.shape[:1] if name == "reward_parts" else (), *padded.shape)
@@ -284,23 +253,19 @@ def _by_function(
         values[name] = x
     unusable = check_numbers(row, values, padded, _LARGEST)
     rewards = values.pop("rewards")
-    group = Group(
-        rewards if unusable is None else rewards.masked_fill(unusable, 0.0), padded.exists, dtype
-    )
+    usable = rewards if unusable is None else rewards.masked_fill(unusable, 0.0)
+    group = Group(usable, padded.exists, dtype)
     if row.size is not None and size:
         values[row.size.name] = size
     advantages = row.compute(group, **values, **options)
     if not isinstance(advantages, Tensor):
         raise ValueError(f"{row.name} must return a tensor, got {type(advantages).__name__}")
-    if (
-        advantages.shape != rewards.shape
-        or not advantages.is_floating_point()
-        or advantages.device != rewards.device
-    ):
+    is_like = advantages.shape == rewards.shape and advantages.device == rewards.device
+    if not is_like or not advantages.is_floating_point():
         raise ValueError(
             f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on "
-            f"{rewards.device}, got "
-            f"{advantages.dtype} of shape {tuple(advantages.shape)} on {advantages.device}"
+            f"{rewards.device}, got {advantages.dtype} of shape {tuple(advantages.shape)} on "
+            f"{advantages.device}"
         )
     advantages = advantages.double()
     if row.size is not None and size:
@@ -311,18 +276,14 @@ def _by_function(
     if padded.index is None:
         return advantages
     total = padded.shape[0]
-    flat = advantages.new_full(
-        (total + 1,), torch.nan
-    )  # NaN stays where a group is too long; absent rollouts go to the last slot
-    return flat.scatter(
-        0, torch.where(padded.present, padded.index, total).flatten(), advantages.flatten()
-    )[:-1]
+    # NaN stays where a group is too long; absent rollouts go to the last slot
+    flat = advantages.new_full((total + 1,), torch.nan)
+    slots = torch.where(padded.present, padded.index, total)
+    return flat.scatter(0, slots.flatten(), advantages.flatten())[:-1]
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:
-    """Raise ValueError if an advantage is NaN or exceeds its dtype. On a GPU the check would wait,
-    so it is skipped.
-    """
+    """Raise ValueError if an advantage is not finite; skipped on a GPU, where it would wait."""
     if not is_host_readable(advantages):
         return
     # float8 has no sums
@@ -331,18 +292,16 @@ def _check_fit(name: str, advantages: Tensor) -> None:
         return
     beyond = (~values.isfinite()).flatten().nonzero()
     if len(beyond):
-        value = float(values.flatten()[beyond[0]])
-        raise ValueError(
-            f"the advantages of {name} must be finite in {advantages.dtype}, got {value} at index "
-            f"{int(beyond[0])}"
-        )
+        got = f"{float(values.flatten()[beyond[0]])} at index {int(beyond[0])}"
+        dtype = advantages.dtype
+        raise ValueError(f"the advantages of {name} must be finite in {dtype}, got {got}")
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1); its mean gradient
-    is (1/k) grad max@k.
+    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1).
 
-    This function and the next ones also take offsets, group_ids and valid, as in `group_advantage`.
+    Its mean gradient is (1/k) grad max@k. This and the next functions also take offsets, group_ids
+    and valid, as in `group_advantage`.
     """
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
@@ -353,25 +312,20 @@ def expected_improvement(rewards: Tensor, k: int, **layout: Any) -> Tensor:
 
 
 def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6); expected_improvement minus
-    this is maxpo_advantage.
-    """
+    """Return L2O_i of rewards [..., N], 2 <= k <= N-1 (MaxPO, eq. 6)."""
     return group_advantage(rewards, "leave_two_out", k=k, **layout)
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """Return the MaxRL advantage of rewards [..., N]: the sum of maxpo_advantage over k = 1..order,
-    default N-1.
+    """Return the sum of maxpo_advantage over k = 1..order, default N-1, of rewards [..., N].
 
-    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, and 0 if mean = 0 (MaxRL, Algorithm 1).
+    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, 0 if mean = 0 (MaxRL, Algorithm 1).
     """
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
 
 def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layout: Any) -> Tensor:
-    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); exactly 0 in a group of
-    equal rewards.
-    """
+    """Return (r - mean)/(std + eps) of rewards [..., N] (Shao et al. 2024); 0 if they are equal."""
     return group_advantage(rewards, "grpo", eps=eps, ddof=ddof, **layout)
 
 

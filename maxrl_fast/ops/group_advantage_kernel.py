@@ -1,9 +1,7 @@
-"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`, on CPU and
-CUDA.
+"""`maxrl_fast::group_advantage`: the operator of the estimators that have a `Kernel`.
 
 Rewards are [G, N], or flat [S] with `offsets` [G+1] and, if a group's rollouts are not adjacent,
-`order` [S]. On a CPU the sizes of uneven groups are read first. On a GPU nothing is read back, so
-that a CUDA graph can capture the operator.
+`order` [S]. On a GPU nothing is read back, so that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
@@ -40,11 +38,8 @@ def group_advantage(
             f"rewards must be one of {', '.join(DTYPES.values())}, got {rewards.dtype}"
         )
     call, row = KernelLaunch(rewards.device), ESTIMATORS[estimator]
-    kernel, numbers, groups = (
-        row.kernel,
-        tuple(options),
-        kernel_groups(call, rewards, offsets, order, valid),
-    )
+    kernel, numbers = row.kernel, tuple(options)
+    groups = kernel_groups(call, rewards, offsets, order, valid)
     assert kernel is not None, f"{estimator} has no kernel"
     given = dict(zip(row.options, numbers, strict=True))
     tables = starts = largest = 0
@@ -58,15 +53,13 @@ def group_advantage(
             sizes = read_sizes(call, groups, row, size, max_group_size)
         # sizes are not read back, so tables are needed for all possible ones
         elif kernel.table is not None:
-            most = max_group_size or min(
-                rewards.numel() if offsets is not None else rewards.shape[1], _LARGEST_ON_A_GPU
-            )
+            bound = rewards.shape[1] if offsets is None else rewards.numel()
+            most = max_group_size or min(bound, _LARGEST_ON_A_GPU)
             sizes = tuple(range(most + 1))
         largest = sizes[-1] if sizes else 0
         if kernel.table is not None:
-            tables, starts = map(
-                call.keep_cached, _tables(row, size, numbers, sizes, rewards.device)
-            )
+            made = _tables(row, size, numbers, sizes, rewards.device)
+            tables, starts = map(call.keep_cached, made)
     advantages = _empty_advantages(rewards)
     unusable = call.launch(
         "group_advantage",
@@ -96,9 +89,8 @@ def _(rewards: Tensor, *_: Any) -> Tensor:
 
 
 def _empty_advantages(rewards: Tensor) -> Tensor:
-    return torch.empty_like(
-        rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32
-    )
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    return torch.empty_like(rewards, dtype=dtype)
 
 
 def kernel_groups(
@@ -130,8 +122,7 @@ def read_sizes(
 ) -> tuple[int, ...]:
     """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
 
-    Raises ValueError if the offsets do not fit, or the largest group exceeds `max_group_size` or is
-    too small for k or the order.
+    Raises ValueError if the offsets do not fit, or the largest group is too large or too small.
     """
     sizes = tuple(call.launch("distinct_group_sizes", **groups))
     largest = max(sizes, default=0)
@@ -153,9 +144,8 @@ def read_sizes(
 def _table(
     row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device
 ) -> Tensor:
-    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by the number of correct
-    rollouts.
-    """
+    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by number of correct
+    ones."""
     assert row.kernel is not None
     assert row.kernel.table is not None
     if row.size is not None:
@@ -173,19 +163,15 @@ def _tables(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the concatenated tables of groups of `sizes`, and where each n's table starts, int64
-    [largest size + 1].
-    """
+    """Return the concatenated tables of `sizes`, and where each n's starts, int64 [largest + 1]."""
     nothing = torch.zeros(0, dtype=torch.float64)
-    tables = [
-        _table(row, size, options, n, nothing.device).flatten() if n else nothing for n in sizes
-    ]
+    cpu = nothing.device
+    tables = [_table(row, size, options, n, cpu).flatten() if n else nothing for n in sizes]
     starts = torch.zeros(max(sizes, default=0) + 1, dtype=torch.int64)
     starts[list(sizes)] = torch.tensor([0, *map(len, tables)]).cumsum(0)[:-1]
     return torch.cat([*tables, nothing]).to(device), starts.to(device)
 
 
 def forget_tables() -> None:
-    """Drop the cached tables, which also hold GPU memory."""
     _table.cache_clear()
     _tables.cache_clear()

@@ -15,25 +15,18 @@ from maxrl_fast.algorithms.estimators import Estimator
 def uneven_groups(
     offsets: Tensor | None, group_ids: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return offsets [G+1] int64, and the index [S] that sorts the rollouts by group; None for
-    equal groups.
-    """
+    """Return offsets [G+1] int64, and the index [S] that sorts by group; None for equal groups."""
     if offsets is not None:
         if group_ids is not None:
             raise ValueError("give offsets or group_ids, not both")
-        if (
-            offsets.dim() != 1
-            or offsets.numel() == 0
-            or offsets.dtype not in (torch.int32, torch.int64)
-        ):
-            raise ValueError(
-                f"offsets must be int64 [G+1], got {offsets.dtype} of shape {tuple(offsets.shape)}"
-            )
+        is_vector = offsets.dim() == 1 and offsets.numel() > 0
+        if not is_vector or offsets.dtype not in (torch.int32, torch.int64):
+            got = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
+            raise ValueError(f"offsets must be int64 [G+1], got {got}")
         return offsets.long().contiguous(), None
     if group_ids is None:
         return None, None
-    # The number of groups is not read from the device: S groups are made, and the last ones are
-    # empty.
+    # The number of groups is not read from the device: S groups are made, the last ones empty.
     ids, places = group_ids.long().sort(stable=True)
     group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
     return torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device)), places
@@ -61,15 +54,11 @@ class PaddedGroups:
     ) -> "PaddedGroups":
         """Pad the operator's layout.
 
-        `width` is an upper bound of the sizes of uneven groups. 0: the largest size, read from the
+        `width`: an upper bound of the sizes of uneven groups. 0: the largest size, read from the
         device, and empty groups at the end are cut; when tracing, the number of rollouts.
         """
         if offsets is None:
-            exists = (
-                torch.ones(rewards.shape, dtype=torch.bool, device=rewards.device)
-                if valid is None
-                else valid
-            )
+            exists = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
             return cls(tuple(rewards.shape), len(rewards), None, exists, exists, None)
         total, num_groups, too_long = len(rewards), len(offsets) - 1, None
         starts, sizes = offsets[:-1], offsets.diff()  # [G], [G]
@@ -85,9 +74,8 @@ class PaddedGroups:
         index = (starts[:, None] + places).clamp(0, total - 1)  # [G, W]
         index = index if order is None else order[index]
         exists = present if valid is None else present & valid[index]
-        return cls(
-            (total,), num_groups if order is None else None, index, present, exists, too_long
-        )
+        known = num_groups if order is None else None
+        return cls((total,), known, index, present, exists, too_long)
 
 
 def check_numbers(
@@ -95,8 +83,8 @@ def check_numbers(
 ) -> Tensor | None:
     """Raise ValueError for the first number [..., G, W] that the estimator cannot take.
 
-    If the check would wait for the device, return instead which groups must become NaN: [G, 1]
-    bool, or [1, 1] if the batch scales all groups; None if none.
+    If the check would wait for the device, return which groups must become NaN: [G, 1] bool, or [1,
+    1] if the batch scales all groups; None if none.
     """
     unusable = padded.too_long
     for name, x in values.items():
@@ -123,11 +111,8 @@ def check_numbers(
             number, (group, rollout) = float(x[tuple(place)]), place[-2:]
             if wanted == "finite" and math.isfinite(number):
                 is_binary = name == "rewards" and row.binary
-                wanted = (
-                    f"0 or 1 for {row.name}"
-                    if is_binary
-                    else f"at most {largest:g} in magnitude for {row.name}"
-                )
+                limit = "0 or 1" if is_binary else f"at most {largest:g} in magnitude"
+                wanted = f"{limit} for {row.name}"
             index = "" if padded.index is None else f" (index {int(padded.index[group, rollout])})"
             got = repr(number).removesuffix(".0")
             raise ValueError(

@@ -1,6 +1,4 @@
-"""The token loss that overwrites the logits with their gradient, and errors for later use of the
-logits.
-"""
+"""The token loss that overwrites the logits with their gradient; later use of them is an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,10 @@ from maxrl_fast.ops.token_loss_kernel import scaled
 
 
 def overwrite(logits: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the LossSums [10] of `compute`, differentiable; `compute` overwrites the logits with
-    their gradient.
+    """Return the differentiable LossSums [10] of `compute`, which overwrites the logits.
 
-    If an earlier operation saved the logits for its backward pass, autograd notices their changed
-    version and raises an error. A later operation's backward pass goes through `_Spent`, which
-    raises an error too.
+    If an earlier operation saved the logits, autograd notices their changed version and raises. A
+    later operation's backward pass goes through `_Spent`, which raises too.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
@@ -87,6 +83,5 @@ class _Spent(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise RuntimeError(
             "the logits were used after policy_gradient_loss(in_place=True) had put its gradient "
-            "in their place: "
-            "use them before and without keeping them, or leave in_place out"
+            "in their place: use them before and without keeping them, or leave in_place out"
         )

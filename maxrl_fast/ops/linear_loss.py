@@ -1,9 +1,6 @@
-"""Policy-gradient losses and log-probs from hidden states and the output matrix, one chunk of
-logits at a time.
+"""Losses and log-probs from hidden states and the output matrix, one chunk of logits at a time.
 
-These operators have no kernels; they call the ones of token_loss_kernel.py and multiply matrices.
-As operators they are opaque to torch.compile, which could not trace the number of rows with a
-gradient.
+Registered as operators, because torch.compile could not trace the number of rows with a gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,35 +56,27 @@ def linear_policy_gradient_loss(
     softcap: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return policy_gradient_loss of the logits hidden @ weight.T, without holding all logits in
-    memory.
+    """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time.
 
     The forward pass computes loss and gradients chunk by chunk: a chunk's logits, their gradient in
     the same memory, and its matrix multiplications with weight and hidden states. Besides the
-    gradients of hidden [T, H] and weight [V, H], the latter in float32 until the end, it needs
-    memory for one chunk of logits (and its float32 copy if a CPU multiplies half precision), for
-    any T. On a GPU rows are padded to a multiple of 64 logits, so a chunk of C tokens takes C
-    ceil(V / 64) 64 numbers. gspo takes two passes, the first for sequence ratios; losses that are
-    functions (`ops.LOSSES`) take two, for log-probs and their gradient.
+    gradients, weight's in float32 until the end, it needs memory for one chunk of logits (and its
+    float32 copy if a CPU multiplies half precision), for any T. gspo takes two passes, the first
+    for sequence ratios; losses that are functions (`ops.LOSSES`) take two, for log-probs and their
+    gradient.
 
-    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask,
-    because the host waits for the number of these tokens; without a mask no call waits, and all
-    tokens are multiplied.
+    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, and
+    the host waits for the number of these tokens; without a mask all tokens are multiplied.
 
     Args:
-        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype. weight: [V, H],
-        of the same dtype or float32 (a master copy). Its gradient is accumulated in float32, and
-        not allocated
-            if weight is frozen (requires_grad False).
+        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
+        weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is not allocated
+            if it is frozen (requires_grad False).
         softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
             unchanged. A gradient through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a
-            GPU (a number of tokens that the multiprocessors divide evenly), but at least 128
-            tokens.
-        others: as in policy_gradient_loss.
-
-    Returns:
-        As policy_gradient_loss.
+            GPU, but at least 128 tokens.
+        others: as in policy_gradient_loss, as are the results.
 
     Raises:
         As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU
@@ -122,18 +111,15 @@ def linear_policy_gradient_loss(
     if not has_kernels(hidden.device) or not row.fused:
         hidden = torch.where(batch.counted()[:, None], hidden, 0.0)  # masked states may be NaN
         targets = batch.targets.where(batch.counted(), 0)
-        tau = (
-            temperature
-            if mask is None or not isinstance(temperature, Tensor)
-            else temperature.where(mask, 1.0)
-        )
+        tau = temperature
+        if mask is not None and isinstance(tau, Tensor):
+            tau = tau.where(mask, 1.0)
         scale: dict[str, Any] = {"temperature": tau, "softcap": softcap}
         values = linear_token_logprobs(hidden, weight, targets, **scale, chunk_tokens=chunk_tokens)
         reads = None if row.rows is None else partial(call_rows, row, options)
         rows = None if reads is None else linear_rows(hidden, weight, targets, reads, **scale)
-        return loss_and_metrics(
-            function_loss(row, options, terms, batch, tokens_of(batch, *values, rows)), hidden
-        )
+        sums = function_loss(row, options, terms, batch, tokens_of(batch, *values, rows))
+        return loss_and_metrics(sums, hidden)
     counted = len(batch) if mask is None else mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
@@ -157,16 +143,15 @@ def linear_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return token_logprobs of the logits hidden @ weight.T, one chunk of tokens at a time.
 
-    Arguments and results are as in token_logprobs; hidden [T, H], weight [V, H], softcap and
-    chunk_tokens as in linear_policy_gradient_loss. The backward pass recomputes the logits.
+    hidden [T, H], weight [V, H], softcap and chunk_tokens are as in linear_policy_gradient_loss,
+    the rest as in token_logprobs. The backward pass recomputes the logits.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     check_rows((len(hidden), size), targets, temperature, hidden.device)
     targets = targets.long().contiguous()
     if not has_kernels(hidden.device):
-        return token_logprobs_reference(
-            capped_logits(hidden, weight, softcap), targets, temperature
-        )
+        logits = capped_logits(hidden, weight, softcap)
+        return token_logprobs_reference(logits, targets, temperature)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(real_dtype(hidden.dtype)).contiguous()
     logprobs, entropy = linear_logprobs(
@@ -177,15 +162,14 @@ def linear_token_logprobs(
 
 @operator(
     schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, "
-    "bool needs_hidden, "
-    "bool needs_weight) -> (Tensor, Tensor, Tensor)"
+    "bool needs_hidden, bool needs_weight) -> (Tensor, Tensor, Tensor)"
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
     needed.
 
-    After the weight come the arguments of token_loss, the chunk's tokens, the soft cap, and which
-    gradients are needed.
+    After the weight come the arguments of token_loss, chunk, soft cap, and which gradients are
+    needed.
     """
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
@@ -211,9 +195,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
-    """Return which tokens the loss reads, int64; None for all. On a GPU without a mask, nothing is
-    read by the host.
-    """
+    """Return the tokens that the loss reads, int64; None: all, also on a GPU without a mask."""
     if dispatch.is_gpu(batch.targets.device) and batch.mask is None:
         return None
     index = batch.needed_rows(terms, LOSSES[terms.loss].by_sequence).nonzero()[:, 0]
@@ -222,19 +204,17 @@ def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
 
 @register_fake(linear_loss)
 def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return hidden.new_empty(NUM_SUMS, dtype=torch.float64), *_empty_gradients(
-        hidden, weight, *arguments[-2:]
-    )
+    sums = hidden.new_empty(NUM_SUMS, dtype=torch.float64)
+    return sums, *_empty_gradients(hidden, weight, *arguments[-2:])
 
 
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    needed = ((hidden, needs_hidden), (weight, needs_weight))
-    grad_hidden, grad_weight = (
-        torch.empty_like(x) if is_needed else x.new_empty(0) for x, is_needed in needed
+    return (
+        torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
+        torch.empty_like(weight) if needs_weight else weight.new_empty(0),
     )
-    return grad_hidden, grad_weight
 
 
 kernels.register_loss(linear_loss, "linear_policy_gradient_loss", 2)
@@ -253,9 +233,8 @@ def _logprobs(
         for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap)
     ]
     none = hidden.new_empty(0, dtype=real_dtype(hidden.dtype))
-    return torch.cat([none, *(logprobs for logprobs, _ in parts)]), torch.cat(
-        [none, *(entropy for _, entropy in parts)]
-    )
+    logprobs, entropy = (torch.cat(column) for column in zip((none, none), *parts, strict=True))
+    return logprobs, entropy
 
 
 @operator()
@@ -268,15 +247,8 @@ def linear_logprobs(
     chunk: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the targets [T], and the entropies [T]."""
-    return _logprobs(
-        hidden,
-        weight,
-        targets,
-        temperature if temperatures is None else temperatures,
-        chunk,
-        softcap,
-    )
+    tau = temperature if temperatures is None else temperatures
+    return _logprobs(hidden, weight, targets, tau, chunk, softcap)
 
 
 @register_fake(linear_logprobs)
@@ -296,10 +268,7 @@ def _linear_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, 
     gradients = linear_logprobs_backward(
         *ctx.saved_tensors, ctx.temperature, *contiguous, ctx.chunk, ctx.softcap, *needed
     )
-    return tuple(
-        gradient if is_needed else None
-        for gradient, is_needed in zip(gradients, needed, strict=True)
-    )
+    return tuple(x if yes else None for x, yes in zip(gradients, needed, strict=True))
 
 
 register_backward(
@@ -327,8 +296,9 @@ def linear_logprobs_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden [T, H] and weight [V, H], or [0] if not needed."""
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
+    tau = temperature if temperatures is None else temperatures
     for start, stop, logits in chunks:
-        rows = rows_of(targets, temperature if temperatures is None else temperatures, start, stop)
+        rows = rows_of(targets, tau, start, stop)
         kernels.token_logprobs_backward_(
             logits, *rows, grad_logprobs[start:stop], grad_entropy[start:stop]
         )

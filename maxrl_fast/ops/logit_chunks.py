@@ -28,24 +28,17 @@ def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
 def check_hidden(
     hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float
 ) -> tuple[int, int]:
-    """Return V and the given chunk_tokens, or 0; raise ValueError if hidden and weight do not
-    fit.
-    """
+    """Return V and the given chunk_tokens, or 0; raise ValueError if an argument does not fit."""
     check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
     if hidden.dtype not in DTYPES:
         raise ValueError(f"hidden must be {', '.join(DTYPES.values())}, got {hidden.dtype}")
-    if (
-        hidden.dim() != 2
-        or weight.dim() != 2
-        or hidden.shape[1] != weight.shape[1]
-        or hidden.device != weight.device
-    ):
+    are_matrices = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    if not are_matrices or hidden.device != weight.device:
         raise ValueError(
             "hidden [T, H] and weight [V, H] must have one H and device, got "
-            f"{tuple(hidden.shape)} on {hidden.device} and "
-            f"{tuple(weight.shape)} on {weight.device}"
+            f"{tuple(hidden.shape)} on {hidden.device} and {tuple(weight.shape)} on {weight.device}"
         )
     if weight.dtype not in (hidden.dtype, torch.float32):
         raise ValueError(
@@ -58,7 +51,6 @@ def check_hidden(
 
 
 def row_stride(vocab_size: int, device: torch.device) -> int:
-    """Distance between rows of logits, in elements."""
     multiple = _ROW_MULTIPLE if dispatch.is_gpu(device) else 1
     return -(-vocab_size // multiple) * multiple
 
@@ -76,14 +68,11 @@ def default_chunk(hidden: Tensor, vocab_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
-    """Return how many tokens, at most `most`, to multiply at a time so that the multiprocessors are
-    least idle.
+    """Return how many tokens, at most `most`, to multiply at a time for least idle multiprocessors.
 
-    The gradient of a chunk's hidden states [C, H] has few tiles, and its last wave of tiles takes
-    as long as a full one. So the result is the multiple of 128 with the fewest waves over all
-    tokens, the largest of these. The other two multiplications have V / 256 times H / 256 or C /
-    128 tiles, so their last wave hardly counts. For example, 4224 tokens at H = 4096 are 33 x 16
-    tiles of 128 x 256: four waves of 132 multiprocessors.
+    The gradient of a chunk's hidden states [C, H] has few tiles of 128 x 256, and its last wave
+    takes as long as a full one. The result is the largest multiple of 128 with the fewest waves.
+    For example, 4224 tokens at H = 4096 are 33 x 16 tiles: four waves of 132 multiprocessors.
     """
     if num_tokens <= most:
         return max(num_tokens, 1)
@@ -117,28 +106,23 @@ class Chunks:
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         dtype = real_dtype(hidden.dtype)
-        # On a GPU the first product overwrites the weight's gradient, which saves two passes over
-        # it.
+        # On a GPU the first product overwrites the weight's gradient: two passes fewer.
         overwrites = dispatch.is_gpu(hidden.device) and len(hidden) > 0
         make = torch.empty_like if overwrites else torch.zeros_like
-        self.grad_weight, self.beta = (
-            make(weight, dtype=dtype) if needs_weight else None,
-            0 if overwrites else 1,
-        )
+        self.grad_weight = make(weight, dtype=dtype) if needs_weight else None
+        self.beta = 0 if overwrites else 1
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
         self.softcap = softcap
-        self.slope = (
-            torch.empty_like(self.buffer) if softcap and (needs_hidden or needs_weight) else None
-        )
+        has_slope = softcap and (needs_hidden or needs_weight)
+        self.slope = torch.empty_like(self.buffer) if has_slope else None
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
         for start in range(0, len(self.hidden), self.size):
             stop = min(start + self.size, len(self.hidden))
-            logits = torch.mm(
-                self.hidden[start:stop], self.weight.T, out=self.buffer[: stop - start]
-            )
+            buffer = self.buffer[: stop - start]
+            logits = torch.mm(self.hidden[start:stop], self.weight.T, out=buffer)
             if self.softcap:
                 bounded = logits.div_(self.softcap).tanh_()
                 if self.slope is not None:
@@ -148,8 +132,8 @@ class Chunks:
             yield start, stop, logits
 
     def backward(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Add a chunk's contribution, given the gradient of its logits [stop - start, V], to the
-        gradients of hidden and weight."""
+        """Add a chunk's contribution to the gradients, given the gradient of its logits [stop -
+        start, V]."""
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
         if self.grad_hidden is not None:
@@ -182,11 +166,7 @@ class Chunks:
 
 @cache
 def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch can add a half-precision matrix product to a float32 matrix in
-    place.
-
-    Otherwise the product needs a separate matrix [V, H], and another pass over both.
-    """
+    """Whether torch can add a half-precision matrix product to a float32 matrix in place."""
     total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
     unwritten = torch.full_like(total, torch.nan)
     try:

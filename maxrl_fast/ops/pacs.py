@@ -28,13 +28,14 @@ def log_ratio_reward(
     *,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return r_s = beta sum_t (logp_t - ref_t) over the tokens of each packed response (PACS, eq.
-    7).
+    """Return r_s = beta sum_t (logp_t - ref_t) over each packed response (PACS, eq. 7).
 
     Args:
-        logprobs: [T] float32 or float64 of the policy; the result is differentiable with respect to
-        them. ref_logprobs: [T] of the reference policy, constants. cu_seqlens: [S+1] integers, from
-        0 to T. beta: reward per nat. mask: [T] bool, False for tokens to leave out.
+        logprobs: [T] float32 or float64 of the policy, differentiable.
+        ref_logprobs: [T] of the reference policy, constants.
+        cu_seqlens: [S+1] integers, from 0 to T.
+        beta: reward per nat.
+        mask: [T] bool, False for tokens to leave out.
 
     Returns:
         [S], of the dtype of logprobs, summed in float64.
@@ -52,14 +53,12 @@ def log_ratio_reward(
     if mask is not None:
         check_tensor("mask", mask, logprobs.device, "logprobs are")
         if mask.dtype != torch.bool or mask.shape != logprobs.shape:
-            raise ValueError(
-                f"mask must be bool [T] = [{len(logprobs)}], got {mask.dtype} {tuple(mask.shape)}"
-            )
+            got = f"{mask.dtype} {tuple(mask.shape)}"
+            raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {got}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    operator = (
-        kernels.log_ratio_reward if has_kernels(logprobs.device) else log_ratio_reward_reference
-    )
+    has_kernel = has_kernels(logprobs.device)
+    operator = kernels.log_ratio_reward if has_kernel else log_ratio_reward_reference
     proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
@@ -79,19 +78,17 @@ def pacs_loss(
     weight: str = "balanced",
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the score in the
-    group (PACS, eq. 8).
+    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the group's scores:
 
-        L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)
+        L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)        (PACS, eq. 8)
 
-    The gradient flows through the whole group: a rollout's proxy is part of the other rollouts'
-    baseline.
+    The gradient flows through the whole group: a proxy is part of the other rollouts' baseline.
 
     Args:
-        reward_proxy: [S] float32 or float64, from log_ratio_reward. labels: [S], 0 or 1: whether
-        the rollout is correct. groups: N, the number of adjacent rollouts of each prompt; or
-        offsets [G+1], integers, for uneven groups. Groups must be
-            complete, because a part of a group has other scores.
+        reward_proxy: [S] float32 or float64, from log_ratio_reward.
+        labels: [S], 0 or 1: whether the rollout is correct.
+        groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for
+            uneven groups. Groups must be complete.
         score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std +
             1e-6), sample standard deviation; "dr_grpo", r_i - mean; "naive", r_i. If all proxies of
             a group are equal, as on the first on-policy step, the gradient of "grpo" is 1e6 times
@@ -103,17 +100,14 @@ def pacs_loss(
 
     Returns:
         The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of
-        each rollout, unweighted;
-            and scalars: accuracy, the fraction of rollouts where psi > 0 if and only if R = 1;
-            reward_proxy, the mean; score_correct and score_wrong, the means of psi over correct and
-            wrong rollouts (0 if there are none).
+        each rollout, unweighted; and scalars: accuracy, the fraction of rollouts where psi > 0 if
+        and only if R = 1; reward_proxy, the mean; score_correct and score_wrong, the means of psi
+        over correct and wrong rollouts (0 over none).
 
     Raises:
-        ValueError: if a name is unknown, or shapes, dtypes, devices or numbers do not fit; on a CPU
-        also if a label is neither
-            0 nor 1, or if finite proxies are so large that the loss exceeds its dtype, or for grpo
-            their squares exceed float64. On a GPU, where the check would wait for the device, such
-            a label makes the loss NaN, and such proxies make it infinite or NaN.
+        ValueError: if an argument is unknown or does not fit; on a CPU also if a label is neither 0
+            nor 1, or the loss exceeds its dtype. On a GPU, where these checks would wait, the loss
+            then is NaN or infinite.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)
@@ -122,10 +116,8 @@ def pacs_loss(
     check_tensor("labels", labels, reward_proxy.device, "reward_proxy is")
     size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
     if size < 0 or reward_proxy.dtype not in DTYPES:
-        raise ValueError(
-            f"reward_proxy must be float32 or float64 [S], got {reward_proxy.dtype} "
-            f"{tuple(reward_proxy.shape)}"
-        )
+        got = f"{reward_proxy.dtype} {tuple(reward_proxy.shape)}"
+        raise ValueError(f"reward_proxy must be float32 or float64 [S], got {got}")
     if labels.shape != reward_proxy.shape:
         raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
     offsets, group_size = None, 0
@@ -137,6 +129,7 @@ def pacs_loss(
         group_size = check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
         group_size = min(group_size, max(size, 1))
     operator = kernels.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
+    denominator = max(size, 1) if denominator is None else denominator
     loss, means, cross_entropy, *_ = operator(
         reward_proxy.contiguous(),
         labels.to(reward_proxy.dtype).contiguous(),
@@ -144,9 +137,7 @@ def pacs_loss(
         group_size,
         score,
         weight == "balanced",
-        *split_denominator(
-            max(size, 1) if denominator is None else denominator, reward_proxy.device
-        ),
+        *split_denominator(denominator, reward_proxy.device),
     )
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())

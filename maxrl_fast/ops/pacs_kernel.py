@@ -37,24 +37,14 @@ def pacs_loss(
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the
-    proxies [S].
-
-    On a GPU this is two launches: one zeroes the workspace, and the kernel's last block writes the
-    loss and the metrics.
-    """
+    proxies [S]."""
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
-    loss, cross_entropy, gradient = (
-        proxies.new_empty(()),
-        torch.empty_like(proxies),
-        torch.empty_like(proxies),
-    )
-    workspace = (
-        torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device)
-        if dispatch.is_gpu(device)
-        else None
-    )
+    loss, cross_entropy = proxies.new_empty(()), torch.empty_like(proxies)
+    gradient, workspace = torch.empty_like(proxies), None
+    if dispatch.is_gpu(device):
+        workspace = torch.zeros(_C.PACS_WORKSPACE, dtype=torch.float64, device=device)
     call = KernelLaunch(device)
     unusable = call.launch(
         "pacs_loss",
@@ -100,7 +90,6 @@ register_backward(pacs_loss, "pacs_loss", _pacs_loss_backward, save=_save_gradie
 def log_ratio_reward(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
 ) -> Tensor:
-    """Return beta times the sum of logprobs - ref_logprobs [T] over each sequence: [S]."""
     call, dtype, shape = KernelLaunch(logprobs.device), logprobs.dtype, logprobs.shape
     proxies = logprobs.new_empty(len(cu_seqlens) - 1)
     call.launch(
@@ -121,11 +110,8 @@ def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _log_ratio_reward_backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor]:
-    return (
-        log_ratio_reward_backward(
-            grad_proxies.contiguous(), *ctx.saved_tensors, ctx.beta, ctx.num_tokens
-        ),
-    )
+    grad = grad_proxies.contiguous()
+    return (log_ratio_reward_backward(grad, *ctx.saved_tensors, ctx.beta, ctx.num_tokens),)
 
 
 register_backward(
@@ -137,7 +123,6 @@ register_backward(
 def log_ratio_reward_backward(
     grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
 ) -> Tensor:
-    """Return the gradient of the log-probs [T] from the gradient of the proxies [S]."""
     call, dtype = KernelLaunch(grad_proxies.device), grad_proxies.dtype
     gradient = grad_proxies.new_empty(num_tokens)
     call.launch(

@@ -10,7 +10,6 @@ from maxrl_fast.ops.pacs_kernel import PacsMetrics
 def log_ratio_reward_reference(
     logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
 ) -> Tensor:
-    """Return the operator's result; differentiable by autograd."""
     log_ratio = logprobs - ref_logprobs
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0.0)
@@ -28,13 +27,11 @@ def pacs_loss_reference(
     denominators: Tensor | None,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operator's loss, differentiable by autograd, PacsMetrics and cross-entropies."""
     r, y = proxies.double(), labels.double()
-    sizes = (
-        torch.full((len(r) // max(group_size, 1),), group_size, device=r.device)
-        if offsets is None
-        else offsets.diff()
-    )
+    if offsets is None:
+        sizes = torch.full((len(r) // max(group_size, 1),), group_size, device=r.device)
+    else:
+        sizes = offsets.diff()
     group = torch.repeat_interleave(sizes, output_size=len(r))
     n = sizes[group].double()
 
@@ -58,10 +55,8 @@ def pacs_loss_reference(
     both = (correct > 0) & (correct < n) & balanced
     weight = torch.where(both, n / (2 * torch.where(y > 0, correct, n - correct)), 1.0)
     cross_entropy = torch.where((y == 0) | (y == 1), softplus(psi) - y * psi, torch.nan)
-    loss, psi = (
-        (weight * cross_entropy).sum() / (denominator if denominators is None else denominators),
-        psi.detach(),
-    )
+    loss = (weight * cross_entropy).sum() / (denominator if denominators is None else denominators)
+    psi = psi.detach()
     size, num_correct = max(len(r), 1), y.sum()
     metrics = PacsMetrics(
         accuracy=((psi > 0) == (y > 0)).double().sum() / size,

@@ -15,26 +15,23 @@ def register_estimator(
     """Add an estimator to ESTIMATORS, so that `group_advantage(rewards, name)` computes it.
 
     Args:
-        name: a Python identifier. estimator: a function that returns finite, floating advantages
-        [G, N]; its signature declares its inputs
-            (docs/adding_an_objective.md). Or an `Estimator`, which may have a table for the kernel.
+        name: a Python identifier.
+        estimator: a function that returns finite, floating advantages [G, N], whose signature
+            declares its inputs (docs/adding_an_objective.md), or an `Estimator`.
         replace: whether `name` may already exist.
 
     Raises:
-        ValueError: if the name is taken or not an identifier, or if the estimator fails on a small
-        example.
+        ValueError: if the name is taken or not an identifier, or the estimator fails on a small
+            example.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the name of an estimator must be a Python identifier, got {name!r:.80}")
     check_flag("replace", replace)
     if name in ESTIMATORS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
-    row = dataclasses.replace(
-        estimator if isinstance(estimator, Estimator) else own_estimator(estimator), name=name
-    )
-    options: dict[str, Any] = {
-        key: 0.1 for key, option in row.options.items() if option.default is None
-    }
+    row = estimator if isinstance(estimator, Estimator) else own_estimator(estimator)
+    row = dataclasses.replace(row, name=name)
+    options: dict[str, Any] = {key: 0.1 for key, x in row.options.items() if x.default is None}
     if row.size is not None and row.size.required:
         options[row.size.name] = row.size.smallest
     before = ESTIMATORS.get(name)
@@ -50,9 +47,7 @@ def register_estimator(
 
 
 def own_estimator(function: Callable[..., Any]) -> Estimator:
-    """Return the row of a custom function, which may depend on all groups; raise ValueError if its
-    signature does not fit.
-    """
+    """Return the row of a custom function; raise ValueError if its signature does not fit."""
     return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 

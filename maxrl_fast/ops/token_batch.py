@@ -71,9 +71,7 @@ class TokenBatch:
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
-        """Return the factors of the policy-gradient term, [T] each: advantages, and importance
-        weights if given.
-        """
+        """Return advantages [T], and importance weights [T] if given."""
         factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
         if self.importance_weights is not None:
             weights = self.importance_weights
@@ -81,9 +79,7 @@ class TokenBatch:
         return factors
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Return tokens `start` to `stop - 1`. All sequences stay; sequences outside the range
-        become empty.
-        """
+        """Return tokens `start` to `stop - 1`; sequences outside become empty."""
         cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
         return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
 
@@ -106,14 +102,12 @@ class TokenBatch:
         return replace(self, cu_seqlens=cu_seqlens, **chosen)
 
     def counted(self) -> Tensor:
-        """Return which tokens [T] are not masked."""
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
 
     def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient.
 
-        With a sequence ratio, which is a mean over the sequence's unmasked tokens, all of them are
-        read unless the whole sequence has zero gradient.
+        A sequence ratio reads all tokens of a sequence, unless all of them have zero gradient.
         """
         keep = self.counted()
         of_tokens = self.advantages_per_token or self.importance_weights_per_token
@@ -124,9 +118,7 @@ class TokenBatch:
         return keep
 
     def log_ratio_of_sequences(self, logprobs: Tensor) -> Tensor:
-        """Return the mean log-ratio of each sequence [S] from logprobs [T], over unmasked
-        tokens.
-        """
+        """Return the mean log-ratio of each sequence [S] over unmasked tokens."""
         assert self.old_logprobs is not None
         keep = self.counted()
         # Not index_add, which adds in a varying order on a GPU.
@@ -135,7 +127,7 @@ class TokenBatch:
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum of values [T] over each sequence, [S], in float64."""
+    """Return the sum of values [T] over each sequence [S]."""
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
@@ -165,11 +157,10 @@ def prepare(
     mask: Tensor | None,
     denominator: float | Tensor | None,
 ) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
-    """Check the arguments of ops.policy_gradient_loss for T, V = shape, and convert them to the
-    kernels' types.
+    """Check the arguments of policy_gradient_loss for T, V = shape, and convert them for the
+    kernels.
 
-    Returns the batch, the terms of the loss, its row and its options. Raises as
-    policy_gradient_loss.
+    Returns the batch, the terms of the loss, its row and its options.
     """
     row = find_loss(loss)
     options = row.resolve(loss_options)
@@ -177,10 +168,8 @@ def prepare(
     terms = loss_terms(row.name, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     check_choice("aggregation", aggregation, AGGREGATIONS)
     if aggregation != (needed := row.aggregation or aggregation):
-        raise ValueError(
-            f"aggregation must be {needed} for {row.name}, whose loss it is a part of, got "
-            f"{aggregation}"
-        )
+        wanted = f"{needed} for {row.name}, whose loss it is a part of"
+        raise ValueError(f"aggregation must be {wanted}, got {aggregation}")
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
@@ -193,22 +182,12 @@ def prepare(
     weights_per_token = False
     if importance_weights is not None:
         check_tensor("importance_weights", importance_weights, device, "the logits are")
-        weights_per_token = _is_per_token(
-            "importance_weights",
-            importance_weights,
-            importance_weights_per_token,
-            cu_seqlens,
-            shape[0],
-        )
+        name, given = "importance_weights", importance_weights_per_token
+        weights_per_token = _is_per_token(name, importance_weights, given, cu_seqlens, shape[0])
         if is_host_readable(importance_weights):
+            of_weights = mask if weights_per_token else None
             is_below = importance_weights.float() < 0
-            _check_values(
-                "importance_weights",
-                importance_weights,
-                "at least 0",
-                is_below,
-                mask if weights_per_token else None,
-            )
+            _check_values(name, importance_weights, "at least 0", is_below, of_weights)
     real = real_dtype(logits_dtype)
 
     def cast(values: Tensor) -> Tensor:
@@ -217,9 +196,8 @@ def prepare(
     cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
     sequence_tokens = None
     if aggregation == "seq_mean_token_mean":
-        sequence_tokens = (
-            cu_seqlens.diff() if mask is None else _sums(mask.double(), cu_seqlens).long()
-        )
+        lengths = cu_seqlens.diff()
+        sequence_tokens = lengths if mask is None else _sums(mask.double(), cu_seqlens).long()
     batch = TokenBatch(
         targets=targets.to(torch.int64).contiguous(),
         cu_seqlens=cu_seqlens,
@@ -252,10 +230,8 @@ def _check_tokens(
     if mask is not None:
         check_tensor("mask", mask, device, "the logits are")
         if mask.dtype != torch.bool or mask.shape != (num_tokens,):
-            raise ValueError(
-                f"mask must be bool [T] = [{num_tokens}], got {mask.dtype} of shape "
-                f"{tuple(mask.shape)}"
-            )
+            got = f"{mask.dtype} of shape {tuple(mask.shape)}"
+            raise ValueError(f"mask must be bool [T] = [{num_tokens}], got {got}")
 
 
 def _is_per_token(
@@ -263,8 +239,8 @@ def _is_per_token(
 ) -> bool:
     """Return whether `values` are per token [T], not per sequence [S].
 
-    If T = S and no keyword is given, both readings agree only if every sequence has one token. That
-    is checked only on a CPU: on a GPU the check would wait for the device.
+    If T = S and no keyword is given, both agree only if every sequence has one token; a GPU cannot
+    check that without waiting, so it is an error there.
     """
     num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
     by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"
@@ -281,8 +257,7 @@ def _is_per_token(
     ):
         raise ValueError(
             f"{name} may have one number per token or one per response, since T = S = "
-            f"{num_tokens}: "
-            f"give {keyword}=True or {keyword}=False"
+            f"{num_tokens}: give {keyword}=True or {keyword}=False"
         )
     return len(values) != num_sequences
 
@@ -313,7 +288,7 @@ def loss_terms(
 def _check_values(
     name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None
 ) -> None:
-    """Raise ValueError for the first wrong number; masked numbers may be anything."""
+    """Raise ValueError for the first wrong number that is not masked."""
     is_wrong = is_wrong if mask is None else is_wrong & mask
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
@@ -337,9 +312,9 @@ def check_rows(
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
             f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of "
-            "shape "
-            f"{tuple(targets.shape)} on {targets.device}"
+            f"shape {tuple(targets.shape)} on {targets.device}"
         )
+    wanted = "a finite number above 0"
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature)
         if temperature.shape != (shape[0],) or temperature.device != device:
@@ -350,24 +325,16 @@ def check_rows(
         if is_host_readable(temperature):
             tau = temperature.detach().double()
             is_wrong = ~((tau > 0) & (tau < math.inf))
-            _check_values("temperature", temperature, "a finite number above 0", is_wrong, mask)
+            _check_values("temperature", temperature, wanted, is_wrong, mask)
     else:
-        check_number(
-            "temperature", temperature, "a finite number above 0", lambda x: 0 < x < math.inf
-        )
+        check_number("temperature", temperature, wanted, lambda x: 0 < x < math.inf)
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError if cu_seqlens is wrong. On a GPU its values are not checked, because that
-    would wait.
-    """
+    """Raise ValueError if cu_seqlens is wrong. On a GPU the values are not read."""
     check_tensor("cu_seqlens", cu_seqlens)
-    if (
-        cu_seqlens.dim() != 1
-        or not len(cu_seqlens)
-        or not is_integer(cu_seqlens)
-        or cu_seqlens.device != device
-    ):
+    is_vector = cu_seqlens.dim() == 1 and len(cu_seqlens) > 0
+    if not is_vector or not is_integer(cu_seqlens) or cu_seqlens.device != device:
         raise ValueError(
             f"cu_seqlens must be integers [S+1] on {device}, got {cu_seqlens.dtype} of shape "
             f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
@@ -378,9 +345,8 @@ def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -
     # Compared, not subtracted: differences of large or narrow integers overflow.
     falls = bounds[1:] < bounds[:-1]
     if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
-        got = f"{bounds[:8].tolist()}" + (
-            "" if len(bounds) <= 8 else f" and {len(bounds) - 8} more"
-        )
+        got = f"{bounds[:8].tolist()}"
+        got += "" if len(bounds) <= 8 else f" and {len(bounds) - 8} more"
         if bool(falls.any()):
             first = int(falls.nonzero()[0])
             got += f", where {int(bounds[first])} is followed by {int(bounds[first + 1])}"
@@ -404,23 +370,19 @@ def _denominator(
 
 
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Return the denominator as a float64 scalar tensor on the device; or None, and the number if
-    the host knows it.
+    """Return the denominator as a float64 scalar tensor on the device, or None and a number.
 
     Raises ValueError if it is not one finite number above 0.
     """
+    number: Any = given
+    if isinstance(given, Tensor):
+        check_tensor("denominator", given)
+        if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
+            wanted = "one number on the logits' device or a CPU"
+            got = f"the shape {tuple(given.shape)} on {given.device}"
+            raise ValueError(f"denominator must be {wanted}, got {got}")
+        if not is_host_readable(given):
+            return given.detach().to(device, torch.float64).reshape(()), 1.0
+        number = float(given.detach())
     wanted = "a finite number above 0"
-    if not isinstance(given, Tensor):
-        return None, check_number("denominator", given, wanted, lambda x: 0 < x < math.inf)
-    check_tensor("denominator", given)
-    if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
-        where = "on the logits' device or a CPU"
-        raise ValueError(
-            f"denominator must be one number {where}, got the shape {tuple(given.shape)} on "
-            f"{given.device}"
-        )
-    if is_host_readable(given):
-        return None, check_number(
-            "denominator", float(given.detach()), wanted, lambda x: 0 < x < math.inf
-        )
-    return given.detach().to(device, torch.float64).reshape(()), 1.0
+    return None, check_number("denominator", number, wanted, lambda x: 0 < x < math.inf)

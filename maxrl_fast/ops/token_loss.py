@@ -23,24 +23,22 @@ _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's log-prob and each row's entropy under softmax(logits / temperature), in
-    nats.
+    """Return each target's log-prob and each row's entropy under softmax(logits / temperature).
 
     Both are differentiable, once. The forward pass reads the logits once; the backward pass reads
-    them once and writes their gradient once. Under torch.no_grad nothing is stored.
+    them once and writes their gradient once.
 
     Args:
-        logits: [T, V] float32, bfloat16, float16 or float64, computed in float32 (float64 for
-        float64). targets: [T] integers below V. temperature: a number, or [T].
+        logits: [T, V] float32, bfloat16, float16 or float64.
+        targets: [T] integers below V.
+        temperature: a number, or [T].
 
     Returns:
         logprobs [T] and entropy [T], float32 (float64 for float64 logits).
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit; on a CPU also if a target is not in the
-        vocabulary or a temperature
-            is not above 0. On a GPU, where the check would wait for the device, such a token's
-            results become NaN.
+            vocabulary or a temperature is not above 0. On a GPU such a token's results are NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
     check_rows(shape_of(logits), targets, temperature, logits.device)
@@ -80,79 +78,67 @@ def policy_gradient_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy-gradient loss of packed responses, and metrics.
 
-    With logp the log-prob of a target under softmax(logits / temperature) and rho = exp(logp -
-    old):
+    With logp the log-prob of a target under softmax(logits / temperature), rho = exp(logp - old):
 
         reinforce   -A logp
         ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at
-                    most -A c for A < 0
-                    (PPO, Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020)
+                    most -A c for A < 0 (Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020)
         cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
         gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with
-                    advantages per token,
-                    their GSPO-token
-        others      the functions of `ops.LOSSES`, which has their formulas, options and sources;
-                    or a function of `ops.Tokens`
-                    that returns the loss of each token
+                    advantages per token, their GSPO-token
+        others      the functions of `ops.LOSSES`, or any function of `ops.Tokens` that returns the
+                    loss of each token
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
 
-    At rho = 1, as in the first update, every loss has the gradient of reinforce, except for the
-    tokens that clip_cov, lp_reg and simko choose. The log-ratios logp - old, or the sequence's, and
-    logp - ref are clamped to +-20, so that one wrong log-prob cannot make the loss infinite. As for
-    any clamp, the gradient of a clamped ratio or KL term is 0; a ratio that is a constant factor
-    never has one.
+    At rho = 1 every loss has the gradient of reinforce, except for the tokens that clip_cov, lp_reg
+    and simko choose. Log-ratios are clamped to +-20, so that no wrong log-prob makes the loss
+    infinite; a clamped ratio or KL term has gradient 0.
 
     For reinforce, ppo, cispo and gspo a kernel reads the logits once (gspo twice) and writes their
-    gradient once. Tokens with zero gradient (masked, or advantage 0 without KL or entropy term) are
-    not read. The others are functions of token_logprobs, which read the logits twice. Losses that
-    compare an update's tokens (kl_cov, clip_cov, lp_reg) compare the tokens of this call.
-    Arithmetic on logits is in float32, or float64 for float64 logits.
+    gradient once; tokens with zero gradient are not read. The others are functions of
+    token_logprobs and read the logits twice. Losses that compare an update's tokens (kl_cov,
+    clip_cov, lp_reg) compare the tokens of this call.
 
     Args:
-        logits: [T, V] float32, bfloat16, float16 or float64, with any row stride. targets: [T]
-        integers. advantages: [S], one per response, or [T], one per token. cu_seqlens: [S+1]
-        integers, from 0 to T. advantages_per_token: whether advantages are [T]. Default: their
-        length decides. If T = S it must be given, except on a
-            CPU if every response has one token.
-        old_logprobs: [T] of the sampling policy; if absent, the ratio is exactly 1 and has the
-        gradient of logp.
+        logits: [T, V] float32, bfloat16, float16 or float64, with any row stride, computed in
+            float32 (float64 for float64).
+        targets: [T] integers.
+        advantages: [S], one per response, or [T], one per token.
+        cu_seqlens: [S+1] integers, from 0 to T.
+        advantages_per_token: whether advantages are [T]. Default: their length decides. If T = S it
+            must be given, except on a CPU if every response has one token.
+        old_logprobs: [T] of the sampling policy; if absent, the ratio is 1, with logp's gradient.
         ref_logprobs: [T] of the reference policy, required if kl_coef is not 0.
-        importance_weights: [S] or [T], at least 0: factors of the policy-gradient term, which
-            correct for rollouts sampled by another policy or engine.
-        importance_weights_per_token: like advantages_per_token, for importance_weights.
+        importance_weights: [S] or [T], at least 0: factors of the policy gradient, for rollouts
+            sampled by another policy or engine.
+        importance_weights_per_token: like advantages_per_token.
         loss: a name in `ops.LOSSES`, or a function such as those in maxrl_fast/algorithms/losses.
-        loss_options: the loss's numbers by name, such as {"tau_positive": 1.0} for sapo; others
-        keep their defaults.
+        loss_options: the loss's options by name, such as {"tau_positive": 1.0} for sapo.
         kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
         temperature: a number, or [T].
-        aggregation: "token_mean" divides the sum over tokens by the number of tokens,
-            "seq_mean_token_mean" averages each response's mean, "seq_mean_token_sum" averages each
-            response's sum, "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
-        mask: [T] bool, False for tokens to leave out. Masked tokens are not read and may hold
-        anything.
+        aggregation: "token_mean" divides the sum over tokens by their number, "seq_mean_token_mean"
+            averages each response's mean, "seq_mean_token_sum" averages each response's sum,
+            "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
+        mask: [T] bool, False for tokens to leave out, which are not read.
         denominator: the number, or [], that divides the sum. Give the count of the whole batch
-            (tokens for "token_mean", responses for the other means), so that the losses of
-            micro-batches and ranks add up. Default: the count in this call.
-        in_place: overwrite the logits with their gradient instead of allocating as much memory
-            again. If another operation needs the logits for its own gradient, the backward pass
-            raises an error.
+            (tokens, or responses), so that the losses of micro-batches and ranks add up. Default:
+            the count in this call.
+        in_place: overwrite the logits with their gradient instead of allocating as much memory. If
+            another operation needs the logits for its gradient, the backward pass raises an error.
 
     Returns:
-        The loss, a scalar, float32 (float64 for float64 logits), and metrics, detached float64
+        The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
         scalars on the device: tokens (not masked), dropped_tokens (those with zero gradient), and
-        means over the others: ratio, ratio_clamped (whether a log-ratio was clamped to +-20),
-        clipped_low and clipped_high (whether the clip limited the ratio), kl, entropy, logprob_diff
-        (|logp - old|). A mean over no tokens is 0.
+        means over the others, 0 over none: ratio, ratio_clamped (whether a log-ratio was clamped),
+        clipped_low and clipped_high, kl, entropy, logprob_diff (|logp - old|).
 
     Raises:
-        ValueError: if a name is unknown, if shapes, dtypes, devices or numbers do not fit, if
-        ref_logprobs, a denominator or a
-            keyword is missing, or if a function does not return a loss of each token; on a CPU also
-            if an unmasked target is not in the vocabulary, a temperature or denominator is not
-            above 0, an importance weight is below 0, or cu_seqlens do not rise from 0 to T. On a
-            GPU, where the check would wait for the device, such a target or temperature makes the
-            loss NaN.
+        ValueError: if an argument is unknown, missing or does not fit, or a function does not
+            return a loss of each token. On a CPU also if an unmasked target is not in the
+            vocabulary, a temperature or denominator is not above 0, an importance weight is
+            below 0, or cu_seqlens do not rise from 0 to T. A GPU would wait for these checks;
+            such a target or temperature makes the loss NaN.
         TypeError: if an argument that must be a tensor is something else.
         RuntimeError: from the backward pass, if in_place has overwritten logits that another
             operation needs, or with create_graph=True; from forward-mode differentiation and
@@ -252,7 +238,6 @@ def _by_function(
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return policy_gradient_loss's results from LossSums [10]."""
     named = LossSums(*sums.detach().unbind())
     read = (named.tokens - named.dropped_tokens).clamp_min(1)
     # one launch for all means

@@ -1,6 +1,4 @@
-"""The token loss operators on CPU and CUDA: `maxrl_fast::token_loss`, `token_loss_` (which
-overwrites the logits with their gradient), `token_logprobs`, `token_logprobs_backward` and
-`token_logprobs_backward_`.
+"""The token loss operators on CPU and CUDA; names that end in _ overwrite the logits.
 
 token_loss computes the gradient in its forward pass, so that the logits are read once.
 """
@@ -48,9 +46,7 @@ check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """Return the arguments of token_loss and token_loss_ after the logits, in the order of their
-    schema.
-    """
+    """Return the arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])
@@ -65,14 +61,11 @@ def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
 
 
 def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """Return (temperatures [T], unused) or (None, temperature)."""
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
 class LogitsLaunch(KernelLaunch):
-    """A call with the arguments that all token loss kernels share: logits, targets and
-    temperatures.
-    """
+    """A call with the arguments that all token loss kernels share."""
 
     __slots__ = ("arguments", "dtype", "real", "shape")
 
@@ -85,11 +78,8 @@ class LogitsLaunch(KernelLaunch):
                 f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
                 f"{tuple(logits.shape)}"
             )
-        self.shape, self.real, self.dtype = (
-            (logits.shape[0], logits.shape[1]),
-            real_dtype(logits.dtype),
-            logits.dtype,
-        )
+        self.shape = logits.shape[0], logits.shape[1]
+        self.real, self.dtype = real_dtype(logits.dtype), logits.dtype
         self.arguments = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
@@ -111,7 +101,6 @@ class LogitsLaunch(KernelLaunch):
     def run_logprobs_backward(
         self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor
     ) -> None:
-        """Write `gradient`, which may be the logits."""
         self.launch(
             "token_logprobs_backward",
             **self.arguments,
@@ -121,25 +110,21 @@ class LogitsLaunch(KernelLaunch):
         )
 
     def refuse(self, row: int | None, targets: Tensor) -> None:
-        """Raise ValueError if the CPU kernel found a target that is not in the vocabulary. CUDA
-        kernels make the loss NaN.
-        """
+        """Raise ValueError if the CPU kernel found a wrong target; CUDA kernels make the loss
+        NaN."""
         if row is not None and row >= 0:
-            raise ValueError(
-                f"targets must be in [0, {self.shape[1]}), got {int(targets[row])} at token {row}"
-            )
+            got = f"{int(targets[row])} at token {row}"
+            raise ValueError(f"targets must be in [0, {self.shape[1]}), got {got}")
 
 
-# The arguments of token_loss and token_loss_ after the logits: the fields of TokenBatch and
-# LossTerms.
+# The arguments of token_loss after the logits: the fields of TokenBatch and LossTerms.
 LOSS_SCHEMA = (
-    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, Tensor "
-    "advantages, bool advantages_per_token, "
-    "Tensor? importance_weights, bool importance_weights_per_token, Tensor? old_logprobs, Tensor? "
-    "ref_logprobs, "
-    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, str "
-    "loss, float clip_low, "
-    "float clip_high, float dual_clip, str kl, float kl_coef, float entropy_coef"
+    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, "
+    "Tensor advantages, bool advantages_per_token, Tensor? importance_weights, "
+    "bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
+    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, "
+    "str loss, float clip_low, float clip_high, float dual_clip, str kl, float kl_coef, "
+    "float entropy_coef"
 )
 _LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
 _OF_BATCH, _OF_TERMS = (
@@ -160,8 +145,8 @@ def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def register_loss(op: Any, function: str, num_gradients: int) -> None:
-    """Register the first derivative of an operator that returns LossSums, and the gradients of its
-    first arguments.
+    """Register the derivative of an operator that returns LossSums and gradients of its first
+    arguments.
 
     Its last arguments say which gradients are needed.
     """
@@ -182,10 +167,8 @@ def register_loss(op: Any, function: str, num_gradients: int) -> None:
                 "instead"
             )
         ctx.is_spent = True
-        return tuple(
-            scaled(x, grad_sums[0]) if is_needed else None
-            for x, is_needed in zip(gradients, ctx.needed, strict=True)
-        )
+        pairs = zip(gradients, ctx.needed, strict=True)
+        return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in pairs)
 
     register_backward(op, function, backward, save=save, num_inputs=num_gradients)
 
@@ -244,7 +227,6 @@ def launch_token_loss(
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the targets [T], and the entropies [T]."""
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     logprobs, entropy = (
         torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2)
@@ -279,9 +261,6 @@ def token_logprobs_backward(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> Tensor:
-    """Return the gradient of the logits [T, V] from the gradients of log-probs and entropies, [T]
-    each.
-    """
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     call = LogitsLaunch(logits, targets, temperatures, temperature)
     call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
@@ -297,7 +276,6 @@ def token_logprobs_backward_(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> None:
-    """Overwrite the logits with token_logprobs_backward's result."""
     LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(
         grad_logprobs, grad_entropy, logits
     )
@@ -306,8 +284,7 @@ def token_logprobs_backward_(
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
     """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
 
-    On a GPU the device reads the scale, so that the host does not wait, and the gradient is always
-    changed in place.
+    On a GPU the gradient is changed in place, so that the host does not wait for the scale.
     """
     is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
     # batched tensors come from is_grads_batched=True

@@ -9,7 +9,6 @@ from maxrl_fast.ops.token_batch import real_dtype
 def token_logprobs_reference(
     logits: Tensor, targets: Tensor, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the result of ops.token_logprobs; differentiable by autograd."""
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)
     # A token masked out by -inf logits has p log p = 0, not NaN.

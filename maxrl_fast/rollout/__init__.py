@@ -1,5 +1,6 @@
 """Rollout engines: they take prompts and return sampled responses with their log-probs."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,9 +14,8 @@ from maxrl_fast.records import Prompts, Rollouts
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. The filters apply in the order top_k, top_p, min_p, after the
-    temperature.
-    """
+    """How responses are sampled. After the temperature, the filters top_k, top_p and min_p apply
+    in order."""
 
     temperature: float  # 0: greedy decoding
     max_new_tokens: int  # of one response
@@ -27,7 +27,6 @@ class Sampling:
 
     @property
     def greedy(self) -> "Sampling":
-        """These options at temperature 0."""
         return replace(self, temperature=0.0)
 
     @property
@@ -56,15 +55,13 @@ class Engine(Protocol):
     statistics: RolloutStatistics  # of the last call of generate
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
+        """Describe the engine in a few words, for the start of a run."""
 
     def load_weights(self, model: PolicyModel) -> None:
         """Copy the policy's weights into the engine."""
 
     def sleep(self) -> None:
-        """Free memory, if the engine can. The weights may be lost, so `load_weights` must follow
-        before `generate`.
-        """
+        """Free memory, if the engine can; `load_weights` must follow before `generate`."""
 
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
@@ -72,23 +69,16 @@ class Engine(Protocol):
         """Sample `num_samples` responses to each prompt.
 
         Log-probs are under the whole distribution at the temperature, before top-k, top-p and
-        min-p, so that they equal the policy's own where engine and policy compute the same; at
-        temperature 0 they are 0. Those that the engine cannot know are NaN, and no training accepts
-        them.
-
-        Raises:
-            InputError: if the engine cannot serve the request.
+        min-p, so that they equal the policy's; at temperature 0 they are 0. Log-probs that the
+        engine cannot know are NaN, and training refuses them. Raises InputError if the engine
+        cannot serve the request.
         """
 
 
 def check_request(
     prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes
 ) -> None:
-    """Raise InputError for a request that no engine can serve.
-
-    These are empty prompts, token ids outside the vocabulary, prompts too long for the model's
-    context, and sampling options out of range.
-    """
+    """Raise InputError for a request that no engine can serve."""
     lengths = prompts.lengths
     if num_samples < 1 or len(prompts) < 1:
         raise InputError(
@@ -98,16 +88,12 @@ def check_request(
     if sampling.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if int(lengths.min()) < 1:
-        raise InputError(
-            "prompts must have at least one token, got prompt "
-            f"{int(prompts.ids[lengths.argmin()])} with none"
-        )
-    lowest, highest = int(prompts.tokens.min()), int(prompts.tokens.max())
-    if lowest < 0 or highest >= model.vocab_size:
-        raise InputError(
-            f"prompt tokens must be in the vocabulary, 0 to {model.vocab_size - 1}, got "
-            f"{lowest if lowest < 0 else highest}"
-        )
+        empty = int(prompts.ids[lengths.argmin()])
+        raise InputError(f"prompts must have at least one token, got prompt {empty} with none")
+    vocabulary = f"must be in the vocabulary, 0 to {model.vocab_size - 1}, got"
+    for token in (int(prompts.tokens.min()), int(prompts.tokens.max())):
+        if not 0 <= token < model.vocab_size:
+            raise InputError(f"prompt tokens {vocabulary} {token}")
     longest = int(lengths.max())
     if longest + sampling.max_new_tokens > model.max_position_embeddings:
         raise InputError(
@@ -118,19 +104,12 @@ def check_request(
         )
     for stop in sampling.stop_ids:
         if not 0 <= stop < model.vocab_size:
-            raise InputError(
-                f"stop ids must be in the vocabulary, 0 to {model.vocab_size - 1}, got {stop}"
-            )
-    if not (
-        0 <= sampling.temperature < float("inf")
-        and sampling.top_k >= 0
-        and 0 < sampling.top_p <= 1
-        and 0 <= sampling.min_p <= 1
-    ):
+            raise InputError(f"stop ids {vocabulary} {stop}")
+    tau, top_k, top_p, min_p = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    if not (0 <= tau < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
         raise InputError(
-            "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p "
-            "<= 1, got "
-            f"{sampling.temperature}, {sampling.top_k}, {sampling.top_p} and {sampling.min_p}"
+            "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
+            f"0 <= min_p <= 1, got {tau}, {top_k}, {top_p} and {min_p}"
         )
 
 
@@ -138,8 +117,7 @@ def check_cache(
     cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int
 ) -> None:
     """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and
-    tokens.
-    """
+    tokens."""
     if prompt + response > cache_bytes:
         raise InputError(
             "kv_cache_gb must hold the longest prompt and a response, "
@@ -153,11 +131,9 @@ def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
     broken = (~rewards.isfinite()).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()
+        whose = f"rollout {rollout} of prompt {int(prompts.ids[group])}"
         reward = float(rewards[group, rollout])
-        raise NonFiniteError(
-            f"step {step}: the reward of rollout {rollout} of prompt {int(prompts.ids[group])} is "
-            f"{reward}"
-        )
+        raise NonFiniteError(f"step {step}: the reward of {whose} is {reward}")
 
 
 def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:

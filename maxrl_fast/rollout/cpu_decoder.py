@@ -1,8 +1,5 @@
-"""Decoding on a CPU with the C++ decoder of csrc/cpu/, in float32 or with bfloat16 matrix
-multiplications.
-
-Each thread runs its part of the batch through the whole model.
-"""
+"""Decoding on a CPU with the C++ decoder of csrc/cpu/; each thread decodes its part of the
+batch."""
 
 from dataclasses import replace
 
@@ -19,37 +16,28 @@ CPU = torch.device("cpu")
 TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
 # The weights of a layer by their names in csrc/.
 _LAYER = {
-    f"{x}{own}": f"self_attn.{x}_proj.{name}"
-    for x in "qkv"
-    for own, name in (("", "weight"), ("_bias", "bias"))
-}
-_LAYER |= {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
-    "o": "self_attn.o_proj.weight",
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
 }
-_LAYER |= {"input_norm": "input_layernorm.weight", "post_norm": "post_attention_layernorm.weight"}
+_LAYER |= {x: f"self_attn.{x}_proj.weight" for x in "qkvo"}
+_LAYER |= {f"{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
 _LAYER |= {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def arithmetic_of(dtype: torch.dtype) -> str:
-    """Return how this CPU decodes for a compute dtype: in bfloat16 if it has faster instructions
-    for it, else in float32.
-    """
+    """Return "float32", or this CPU's fastest bfloat16 instructions for a bfloat16 compute
+    dtype."""
     return _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
 
 
 class CpuDecoder:
-    """The C++ decoder with its own packed copy of the policy's weights.
+    """The C++ decoder with a packed copy of the policy's weights.
 
-    A sample is bitwise identical whatever else is in the batch and whatever the number of slots and
-    threads: each of its numbers is computed by one chain of operations over its own row.
-
-    Args:
-        config: the policy's sizes. arithmetic: "float32" or one of `_C.bfloat16_arithmetics()`:
-        matrices, keys and values in bfloat16, and the rows that
-            they are multiplied with rounded to it. Sums, the residual stream, norms, softmax and
-            sampling are float32 in all.
+    A sample is bitwise identical for any batch, number of slots and threads. With bfloat16
+    `arithmetic`, matrices, keys, values, and the rows they are multiplied with are rounded to it;
+    sums, the residual stream, norms, softmax and sampling are float32.
     """
 
     def __init__(self, config: DecoderConfig, arithmetic: str = "float32"):
@@ -73,11 +61,9 @@ class CpuDecoder:
         )
 
     def cache_bytes(self, length: int) -> int:
-        """Return the KV-cache bytes of a prompt or response of this length."""
         return self._decoder.cache_bytes(length)
 
     def load_weights(self, model: Decoder) -> None:
-        """Copy the policy's weights and pack them for the matrix kernels."""
         if replace(model.config, dtype=self.config.dtype) != self.config:
             raise ValueError(
                 f"the policy must have the decoder's sizes, {self.config}, got {model.config}"
@@ -92,12 +78,11 @@ class CpuDecoder:
             # families differ in biases and norms of q, k and v
             return call.keep(weights[name]) if name in weights else 0
 
+        embedding = at("model.embed_tokens.weight")
         self._decoder.load(
-            embedding=at("model.embed_tokens.weight"),
+            embedding=embedding,
             norm=at("model.norm.weight"),
-            head=at(
-                "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
-            ),
+            head=embedding if self.config.tie_word_embeddings else at("lm_head.weight"),
             layers=[
                 {own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()}
                 for i in layers
@@ -124,23 +109,17 @@ class CpuDecoder:
         budget: int,
         max_batch: int,
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most `max_batch` at a time, with at most `budget`
-        bytes of KV cache.
-
-        keys [S] int64 select the random numbers.
-        """
+        """Sample responses to checked prompts, at most `max_batch` at a time, in `budget` bytes
+        of KV cache; keys [S] int64 select the random numbers."""
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
-        num_slots = min(
-            max(1, int((budget - 2 * prompt) / (own + prompt / num_samples))), max_batch
-        )
+        fitting = int((budget - 2 * prompt) / (own + prompt / num_samples))
+        num_slots = min(max(1, fitting), max_batch)
         shape = (len(prompts) * num_samples, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
-        lengths, truncated = (
-            torch.zeros(shape[0], dtype=torch.int64),
-            torch.zeros(shape[0], dtype=torch.bool),
-        )
+        lengths = torch.zeros(shape[0], dtype=torch.int64)
+        truncated = torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (
             x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys)
         )

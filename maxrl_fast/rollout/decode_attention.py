@@ -1,9 +1,8 @@
-"""Attention of one decoding step: each sample's newest token attends to the group's prompt and to
-the sample's own tokens.
+"""Attention of one decoding step: each newest token attends to its prompt and its response.
 
-On a GPU the prompt part is one FlashAttention launch with all samples of a group in one sequence;
-the own part and the merge are one launch of csrc/cuda/decode_attention.cu, or two where few samples
-have long responses. Elsewhere both parts are flash.attend with masks.
+On a GPU the prompt part is one FlashAttention launch, with all samples of a group in one sequence;
+the response part and the merge are one launch of csrc/cuda/decode_attention.cu, or two for few
+samples with long responses. Elsewhere both parts are flash.attend with masks.
 """
 
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from maxrl_fast.model import flash
 from maxrl_fast.model.attention import merge
 from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.model.tiling import mask_beyond
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 
@@ -25,11 +25,8 @@ _KEYS_PER_SPLIT = 256  # at least, for one block
 
 
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the CUDA kernel supports the model.
-
-    A head must be a multiple of 16 bytes, at most 512, and at most 8 query heads may share a
-    key/value head.
-    """
+    """Whether the CUDA kernel supports the model: heads in multiples of 16 bytes, at most 512,
+    and at most 8 query heads per key/value head."""
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
@@ -37,8 +34,7 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def num_splits(rows: int, kv_heads: int, limit: int) -> int:
-    """Return how many blocks share a row's own keys, so that few rows with long responses fill a
-    GPU too.
+    """Return how many blocks share a row's keys, so that few rows fill a GPU.
 
     It depends on sizes alone, so every GPU sums in the same order.
     """
@@ -62,9 +58,8 @@ class Groups:
 class Step:
     """One decoding step of A rows; the sequence lengths are the same in every layer.
 
-    Args:
-        lengths: [A] int64, tokens of each row including the newest, from 1 to `width`.
-        width: positions of the rows' cache that are read where the kernel does not run.
+    lengths: [A] int64, tokens of each row including the newest. width: positions of the cache that
+    are read where the kernel does not run.
     """
 
     def __init__(self, groups: Groups, lengths: Tensor, width: int, in_kernel: bool):
@@ -72,9 +67,8 @@ class Step:
 
     @cached_property
     def tile(self) -> tuple[Tensor, Tensor]:
-        """The row of each place of a tile with a line for each prompt, [G, size], and the place of
-        each row, [A].
-        """
+        """The row of each place of a tile [G, size], a line for each prompt, and the place of
+        each row [A]."""
         groups, rows = self.groups, len(self.lengths)
         places = torch.arange(groups.size, device=self.lengths.device)
         tile = (groups.starts[:-1, None] + places).clamp_max(rows - 1)
@@ -82,35 +76,30 @@ class Step:
         return tile, groups.prompt * groups.size + place.clamp(0, groups.size - 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Cache, own: Cache) -> Tensor:
-        """Write k and v of the newest tokens to the samples' cache, and return the attention of q
-        to prompts and samples.
+        """Write the newest tokens' k and v to the cache, and return the attention of q.
 
-        Shapes: q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv,
-        D], `own` [A, limit, Hkv, D]. A row of q, k and v must be contiguous, but rows need not
-        follow each other.
+        q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv, D], `own`
+        [A, limit, Hkv, D]. Rows of q, k and v may have any stride.
         """
         o, lse = self._to_prompts(q, prompt)
         return (self._to_own_in_kernel if self.in_kernel else self._to_own)(q, k, v, own, o, lse)
 
     def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
-        """Return the attention to the prompts, [A, Hq, D], and its log-sum-exp, [A, Hq]."""
+        """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
         groups, (slots, width) = self.groups, prompt[0].shape[:2]
-        if flash.kernel_for(q.device, q.dtype, q.shape[-1]) in (
-            flash.TORCH_VARLEN,
-            flash.FLASH_ATTN,
-        ):
+        kernel = flash.kernel_for(q.device, q.dtype, q.shape[-1])
+        if kernel in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
             # With a maximum query length of 1 the kernel reorders heads.
             sizes = (groups.starts, groups.cache_starts, max(groups.size, 2), width)
             k, v = (x.flatten(0, 1) for x in prompt)
-            flash_attention = torch.ops.aten._flash_attention_forward
-            o, lse, *_ = flash_attention(
+            o, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q, k, v, *sizes, 0.0, False, False, seqused_k=groups.prompt_lengths
             )
             return o, lse.t()
         # Treat the query heads that share a key/value head as additional queries of that head.
         tile, place = self.tile
         q = _by_key_head(q, prompt[0].shape[2])[tile].flatten(1, 2)  # [G, size * R, Hkv, D]
-        o, lse = flash.attend(q, *prompt, mask=_mask(groups.prompt_lengths, width))
+        o, lse = flash.attend(q, *prompt, mask=mask_beyond(groups.prompt_lengths, width))
         o, lse = (
             _by_query_head(x.reshape(slots * groups.size, -1, *x.shape[2:])[place])
             for x in (o, lse)
@@ -125,7 +114,7 @@ class Step:
             cache[rows, self.lengths - 1] = x
         keys, values = (cache[:, : self.width] for cache in own)
         o, lse = flash.attend(
-            _by_key_head(q, k.shape[1]), keys, values, mask=_mask(self.lengths, self.width)
+            _by_key_head(q, k.shape[1]), keys, values, mask=mask_beyond(self.lengths, self.width)
         )
         return merge(prompt_o, prompt_lse, _by_query_head(o), _by_query_head(lse))[0]
 
@@ -136,9 +125,8 @@ class Step:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
         splits = num_splits(batch, kv_heads, limit)
-        partial = (
-            None if splits == 1 else torch.empty(batch, heads, splits, dim + 2, device=q.device)
-        )
+        partial_shape = batch, heads, splits, dim + 2
+        partial = None if splits == 1 else torch.empty(partial_shape, device=q.device)
 
         def at(name: str, x: Tensor, *shape: int) -> int:
             return call.address(name, x, q.dtype, shape)
@@ -174,9 +162,7 @@ class Step:
 def _rows_address(
     call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> int:
-    """Return the address of a tensor [A, heads, D] whose rows are contiguous, and a multiple of 16
-    bytes apart.
-    """
+    """Return the address of [A, heads, D] with contiguous rows, a multiple of 16 bytes apart."""
     if x.stride(0) * x.element_size() % 16:
         raise ValueError(
             f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
@@ -193,13 +179,6 @@ def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int
             f"on {x.device}"
         )
     return call.keep(x)
-
-
-def _mask(lengths: Tensor, width: int) -> Tensor:
-    padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    return torch.zeros(padding.shape, device=lengths.device).masked_fill(padding, float("-inf"))[
-        :, None, None
-    ]
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:

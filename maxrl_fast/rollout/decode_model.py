@@ -1,9 +1,7 @@
-"""The policy as decoding on a device computes it: weights in the compute dtype, packed so that a
-layer takes few launches.
+"""The policy for decoding on a device: weights in the compute dtype, packed for few launches.
 
-A layer is one matrix multiplication for q, k and v, the rotary embedding, attention, the
-multiplication by o, addition and norm, one multiplication for gate and up, SwiGLU, the
-multiplication by down, and addition with the next layer's norm.
+A layer is one matrix multiplication for q, k and v, rotary embedding, attention, o, addition and
+norm, one multiplication for gate and up, SwiGLU, down, and addition with the next layer's norm.
 """
 
 from collections.abc import Iterator
@@ -20,8 +18,6 @@ from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Ro
 
 @dataclass
 class DecodeLayer:
-    """The weights of a layer."""
-
     input_norm: Tensor  # [H]
     qkv: Tensor  # [(Hq + 2 Hkv) D, H]
     qkv_bias: Tensor | None
@@ -33,13 +29,9 @@ class DecodeLayer:
 
 
 class DecodeModel:
-    """A decoder without gradients. Its weights keep their addresses, so that CUDA graphs read those
-    that are copied into them.
+    """A decoder without gradients. Its weights keep their addresses, which CUDA graphs read.
 
-    Args:
-        compiled: run torch.compile on the parts of a layer before and after attention; the kernels
-        of layer_kernels.py, which
-            fuse the same operations, do not run then.
+    compiled: run torch.compile on the parts before and after attention, instead of the kernels.
     """
 
     def __init__(
@@ -63,20 +55,19 @@ class DecodeModel:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        hidden, queries, width = (
-            c.hidden_size,
-            c.num_attention_heads * c.head_dim,
-            sum(self.head_counts) * c.head_dim,
-        )
+        hidden, dim = c.hidden_size, c.head_dim
+        width = sum(self.head_counts) * dim
+
+        def head_norms() -> HeadNorms | None:
+            return HeadNorms(empty(dim), empty(dim), c.rms_norm_eps) if c.has_qk_norm else None
+
         self.layers = [
             DecodeLayer(
                 input_norm=empty(hidden),
                 qkv=empty(width, hidden),
                 qkv_bias=empty(width) if c.has_qkv_bias else None,
-                head_norms=HeadNorms(empty(c.head_dim), empty(c.head_dim), c.rms_norm_eps)
-                if c.has_qk_norm
-                else None,
-                o=empty(hidden, queries),
+                head_norms=head_norms(),
+                o=empty(hidden, c.num_attention_heads * dim),
                 post_norm=empty(hidden),
                 gate_up=empty(2 * c.intermediate_size, hidden),
                 down=empty(hidden, c.intermediate_size),
@@ -89,9 +80,7 @@ class DecodeModel:
         self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight with its name in checkpoints, tied weights once; parts of packed
-        weights are views.
-        """
+        """Yield every weight by its name in checkpoints; parts of packed weights are views."""
         sizes = [count * self.config.head_dim for count in self.head_counts]
         yield "model.embed_tokens.weight", self.embedding
         for i, layer in enumerate(self.layers):
@@ -117,13 +106,10 @@ class DecodeModel:
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> Tensor:
-        """Return the final hidden states [R, H], after the last norm, of the chosen rows of a
-        packed stream.
+        """Return the final hidden states [R, H], after the last norm, of `rows` of a packed stream.
 
-        Args:
-            tokens, positions: [U] int64; positions below the model's max_position_embeddings.
-            attention: called once per layer. rows: int64 [R]; after the last layer's attention only
-            these rows are computed. None: all, in order.
+        tokens, positions: [U] int64. attention: called once per layer. rows: int64 [R]; after the
+        last layer's attention only these are computed. None: all.
         """
         eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
         x = F.embedding(tokens, self.embedding)  # [U, H]
@@ -155,7 +141,7 @@ def before_attention(
     head_counts: tuple[int, int, int],
     ops: LayerOps,
 ) -> Heads:
-    """Return q [U, Hq, D], k and v [U, Hkv, D] of the normed input [U, H] of a layer."""
+    """Return q [U, Hq, D], k and v [U, Hkv, D] of the normed input [U, H]."""
     heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (sum(head_counts), -1))
     q, k, v = heads.split(head_counts, dim=1)
     return ops.rotate_heads((q, k, v), layer.head_norms, rotary)
@@ -164,9 +150,8 @@ def before_attention(
 def after_attention(
     layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, ops: LayerOps
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's output [U, H] and the next norm of it, from its input [U, H] and attention
-    [U, Hq * D].
-    """
+    """Return the output [U, H] and its next norm, from the input [U, H] and attention [U, Hq *
+    D]."""
     x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
     gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
     return ops.add_rms_norm(x, F.linear(ops.swiglu(gate, up), layer.down), next_norm, eps)

@@ -1,6 +1,4 @@
-"""Sampling of the next token of every sample on a GPU, in one launch of
-csrc/cuda/decode_sample.cu.
-"""
+"""Sampling of every sample's next token on a GPU, in one launch of csrc/cuda/decode_sample.cu."""
 
 import torch
 from torch import Tensor
@@ -11,9 +9,7 @@ from maxrl_fast.rollout import Sampling
 
 
 def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the CUDA kernel can sample so from logits of this dtype; it supports no top-k,
-    top-p or min-p.
-    """
+    """Whether the CUDA kernel supports the sampling; it has no top-k, top-p or min-p."""
     return (
         not sampling.filters_tokens
         and dtype in DEVICE_DTYPES
@@ -34,17 +30,12 @@ def sample_and_append(
     logprobs: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Sample one token per row as `sampling.sample` does in float32, and append it to the rows that
-    are not done.
+    """Sample one token per row as `sampling.sample` does, and append it to rows that are not done.
 
-    Args:
-        logits: [A, V] float32, bfloat16 or float16; with `rows`, [g, V]. keys: [A] int64; with
-        length they select the uniform random numbers. stops: [V] bool, the tokens that end a
-        response. last, length, done: [A], updated in place: newest token, number of tokens, whether
-        the response has ended. tokens, logprobs: [A, limit], written in place at column `length`.
-        rows: [g n] int64, different rows of the state: each n in turn are sampled from the same
-        logits. None: all rows, each
-            from its own logits.
+    logits: [A, V], or [g, V] with `rows`. keys: [A] int64; with length they select the random
+    numbers. stops: [V] bool. last, length, done: [A], updated in place. tokens, logprobs: [A,
+    limit], written at column `length`. rows: [g n] int64: each n in turn are sampled from the same
+    logits. None: all.
     """
     (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
     num_rows = batch if rows is None else len(rows)

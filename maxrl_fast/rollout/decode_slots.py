@@ -1,6 +1,4 @@
-"""The batch of the PyTorch decoder: slots with their KV cache, on the device, and its CUDA
-graphs.
-"""
+"""The batch of the PyTorch decoder on a device: slots with their KV cache, and its CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,8 +20,6 @@ NUM_BATCH_SIZES = 6  # numbers of rows that are decoded at a time, each half of 
 
 
 class Shape(NamedTuple):
-    """The sizes of a DecodeSlots."""
-
     slots: int  # prompts
     rows: int  # samples
     group_size: int  # samples of a prompt
@@ -31,7 +27,6 @@ class Shape(NamedTuple):
     limit: int  # tokens of a response
 
     def holds(self, other: "Shape") -> bool:
-        """Return whether a batch of the other shape can be decoded in slots of this one."""
         return self.limit == other.limit and all(
             mine >= theirs for mine, theirs in zip(self, other, strict=True)
         )
@@ -42,27 +37,19 @@ class Shape(NamedTuple):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The numbers of rows to decode at a time, descending: few, so that all CUDA graphs are
-        captured at the start.
-        """
+        """Numbers of rows to decode at a time, descending; few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
     def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
-        """Return the size of the KV cache, and of the tensors within a step, which the CUDA graphs
-        keep.
-        """
+        """Return the bytes of the KV cache, and of a step's tensors, which the CUDA graphs keep."""
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
-        step = (
-            config.vocab_size
-            + 4 * config.hidden_size
-            + 3 * config.intermediate_size
-            + 4 * heads * config.head_dim
-        )
+        step = config.vocab_size + 4 * config.hidden_size + 3 * config.intermediate_size
+        step += 4 * heads * config.head_dim
         tokens = self.slots * self.prompt_width + self.rows * self.limit
         return element * (tokens * token + self.rows * step)
 
@@ -76,29 +63,25 @@ def captured(
     step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any
 ) -> torch.cuda.CUDAGraph:
     """Run a step once, which loads its kernels, and return a graph of it. Tests replace this
-    function.
-    """
+    function."""
     assert stream is not None
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     graph = torch.cuda.CUDAGraph()
-    # Waits for the device first. By default, a call of another thread that may not happen in a
-    # capture, such as the allocation of pinned memory or the query of an event, would fail, and the
-    # capture with it.
+    # Waits for the device first. By default, some calls of other threads, such as the allocation
+    # of pinned memory, would fail during a capture, and the capture with them.
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
 
 
 class DecodeSlots:
-    """KV cache and state of the groups that are decoded together, allocated once and used by one
-    job after another.
+    """KV cache and state of the groups that are decoded together, allocated once for many jobs.
 
-    A group of the job, a prompt and up to `group_size` of its samples, has a slot, whose keys and
-    values never move. Row `slot * group_size + i` of the batch is sample i of the group in that
-    slot, until `compact` moves the rows of samples that are not done into the first `rows` rows. A
-    step computes only these.
+    A group, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never
+    move. Row `slot * group_size + i` is sample i of that group, until `compact` moves the active
+    rows into the first `rows` rows. A step computes only these.
     """
 
     STATE = ("sample", "keys", "prompt", "shift", "last", "length", "done", "tokens", "logprobs")
@@ -110,14 +93,11 @@ class DecodeSlots:
 
         # zeros: masked keys and values must be finite
         def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-            sizes = (*sizes, c.num_key_value_heads, c.head_dim)
-            return [
-                (
-                    torch.zeros(sizes, dtype=dtype, device=device),
-                    torch.zeros(sizes, dtype=dtype, device=device),
-                )
-                for _ in range(c.num_hidden_layers)
-            ]
+            def zeros() -> Tensor:
+                shape = (*sizes, c.num_key_value_heads, c.head_dim)
+                return torch.zeros(shape, dtype=dtype, device=device)
+
+            return [(zeros(), zeros()) for _ in range(c.num_hidden_layers)]
 
         def integers(*sizes: int, value: int = 0) -> Tensor:
             return torch.full(sizes, value, dtype=torch.int64, device=device)
@@ -130,11 +110,8 @@ class DecodeSlots:
         self.sample = integers(batch, value=-1)
         # the row's slot; its prompt's length - 1
         self.prompt, self.shift = integers(batch), integers(batch)
-        self.keys, self.last, self.length = (
-            integers(batch),
-            integers(batch),
-            integers(batch, value=1),
-        )
+        self.keys, self.last = integers(batch), integers(batch)
+        self.length = integers(batch, value=1)
         self.done = torch.ones(batch, dtype=torch.bool, device=device)
         self.tokens = integers(batch, shape.limit)
         self.logprobs = torch.zeros(batch, shape.limit, device=device)
@@ -149,16 +126,14 @@ class DecodeSlots:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
-        """Remove all samples, and prepare for a job with so many groups at a time of so many
-        samples.
-        """
+        """Remove all samples, and prepare a job with this many groups of this many samples at a
+        time."""
         rows = num_slots * group_size
         self.num_slots, self.group_size = num_slots, group_size
         self.rows = min(size for size in self.shape.batch_sizes if size >= rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
-        self.starts.copy_(
-            (torch.arange(len(self.starts), device=self.starts.device) * group_size).clamp_max(rows)
-        )
+        starts = torch.arange(len(self.starts), device=self.starts.device) * group_size
+        self.starts.copy_(starts.clamp_max(rows))
         self.sample.fill_(-1)
         self.done.fill_(True)
         self.length.fill_(1)  # also in rows without a sample: attention needs at least one key
@@ -167,9 +142,8 @@ class DecodeSlots:
         self._capture(sampling)
 
     def _capture(self, sampling: Sampling) -> None:
-        """Capture the steps of this job that have no graph yet. All rows are done, so a step
-        changes nothing that is read.
-        """
+        """Capture the steps that have no graph yet. All rows are done, so a step changes
+        nothing."""
         if not uses_graphs(self.last.device):
             return
         starts, most = self.starts.clone(), self.rows
@@ -209,22 +183,16 @@ class DecodeSlots:
         hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
         logits = self.model.logits(hidden)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
-            state = (
-                self.last[rows],
-                length,
-                self.done[rows],
-                self.tokens[rows],
-                self.logprobs[rows],
-            )
+            of_batch = self.last, self.length, self.done, self.tokens, self.logprobs
+            state = (x[rows] for x in of_batch)
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
         else:
-            token, log_p = sample(
-                logits.float(), uniforms(self.keys[rows], length)[:, None], sampling
-            )
+            u = uniforms(self.keys[rows], length)[:, None]
+            token, log_p = sample(logits.float(), u, sampling)
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
-        """Append sampled tokens and log-probs to these rows, unless the sample has ended."""
+        """Append tokens and log-probs to these rows, unless the sample has ended."""
         done, length = self.done[rows], self.length[rows]
         at = length.clamp_max(self.shape.limit - 1)
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):
@@ -236,9 +204,8 @@ class DecodeSlots:
     def admit(
         self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling
     ) -> None:
-        """Prefill slots [g] with prompts [g], and sample the first token of samples [g, group_size]
-        (-1: none).
-        """
+        """Prefill slots [g] with prompts [g], and sample first tokens of samples [g, group_size]
+        (-1: none)."""
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
         layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
@@ -252,17 +219,13 @@ class DecodeSlots:
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1)
-        rows = (
-            slots[:, None] * self.group_size + torch.arange(self.group_size, device=slots.device)
-        ).flatten()
+        members = torch.arange(self.group_size, device=slots.device)
+        rows = (slots[:, None] * self.group_size + members).flatten()  # [g * group_size]
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths.int()
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
-        self.sample[rows], self.keys[rows], self.done[rows] = (
-            samples,
-            keys[samples.clamp_min(0)],
-            samples < 0,
-        )
+        self.sample[rows], self.done[rows] = samples, samples < 0
+        self.keys[rows] = keys[samples.clamp_min(0)]
         self.length[rows] = (samples < 0).long()
         logits = self.model.logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
@@ -281,22 +244,17 @@ class DecodeSlots:
         self.length.index_fill_(0, rows, 1)
 
     def compact(self, active: Tensor, longest: int) -> None:
-        """Move the active rows, [rows] bool on the host, into the smallest number of rows that
-        holds them.
+        """Move the active rows, [rows] bool on the host, into the smallest batch size that holds
+        them.
 
         longest: the most tokens of an active row; only so many positions of the cache are moved.
         """
         rows = min(size for size in self.shape.batch_sizes if size >= int(active.sum()))
         if rows == self.rows:
             return
-        # Active rows, and as many others as there is place for, in their order: the rows of a
-        # prompt stay together.
-        kept = (
-            active.long()
-            .argsort(descending=True, stable=True)[:rows]
-            .sort()
-            .values.to(self.last.device)
-        )
+        # Active rows and others that fit, in their order: the rows of a prompt stay together.
+        chosen = active.long().argsort(descending=True, stable=True)[:rows]
+        kept = chosen.sort().values.to(self.last.device)
         for name in self.STATE:
             state = getattr(self, name)
             state[:rows] = state[kept]

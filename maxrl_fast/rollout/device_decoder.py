@@ -1,11 +1,9 @@
-"""Decoding in plain PyTorch, on any device and in any dtype; on a GPU every step is a replayed CUDA
-graph.
+"""Decoding in plain PyTorch, on any device and in any dtype; on a GPU steps are CUDA graphs.
 
-The batch has slots. A slot holds one group: a prompt and up to `group_size` of its samples, so that
-one matrix multiplication scores a prompt's keys for all of them. When a group has finished, its
-slot admits the next one; when none is waiting, steps compute half of the rows, a quarter, and so
-on, as samples finish. The device alone knows which samples have finished, and the host asks once
-every BURST steps.
+A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
+multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
+when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
+which samples have finished, and the host asks every BURST steps.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
-from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
@@ -31,17 +29,14 @@ KEPT_SHARE = 0.1
 
 
 def _rounded(n: int) -> int:
-    """Round up to a power of two or three quarters of one, so that a longer prompt rarely needs a
-    new KV cache.
-    """
+    """Round up to a power of two or 3/4 of one, so that longer prompts rarely need a new KV
+    cache."""
     power = 1 << max(n - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and its slots, which grow to hold the largest
-    call.
-    """
+    """A copy of the policy in the compute dtype, and slots, which grow to hold the largest call."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
         self.dtype, self.device, self.compiled = dtype, model.lm_head.weight.device, compiled
@@ -65,23 +60,19 @@ class DeviceDecoder:
         return f"{how}, key/value cache and tensors of a step"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the bytes of a prompt and of a response, as `bytes_of`."""
+        """Return the bytes of a prompt and of a response."""
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
-        """Free a KV cache that takes much of the device's memory; the next call allocates it and
-        captures its graphs again.
+        """Free a KV cache that takes much of the device's memory.
 
-        By estimate, capturing takes tens of milliseconds: little beside the time to fill so large a
-        cache, but much beside a small one.
+        The next call allocates it and captures its graphs again, which takes tens of milliseconds.
         """
         if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.batch = None
 
     def load_weights(self, model: Decoder) -> None:
-        """Copy the policy's weights, rounded to the compute dtype once instead of at every
-        token.
-        """
+        """Copy the policy's weights, rounded to the compute dtype."""
         own = dict(self.model.weights())
         for name, weight in model.weights():
             own[name].copy_(weight)
@@ -98,16 +89,13 @@ class DeviceDecoder:
     ) -> tuple[Rollouts, RolloutStatistics]:
         """Sample responses to checked prompts, at most `max_batch` at a time.
 
-        Args:
-            keys: [S] int64, which select the random numbers. budget: the most bytes of the KV cache
-            and of the tensors of a step; the longest prompt and a response fit.
+        keys: [S] int64, which select the random numbers. budget: bytes of the KV cache and a step's
+        tensors; the longest prompt and a response fit.
         """
-        # Graphs are captured and replayed on the current device.
-        with (
-            torch.cuda.device(self.device)
-            if self.device.type == "cuda"
-            else contextlib.nullcontext()
-        ):
+        is_gpu = (
+            self.device.type == "cuda"
+        )  # graphs are captured and replayed on the current device
+        with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
             shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
             batch = self._batch_for(shape, budget)
             batch.begin(shape.slots, shape.group_size, sampling)
@@ -125,9 +113,8 @@ class DeviceDecoder:
         return Shape(slots, slots * group_size, group_size, width, limit)
 
     def _batch_for(self, shape: Shape, budget: int) -> DecodeSlots:
-        """Return the slots if they hold this shape, else new ones that hold what the old ones did
-        too, if they may.
-        """
+        """Return slots that hold the shape; new ones also hold the old shape, if the budget
+        allows."""
         if self.batch is None or not self.batch.shape.holds(shape):
             if self.batch is not None and self.batch.shape.limit == shape.limit:
                 both = shape.joined(self.batch.shape)
@@ -155,19 +142,16 @@ class _Job:
             "logprobs": torch.zeros(shape, device=device),
             "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
         }
-        # A prompt with more than group_size samples has several groups, the last one padded with
-        # -1.
+        # A prompt with more than group_size samples has several groups, the last padded with -1.
         samples = torch.arange(len(keys), device=device).view(len(prompts), num_samples)
         padding = -num_samples % batch.group_size
-        self.groups = torch.nn.functional.pad(samples, (0, padding), value=-1).view(
-            -1, batch.group_size
-        )
+        padded = torch.nn.functional.pad(samples, (0, padding), value=-1)
+        self.groups = padded.view(-1, batch.group_size)
         self.groups_per_prompt = (num_samples + padding) // batch.group_size
         self.next_group = self.steps = 0
         self.prefill_seconds = 0.0
 
     def run(self) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample all responses."""
         start, limit, batch = time.perf_counter(), self.sampling.max_new_tokens, self.batch
         active, lengths = self._finish()
         while True:
@@ -198,59 +182,48 @@ class _Job:
         )
 
     def _slots_to_fill(self, active: Tensor, waiting: int) -> Tensor:
-        """Return empty slots for waiting groups: at least a quarter of all, because small batches
-        cost more per token.
-        """
+        """Return empty slots for waiting groups: at least a quarter of all, as small batches are
+        slow."""
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
-        empty = (~active[: num_slots * group_size].view(num_slots, group_size).any(1)).nonzero()[
-            :, 0
-        ]
+        by_slot = active[: num_slots * group_size].view(num_slots, group_size)
+        empty = (~by_slot.any(1)).nonzero()[:, 0]
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """Admit waiting groups into these slots, so many at a time that a layer's tensors stay
-        small beside the cache.
-        """
+        """Admit waiting groups into these slots, at most PREFILL_TOKENS at a time."""
         start = time.perf_counter()
         for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
             self._admit_together(part)
         self.prefill_seconds += time.perf_counter() - start
 
     def _admit_together(self, slots: Tensor) -> None:
-        """Admit waiting groups in one forward pass; a prompt with several groups is computed once
-        for each of them.
-        """
+        """Admit groups in one forward pass; a prompt's groups each compute it."""
         groups = torch.arange(self.next_group, self.next_group + len(slots))
         lengths = self.prompts.lengths.cpu()
         chosen = groups // self.groups_per_prompt
         starts = self.prompts.cu_seqlens.cpu()[chosen]
-        cu_seqlens = cumulative(lengths[chosen])
-        index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(
-            lengths[chosen]
-        )
+        cu_seqlens, index = cumulative(lengths[chosen]), ranges(starts, lengths[chosen])
         device = self.keys.device
         prompts = Prompts(
             self.prompts.tokens[index.to(device)],
             cu_seqlens.to(device),
             self.prompts.ids[chosen.to(device)],
         )
-        self.batch.admit(
-            slots.to(device), prompts, self.groups[groups.to(device)], self.keys, self.sampling
-        )
+        samples = self.groups[groups.to(device)]
+        self.batch.admit(slots.to(device), prompts, samples, self.keys, self.sampling)
         self.next_group += len(slots)
 
     def _finish(self) -> tuple[Tensor, Tensor]:
         """Store the results of samples that have ended since the last call.
 
-        Returns which rows are still active, and their lengths, both [rows] on the host. This is the
-        one place that waits for the device.
+        Returns which rows are active, and their lengths, both [rows] on the host. Only this waits
+        for the device.
         """
         batch = self.batch
-        done, samples, lengths = torch.stack([batch.done.long(), batch.sample, batch.length])[
-            :, : batch.rows
-        ].cpu()
+        state = torch.stack([batch.done.long(), batch.sample, batch.length])
+        done, samples, lengths = state[:, : batch.rows].cpu()
         ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
             rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))

@@ -7,14 +7,11 @@ ENGINES = ("native", "vllm")
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether an engine is a class of the user's: FILE.py:CLASS, or the name of an installed
-    one.
-    """
+    """Whether an engine is custom: FILE.py:CLASS, or the name of an installed one."""
     return name not in ENGINES and (is_file(name) or is_installed("rollout", name))
 
 
 def check_engine_name(name: str) -> None:
-    """Raise InputError where no engine has this name."""
     if name not in ENGINES and not is_plugin(name):
         wanted = f"{', '.join(ENGINES)}, FILE.py:CLASS or the name of an installed engine"
         raise InputError(f"--rollout must be {wanted}, got {name!r}")

@@ -1,6 +1,4 @@
-"""The native rollout engine. It computes each prompt once; all samples of a prompt share its keys
-and values.
-"""
+"""The native rollout engine. All samples of a prompt share its keys and values."""
 
 import torch
 
@@ -17,9 +15,7 @@ MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger ba
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Return the default KV-cache limit: a quarter of a GPU's memory, an eighth of the
-    machine's.
-    """
+    """Return a quarter of a GPU's memory, or an eighth of the machine's."""
     return memory_bytes(device) // (4 if device.type == "cuda" else 8)
 
 
@@ -27,16 +23,10 @@ class NativeEngine:
     """Samples responses with a copy of the policy in the compute dtype.
 
     The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
-
-    Args:
-        model: the policy; `load_weights` copies its weights. dtype: the compute dtype of training.
-        The PyTorch decoder uses it too; the C++ decoder uses bfloat16 if the
-            processor has instructions for it, and float32 otherwise.
-        cache_bytes: KV-cache limit; samples beyond it wait until others finish. In the PyTorch
-            decoder it includes the tensors of a step.
-        max_batch: maximum number of samples decoded at a time.
-        in_cpp: whether to use the C++ decoder, which needs a CPU; None: use it on every CPU.
-        compiled: whether to run torch.compile on the PyTorch decoder.
+    cache_bytes: KV-cache limit, in the PyTorch decoder including a step's tensors; samples beyond
+    it wait. max_batch: samples decoded at a time. in_cpp: use the C++ decoder; None: on every CPU.
+    It computes in bfloat16 only if the CPU has instructions for it. compiled: torch.compile the
+    PyTorch decoder.
     """
 
     def __init__(
@@ -63,46 +53,34 @@ class NativeEngine:
         self.load_weights(model)
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
         return f"native ({self.decoder.describe()} of at most {self.cache_bytes / 1e9:.3g} GB)"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response.
-
-        Raises:
-            InputError: if the KV cache cannot hold one prompt and one response.
-        """
+        """Return the KV-cache bytes of a prompt and of a response; raise InputError if they
+        exceed it."""
         prompt, own = self.decoder.sequence_bytes(prompt_length, max_new_tokens)
         check_cache(self.cache_bytes, prompt, own, prompt_length, max_new_tokens)
         return prompt, own
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Copy the policy's weights into the decoder."""
         assert isinstance(model, Decoder)
         self.decoder.load_weights(model)
 
     def sleep(self) -> None:
-        """Free the PyTorch decoder's cache if it takes much of the device's memory; see
-        `DeviceDecoder.sleep`.
-        """
+        """Free the PyTorch decoder's cache; see `DeviceDecoder.sleep`."""
         self.decoder.sleep()
 
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
-
-        Raises:
-            InputError: if the prompts do not fit the model, or a prompt and one response exceed the
-            KV cache.
-        """
+        """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
+        cache."""
         check_request(prompts, num_samples, sampling, self.config)
         device = prompts.tokens.device
         samples = torch.arange(len(prompts) * num_samples, device=device) % num_samples
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
         self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)  # or an error
-        limits = self.cache_bytes, self.max_batch
         rollouts, self.statistics = self.decoder.generate(
-            prompts, num_samples, sampling, keys, *limits
+            prompts, num_samples, sampling, keys, self.cache_bytes, self.max_batch
         )
         return rollouts

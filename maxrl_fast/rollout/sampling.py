@@ -1,6 +1,4 @@
-"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same for the C++
-decoder.
-"""
+"""Sampling of tokens from logits in plain PyTorch; csrc/cpu/sample.h does the same in C++."""
 
 import torch
 from torch import Tensor
@@ -9,25 +7,20 @@ from maxrl_fast.rollout import Sampling
 
 
 def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample tokens from each row by inverting its CDF in the order of the vocabulary; does not
-    synchronise with the device.
+    """Sample tokens of each row by inverting its CDF in vocabulary order; does not wait for the
+    device.
 
-    Args:
-        logits: [A, V] float32.
-        u: [A, n] uniform random numbers in [0, 1), one for each of n tokens of a row.
-
-    Returns:
-        tokens [A, n] int64, and their log-probs [A, n] under the whole distribution at the
-        temperature, before the filters; 0 at temperature 0.
+    logits: [A, V] float32. u: [A, n] uniform random numbers in [0, 1). Returns tokens [A, n] int64
+    and their log-probs [A, n] under the whole distribution at the temperature, before the filters;
+    0 at temperature 0.
     """
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True).expand_as(u)
         log_p = torch.log_softmax(logits, -1).gather(-1, token)
         # logits that are not finite must show
         return token, torch.where(log_p.isfinite(), 0.0, log_p)
-    log_p = torch.log_softmax(
-        logits if sampling.temperature == 1 else logits / sampling.temperature, -1
-    )
+    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
+    log_p = torch.log_softmax(logits, -1)
     kept = filtered_logprobs(log_p, sampling) if sampling.filters_tokens else log_p
     cdf = kept.exp().cumsum(-1)
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)
@@ -35,9 +28,8 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 
 
 def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
-    """Apply top-k, top-p and min-p to log-probs [A, V]: renormalise the tokens that remain, and set
-    the others to -inf.
-    """
+    """Apply top-k, top-p and min-p to log-probs [A, V] and renormalise; excluded tokens get
+    -inf."""
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
     p = ordered.exp()
     rank = torch.arange(p.shape[-1], device=p.device)

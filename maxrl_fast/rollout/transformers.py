@@ -1,9 +1,7 @@
-"""The rollout engine for policies that transformers runs: for tests and small models, where vLLM is
-not worth its start.
+"""The rollout engine for policies that transformers runs: for tests and small models.
 
-Each prompt is computed once. Decoding goes through the same attention function as training, over a
-own key/value cache, with no code for any one family. All samples of a pass decode in
-step until the last of them has ended.
+Each prompt is computed once. Decoding uses the attention function of training, with a KV cache of
+its own. All samples of a pass decode together until the last one has ended.
 """
 
 import time
@@ -32,11 +30,7 @@ class TransformersEngine:
     """Samples responses with a copy of the policy in the compute dtype.
 
     The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
-
-    Args:
-        model: the policy; `load_weights` copies its weights.
-        cache_bytes: KV-cache limit; prompts beyond it wait until others are done.
-        max_batch: maximum number of samples decoded at a time.
+    cache_bytes: KV-cache limit; prompts beyond it wait. max_batch: samples decoded at a time.
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class TransformersEngine:
         self.model = model.copy_in(dtype)
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
         name = str(self.dtype).removeprefix("torch.")
         return (
             f"plain ({self.model.backend}, {name}, key/value cache of at most "
@@ -63,7 +56,6 @@ class TransformersEngine:
         )
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Copy the policy's weights."""
         assert isinstance(model, HuggingFacePolicy)
         self.model.copy_weights(model)
 
@@ -71,11 +63,8 @@ class TransformersEngine:
         """Do nothing: the cache exists only while samples are decoded."""
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response.
-
-        Raises:
-            InputError: if the KV cache cannot hold one prompt and one response.
-        """
+        """Return the KV-cache bytes of a prompt and of a response; raise InputError if they
+        exceed it."""
         c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
         token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
         prompt, own = token * prompt_length, token * max_new_tokens
@@ -86,19 +75,14 @@ class TransformersEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
-
-        Raises:
-            InputError: if the prompts do not fit the model, or a prompt and one response exceed the
-            KV cache.
-        """
+        """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
+        cache."""
         check_request(prompts, num_samples, sampling, self.config)
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # of a prompt, in one pass
         samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))
-        groups = max(
-            1, min(self.max_batch // samples, self.cache_bytes // (prompt + samples * own))
-        )
+        fitting = self.cache_bytes // (prompt + samples * own)
+        groups = max(1, min(self.max_batch // samples, fitting))
         stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         stops[list(sampling.stop_ids)] = True
         start, parts = time.perf_counter(), []
@@ -112,9 +96,7 @@ class TransformersEngine:
                 one.run(chosen, seed, step, range(first, min(first + samples, num_samples)))
                 for first in range(0, num_samples, samples)
             ]
-            parts.append(
-                tuple(torch.cat(column, 1).flatten(0, 1) for column in zip(*shares, strict=True))
-            )
+            parts.append([torch.cat(x, 1).flatten(0, 1) for x in zip(*shares, strict=True)])
         tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
         truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
@@ -147,23 +129,13 @@ class _Pass:
         self, prompts: Prompts, seed: int, step: int, samples: range
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g
-        prompts.
-        """
-        start, device, limit = (
-            time.perf_counter(),
-            prompts.tokens.device,
-            self.sampling.max_new_tokens,
-        )
-        number, n = (
-            torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts)),
-            len(samples),
-        )
+        prompts."""
+        start, device, n = time.perf_counter(), prompts.tokens.device, len(samples)
+        limit = self.sampling.max_new_tokens
+        number = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts))
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number)
-        token, log_p = sample(
-            self._prefill(prompts, n),
-            uniforms(keys, torch.zeros_like(keys)).view(-1, n),
-            self.sampling,
-        )
+        u = uniforms(keys, 0).view(-1, n)
+        token, log_p = sample(self._prefill(prompts, n), u, self.sampling)
         self.prefill_seconds += time.perf_counter() - start
         token, log_p = token.flatten(), log_p.flatten()
         tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
@@ -172,8 +144,8 @@ class _Pass:
         for t in range(limit):
             if t:
                 logits = self._step(token, prompts.lengths, t - 1)
-                u = uniforms(keys, torch.full_like(keys, t))
-                token, log_p = (x[:, 0] for x in sample(logits, u[:, None], self.sampling))
+                u = uniforms(keys, t)[:, None]
+                token, log_p = (x[:, 0] for x in sample(logits, u, self.sampling))
             tokens[:, t], logprobs[:, t] = token.where(~is_done, 0), log_p.where(~is_done, 0)
             lengths += ~is_done
             is_done |= self.stops[token]
@@ -204,9 +176,7 @@ class _Pass:
         return self.model.logits(hidden)
 
     def _step(self, token: Tensor, prompt_lengths: Tensor, at: int) -> Tensor:
-        """Return the logits [g n, V] after the newest tokens [g n], which are number `at` of their
-        responses.
-        """
+        """Return logits [g n, V] after the newest tokens [g n], number `at` of their responses."""
         self.steps += 1
         groups = len(prompt_lengths)
         positions = prompt_lengths.repeat_interleave(len(token) // groups) + at
@@ -226,12 +196,10 @@ class _Pass:
 def decode_attention(
     q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant
 ) -> Tensor:
-    """Return the attention [g n, Hq, D] of the newest tokens, number `at` of their responses, in
-    plain PyTorch in float32.
+    """Return the attention [g n, Hq, D] of q [g n, Hq, D], of tokens number `at`, in float32
+    PyTorch.
 
-    Args:
-        q: [g n, Hq, D]. cache: keys and values of the prompts [g, P, Hkv, D], then of the samples
-        [g, n, limit, Hkv, D].
+    cache: keys and values of prompts [g, P, Hkv, D], then of samples [g, n, limit, Hkv, D].
     """
     keys, values, own_keys, own_values = (x.float() for x in cache)
     own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
@@ -242,10 +210,8 @@ def decode_attention(
     scores = torch.cat([to_prompts, to_own], -1)
     if variant.softcap:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
-    lengths, p, i = (
-        prompt_lengths[:, None],
-        *(torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own)),
-    )
+    lengths = prompt_lengths[:, None]
+    p, i = (torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own))
     # [g, P + at + 1]
     is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)
     if variant.window:
@@ -258,7 +224,6 @@ def decode_attention(
     else:
         weights = scores.softmax(-1)
     of_prompts, of_own = weights.split([to_prompts.shape[-1], to_own.shape[-1]], -1)
-    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values) + torch.einsum(
-        "gnkrw,gnwkd->gnkrd", of_own, own_values
-    )
+    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values)
+    out = out + torch.einsum("gnkrw,gnwkd->gnkrd", of_own, own_values)
     return out.flatten(2, 3).flatten(0, 1).to(q.dtype)

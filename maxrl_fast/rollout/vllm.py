@@ -1,9 +1,8 @@
-"""The vLLM rollout engine, in this process; `load_weights` copies the policy's weights in place,
-without a file.
+"""The vLLM rollout engine in this process; `load_weights` copies weights in memory.
 
 With torchrun every process has its own engine, or shares one with its neighbours (tensor
-parallelism). This is vLLM's "external launcher": all processes of an engine are given the same
-requests in the same order, and schedule them alike.
+parallelism). This is vLLM's "external launcher": all processes of an engine get the same requests
+in the same order.
 """
 
 import contextlib
@@ -60,11 +59,8 @@ SETTINGS = {
 
 
 def check_installed() -> str:
-    """Return the installed version of vLLM.
-
-    Raises:
-        InputError: if vLLM is not installed, or this engine does not support its version.
-    """
+    """Return the installed version of vLLM; raise InputError if there is none or it is not
+    supported."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
@@ -83,24 +79,16 @@ def check_installed() -> str:
 
 
 class VllmEngine:
-    """Samples responses with vLLM.
+    """Samples responses with vLLM. Random numbers depend on (seed, step), the first prompt and the
+    batch.
 
-    Unlike the native engine's, its random numbers depend on (seed, step), the first prompt and the
-    whole batch.
+    model: the policy, not sharded yet. cache_bytes: each rank's KV cache. max_batch: samples
+    decoded at a time. ranks: the processes of the run, which build their engines together.
+    tensor_parallel: number of neighbouring ranks that share an engine and call `generate` together,
+    each with its own prompts or none. filters_tokens: see `logprobs_mode`.
 
-    Args:
-        model: the policy, not sharded yet. dtype: the compute dtype. cache_bytes: size of each
-        rank's KV cache. max_batch: maximum number of samples decoded at a time. ranks: the
-        processes of the run, which must build their engines together. tensor_parallel: number of
-        neighbouring ranks that share an engine; it divides the ranks. They must call `generate`
-            together, each with its own prompts or with none, and each gets the responses to its
-            own.
-        filters_tokens: whether log-probs are needed of samples with top-k, top-p or min-p; see
-        `logprobs_mode`.
-
-    Raises:
-        InputError: if vLLM is not installed, its version is not supported, it rejects the model, or
-        memory is short.
+    Raises InputError if vLLM is not installed or not supported, rejects the model, or memory is
+    short.
     """
 
     def __init__(
@@ -120,23 +108,19 @@ class VllmEngine:
         if is_cpu and any(hf_config(model.config).get(name) for name in EXPERTS):
             raise InputError(
                 "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
-                "and "
-                f"{model.config.model_type} has experts; --rollout native samples it"
+                f"and {model.config.model_type} has experts; --rollout native samples it"
             )
-        sharing = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if is_cpu and ranks.size > 1 else 1
-        )
-        self.cache_bytes = (
-            default_cache_bytes(self._device) // sharing if cache_bytes is None else cache_bytes
-        )
+        sharing = 1
+        if is_cpu and ranks.size > 1:
+            sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+        if cache_bytes is None:
+            cache_bytes = default_cache_bytes(self._device) // sharing
+        self.cache_bytes = cache_bytes
         _check_division(self.config, tensor_parallel)
-        share = _memory_share(model, dtype, self.cache_bytes, tensor_parallel, sharing)
+        share = _memory_share(model, dtype, cache_bytes, tensor_parallel, sharing)
         self.statistics = RolloutStatistics()
-        self._can_sleep, self._is_asleep, self._logprobs_mode = (
-            not is_cpu,
-            False,
-            logprobs_mode(filters_tokens),
-        )
+        self._can_sleep, self._is_asleep = not is_cpu, False
+        self._logprobs_mode = logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -179,21 +163,14 @@ class VllmEngine:
             ) from error
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
-        where = (
-            "in this process"
-            if self._peers.size == 1
-            else f"tensor parallel over {self._peers.size} processes"
-        )
-        return (
-            f"vllm ({self.version}, {where}, {str(self.dtype).removeprefix('torch.')}, key/value "
-            "cache of "
-            f"{self.cache_bytes / 1e9:.3g} GB)"
-        )
+        where, dtype = "in this process", str(self.dtype).removeprefix("torch.")
+        if self._peers.size > 1:
+            where = f"tensor parallel over {self._peers.size} processes"
+        cache = f"key/value cache of {self.cache_bytes / 1e9:.3g} GB"
+        return f"vllm ({self.version}, {where}, {dtype}, {cache})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Replace vLLM's weights by the policy's, in the layout of vLLM's kernels, and clear its
-        prefix cache.
+        """Replace vLLM's weights by the policy's, and clear its prefix cache.
 
         With sharded weights or a shared engine, the ranks must call this together.
         """
@@ -211,20 +188,12 @@ class VllmEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
-
-        Raises:
-            InputError: if the prompts do not fit the model.
-        """
+        """See `Engine.generate`."""
         if self._is_asleep:
-            raise RuntimeError(
-                "load_weights must follow sleep, which discards vLLM's weights, before generate is "
-                "called"
-            )
+            raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
         requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
-        counts = self._peers.concatenate(
-            torch.tensor([len(prompts)], device=prompts.ids.device)
-        ).tolist()
+        count = torch.tensor([len(prompts)], device=prompts.ids.device)
+        counts = self._peers.concatenate(count).tolist()
         check_request(requested, num_samples, sampling, self.config)
         start = time.perf_counter()
         outputs = self._sample(requested, num_samples, sampling, seed, step)
@@ -260,16 +229,13 @@ class VllmEngine:
         return outputs
 
     def sleep(self) -> None:
-        """Free the memory of weights and KV cache, on a GPU. The weights are discarded:
-        `load_weights` must follow.
-        """
+        """Free weights and KV cache, on a GPU; `load_weights` must follow."""
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
 
 
 def _vllm_config(model: PolicyModel) -> dict[str, Any]:
-    """Return the contents of config.json for vLLM."""
     fields = hf_config(model.config)
     if model.config.model_type == "qwen2" and model.backend == "native":
         # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v
@@ -280,55 +246,42 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
 
 def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
     """Raise InputError where the model cannot be divided among this many ranks."""
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, size in sizes.items():
+    for name in ("num_attention_heads", "intermediate_size"):
+        size = getattr(config, name)
         if size % tensor_parallel:
-            raise InputError(
-                f"vllm_tensor_parallel must divide {name}, {size} in this model, got "
-                f"{tensor_parallel}"
-            )
+            wanted = f"must divide {name}, {size} in this model"
+            raise InputError(f"vllm_tensor_parallel {wanted}, got {tensor_parallel}")
     heads = config.num_key_value_heads  # vLLM repeats them where there are fewer than ranks
     if heads % tensor_parallel and tensor_parallel % heads:
         raise InputError(
             f"vllm_tensor_parallel must divide num_key_value_heads, {heads} in this model, or be a "
-            "multiple of it, "
-            f"got {tensor_parallel}"
+            f"multiple of it, got {tensor_parallel}"
         )
 
 
 def _memory_share(
     model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
 ) -> float:
-    """Return the fraction of the device's memory that vLLM's weights and KV cache take; `sharing`
-    ranks share the memory.
+    """Return the fraction of memory for vLLM's weights and KV cache; raise InputError if it is not
+    free.
 
-    Raises:
-        InputError: if so much is not free.
+    `sharing` ranks share the memory.
     """
     device = model.lm_head.weight.device
     total = memory_bytes(device)
     available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
-    weights = (
-        dtype.itemsize
-        * sum(parameter.numel() for parameter in model.parameters())
-        // tensor_parallel
-    )
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    weights = dtype.itemsize * numbers // tensor_parallel
     if weights + cache_bytes > available:
         raise InputError(
             f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} "
-            "GB for --kv-cache-gb in each "
-            f"process, got {available / 1e9:.3g} GB"
+            f"GB for --kv-cache-gb in each process, got {available / 1e9:.3g} GB"
         )
     return (weights + cache_bytes) / total
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for this process of torchrun, and set the variables that vLLM reads
-    with them.
-    """
+    """Return vLLM's options for this process of torchrun, and set the variables it reads."""
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)
@@ -340,9 +293,6 @@ def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) ->
 
 
 def _make_llm(llm_class: Any, **options: Any) -> Any:
-    """Return an LLM; what vLLM rejects, such as a KV cache that is too small, becomes an
-    InputError.
-    """
     try:
         return llm_class(**options)
     except ValueError as error:
@@ -353,11 +303,8 @@ def _make_llm(llm_class: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _process_restored() -> Iterator[None]:
-    """Undo what building vLLM changes in the process (threads, random states, environment), and
-    hide what it prints to stderr.
-
-    Exceptions pass through.
-    """
+    """Undo what vLLM changes in the process (threads, random states, environment); hide its
+    stderr."""
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     environment = dict(os.environ)
@@ -378,18 +325,13 @@ def _process_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Redirect the file descriptor of stderr, because vLLM's C++ libraries do not write to
-    sys.stderr, and drop warnings.
+    """Redirect stderr's file descriptor, which vLLM's C++ libraries write to, and drop warnings.
 
-    sys.stderr itself still works: another thread prints there why the run ends, if a rank fails
-    meanwhile.
+    sys.stderr still works: another thread prints there why the run ends, if a rank fails.
     """
     sys.stderr.flush()
-    saved, null, disabled = (
-        os.dup(2),
-        os.open(os.devnull, os.O_WRONLY),
-        logging.root.manager.disable,
-    )
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    disabled = logging.root.manager.disable
     os.dup2(null, 2)
     logging.disable(logging.WARNING)
     try:
@@ -405,32 +347,24 @@ def _quiet_stderr() -> Iterator[None]:
 
 
 def _use_gloo() -> None:
-    """Let the ranks of an engine on the CPU exchange tensors by gloo, which fails when one of them
-    is killed.
+    """Let the ranks of an engine on a CPU use gloo, which fails when one of them is killed.
 
-    vLLM's own shared memory would wait without end, and every run on a machine would give it the
-    same name.
+    vLLM's shared memory would wait forever, and has the same name in every run on a machine.
     """
     module: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
     module.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def _pad_heads() -> None:
-    """Let vLLM's CPU attention accept any head size, by padding heads with zeros to the next larger
-    size that it supports.
-
-    The zeros change neither scores nor outputs.
-    """
+    """Let vLLM's CPU attention accept any head size: pad heads with zeros to a supported size."""
     attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
-    sizes = importlib.import_module(
-        "vllm.v1.attention.backends.cpu_attn"
-    ).CPUAttentionBackend.get_supported_head_sizes()
+    backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    sizes = backend.CPUAttentionBackend.get_supported_head_sizes()
 
     class PaddedAttention(attention):  # type: ignore[misc]
         def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any):
-            super().__init__(
-                num_heads, min(size for size in sizes if size >= head_size), scale, *args, **kwargs
-            )
+            padded_size = min(size for size in sizes if size >= head_size)
+            super().__init__(num_heads, padded_size, scale, *args, **kwargs)
             self.own_size = head_size
 
         def forward(
@@ -444,9 +378,8 @@ def _pad_heads() -> None:
                 for x in (query, key, value)
             )
             out = super().forward(*padded, *args, **kwargs)
-            return out.view(len(out), self.num_heads, self.head_size)[..., : self.own_size].flatten(
-                1
-            )
+            heads = out.view(len(out), self.num_heads, self.head_size)
+            return heads[..., : self.own_size].flatten(1)
 
     for name in ("llama", "qwen3"):
         module: Any = importlib.import_module(f"vllm.model_executor.models.{name}")

@@ -1,9 +1,8 @@
-"""The vLLM rollout engine on a server. It is asked over HTTP, and reads the policy's weights from a
-folder that both sides see.
+"""The vLLM rollout engine on a server, over HTTP; it reads weights from a shared folder.
 
-The requests are those of vLLM 0.32: `/inference/v1/generate` takes and returns token ids
-(--enable-scale-out); `/server_info`, `/collective_rpc` and `/reset_prefix_cache` are there with
-VLLM_SERVER_DEV_MODE=1. vLLM's own transfer of weights needs NCCL.
+For vLLM 0.32: `/inference/v1/generate` takes and returns token ids (--enable-scale-out);
+`/server_info`, `/collective_rpc` and `/reset_prefix_cache` need VLLM_SERVER_DEV_MODE=1. vLLM's own
+transfer of weights needs NCCL.
 """
 
 import http.client
@@ -47,19 +46,15 @@ T = TypeVar("T")
 
 
 class VllmServerEngine:
-    """Samples responses with a vLLM server.
+    """Samples responses with a vLLM server. Random numbers depend on (seed, step, prompt id,
+    sample).
 
-    Its random numbers depend on (seed, step, prompt id, sample), and its rounding on the batch.
+    model: the policy that the server was started with. url: such as http:
 
-    Args:
-        model: the policy, which the server must have been started with. dtype: the compute dtype.
-        url: where the server is, such as http://127.0.0.1:8000. ranks: the processes of the run,
-        which all ask this server. filters_tokens: whether log-probs are needed of samples with
-        top-k, top-p or min-p; see `vllm_shared.logprobs_mode`.
+    127.0.0.1:8000. ranks: the processes of the run, which all ask this server. filters_tokens: see
+    `vllm_shared.logprobs_mode`.
 
-    Raises:
-        InputError: if no server answers, it has another version, or it was started with other
-        options.
+    Raises InputError if no server answers, or it has another version or other options.
     """
 
     def __init__(
@@ -71,12 +66,8 @@ class VllmServerEngine:
         ranks: Ranks | None = None,
         filters_tokens: bool = False,
     ):
-        self.config, self.dtype, self.url, self._ranks = (
-            model.config,
-            dtype,
-            url.rstrip("/"),
-            ranks or Ranks(),
-        )
+        self.config, self.dtype = model.config, dtype
+        self.url, self._ranks = url.rstrip("/"), ranks or Ranks()
         self.statistics, self._logprobs_mode = RolloutStatistics(), logprobs_mode(filters_tokens)
         start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
@@ -92,10 +83,8 @@ class VllmServerEngine:
         check_version(self.version)
         if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
             whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
-            raise InputError(
-                f"{whose} needs a server with --logprobs-mode {self._logprobs_mode}, got {mode}; "
-                f"{start}"
-            )
+            wanted = f"a server with --logprobs-mode {self._logprobs_mode}"
+            raise InputError(f"{whose} needs {wanted}, got {mode}; {start}")
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
             self._folder = Path(tempfile.mkdtemp(prefix="maxrl_fast-weights-"))
@@ -103,13 +92,11 @@ class VllmServerEngine:
         self.load_weights(model)
 
     def describe(self) -> str:
-        """Describe the engine in a few words, for the report at the start of a run."""
         return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Write the policy's weights into the folder and let the server load them; all ranks call
-        this together.
-        """
+        """Write the weights into the folder and let the server load them; all ranks call this
+        together."""
         # gathered by all ranks together
         for i, (name, weight) in enumerate(named_weights(model, self.dtype)):
             if self._ranks.is_first:
@@ -118,28 +105,21 @@ class VllmServerEngine:
                 try:
                     save_file({name: weight.cpu().contiguous()}, file)
                 except (OSError, SafetensorError) as error:
-                    raise StorageError(
-                        f"cannot write weights for the vLLM server, {file}: {error}"
-                    ) from error
+                    what = "cannot write weights for the vLLM server"
+                    raise StorageError(f"{what}, {file}: {error}") from error
         if self._ranks.is_first:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
             self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
             if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
-                raise ServerError(
-                    f"the vLLM server at {self.url} could not clear its prefix cache: it has other "
-                    "requests"
-                )
+                what = "could not clear its prefix cache: it has other requests"
+                raise ServerError(f"the vLLM server at {self.url} {what}")
         self._ranks.wait_for_all()  # before the others sample
 
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt; see `Engine.generate`.
-
-        Raises:
-            InputError: if the prompts do not fit the model.
-            ServerError: if the server fails, or takes longer than WORK_LIMIT.
-        """
+        """See `Engine.generate`. Raises ServerError if the server fails, or takes longer than
+        WORK_LIMIT."""
         check_request(prompts, num_samples, sampling, self.config)
         start, parameters = time.perf_counter(), sampling_parameters(sampling, num_samples)
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
@@ -176,11 +156,9 @@ class VllmServerEngine:
     def _ask(
         self, path: str, read: Callable[[Any], T], body: Any = None, limit: float = QUESTION_LIMIT
     ) -> T:
-        """Return what `read` finds in the JSON answer to a GET request, or to a POST request with a
-        JSON body.
+        """Return `read` of the JSON answer to a GET request, or to a POST with a body.
 
-        Raises:
-            ServerError: if there is no such answer within `limit` seconds.
+        Raises ServerError if `read` fails, or there is no answer within `limit` seconds.
         """
         who = f"the vLLM server at {self.url}"
         data = None if body is None else json.dumps(body).encode()
@@ -193,22 +171,19 @@ class VllmServerEngine:
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(500).decode(errors="replace").split())
             raise ServerError(f"{who} answered {path} with status {error.code}: {said}") from error
-        except TimeoutError as error:
-            raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
+            cause = reason or type(error).__name__
             raise ServerError(
-                f"{who} cannot be reached, or closed the connection: "
-                f"{reason or type(error).__name__}"
+                f"{who} cannot be reached, or closed the connection: {cause}"
             ) from error
         try:
             return read(json.loads(text))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ServerError(
-                f"{who} answered {path} with something else than expected: {text[:200]!r}"
-            ) from error
+            what = "with something else than expected"
+            raise ServerError(f"{who} answered {path} {what}: {text[:200]!r}") from error
 
 
 # a proxy of the environment is for the internet
@@ -216,21 +191,13 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
-    """Return the samples in an answer.
-
-    Raises:
-        ValueError: where they are not all there. Other exceptions mean that the answer has another
-        form.
-    """
+    """Return the samples in an answer; raise ValueError where they are not complete."""
     samples = list[Sample]()
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         tokens = [int(token) for token in choice["token_ids"]]
         logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        if (
-            not tokens
-            or len(tokens) != len(logprobs)
-            or choice["finish_reason"] not in ("stop", "length")
-        ):
+        is_complete = 0 < len(tokens) == len(logprobs)
+        if not is_complete or choice["finish_reason"] not in ("stop", "length"):
             raise ValueError("a sample is not complete")
         samples.append((tokens, logprobs, choice["finish_reason"] == "length"))
     if len(samples) != num_samples:

@@ -1,6 +1,4 @@
-"""What both vLLM engines share: versions, requests, what an answer becomes, and the names of
-weights.
-"""
+"""What both vLLM engines share: versions, requests, results and the names of weights."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,20 +31,16 @@ def check_version(version: str, advice: str = "") -> None:
 
 
 def logprobs_mode(filters_tokens: bool) -> str:
-    """Return vLLM's --logprobs-mode that gives log-probs under the whole distribution at the
-    temperature.
+    """Return vLLM's --logprobs-mode for log-probs of the whole distribution at the temperature.
 
-    vLLM's processed log-probs are after the temperature, top-k, top-p and min-p, and renormalised.
-    The raw ones are before all of these: with a filter they are the wanted ones at temperature 1,
-    and at other temperatures vLLM has none.
+    Processed log-probs are after the temperature and the filters, renormalised; raw ones are before
+    all of these. So with a filter raw ones are right at temperature 1; at others vLLM has none.
     """
     return RAW if filters_tokens else PROCESSED
 
 
 def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a prompt: all greedy samples are equal, so it computes
-    one.
-    """
+    """Return vLLM's parameters for a prompt; greedy samples are equal, so only one is requested."""
     return {
         "n": 1 if sampling.temperature == 0 else num_samples,
         "temperature": sampling.temperature,
@@ -65,30 +59,25 @@ def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
 def rollouts_of(
     samples: list[list[Sample]], num_samples: int, sampling: Sampling, mode: str
 ) -> Rollouts:
-    """Return the rollouts of what vLLM has sampled for each prompt; a greedy sample stands for all
-    `num_samples`.
+    """Return the rollouts of vLLM's samples; a greedy sample is repeated `num_samples` times.
 
-    Log-probs are 0 for greedy ones, and NaN where vLLM's mode gives others than those of the whole
-    distribution.
+    Log-probs are 0 for greedy ones, and NaN where vLLM's mode does not give the right ones.
     """
     is_greedy = sampling.temperature == 0
-    chosen = [
-        sample for of_prompt in samples for sample in of_prompt * (num_samples if is_greedy else 1)
-    ]
+    repeats = num_samples if is_greedy else 1
+    chosen = [sample for of_prompt in samples for sample in of_prompt * repeats]
     packed, cu_seqlens = pack([tokens for tokens, _, _ in chosen])
     logprobs = torch.tensor([x for _, of_sample, _ in chosen for x in of_sample])
     if is_greedy:
         logprobs.zero_()
     elif sampling.temperature != 1 if mode == RAW else sampling.filters_tokens:
         logprobs.fill_(torch.nan)
-    return Rollouts(
-        packed, cu_seqlens, logprobs, torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
-    )
+    truncated = torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
+    return Rollouts(packed, cu_seqlens, logprobs, truncated)
 
 
 def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights one at a time, in vLLM's dtype, so that there is never a second
-    copy of them all.
+    """Yield the policy's weights one at a time, in vLLM's dtype, without a second copy of them all.
 
     With sharded weights, all ranks must iterate together.
     """
@@ -103,9 +92,7 @@ def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 def _tied_name(model: PolicyModel) -> str:
-    """Return the name of the embedding that vLLM also needs as the output matrix, which it may
-    store separately; "" if none.
-    """
+    """Return the name of the embedding that vLLM also needs as the output matrix; "" if none."""
     if not model.config.tie_word_embeddings or model.config.model_type in WITHOUT_HEAD:
         return ""
     names = (

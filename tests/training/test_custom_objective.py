@@ -124,7 +124,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
         ("fails", "fails fails on a small example: KeyError: 'no idea'"),
         (
             "asks",
-            "asks may ask for k, valid, lengths, .* beside the rewards, got the parameter "
+            "asks may ask for k, valid, lengths, .* besides the rewards, got the parameter "
             "temperature",
         ),
         ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),

@@ -1,6 +1,4 @@
-"""Estimators of max@k by sums over subsets of the group, which are sums over the gaps of its
-ascending rewards.
-"""
+"""Estimators of max@k by sums over subsets of the group: sums over gaps of ascending rewards."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,4 @@
-"""Estimators that take several rewards one by one, reward_parts [R, G, N], NaN where one does not
-apply to a rollout.
-"""
+"""Estimators that take several rewards, reward_parts [R, G, N], NaN where one does not apply."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -62,12 +60,10 @@ def hero(
     and max over equal v; w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a =
     score_range .05, eps 1e-6, ddof 1."""
     if len(reward_parts) < 2 or reward_weights[0] != 1:
-        got = (
-            f"{len(reward_parts)} with the weights "
-            f"{' '.join(f'{weight:g}' for weight in reward_weights)}"
-        )
+        weights = " ".join(f"{weight:g}" for weight in reward_weights)
         raise ValueError(
-            f"hero takes a verifier of weight 1 and one or more scores as reward_parts, got {got}"
+            "hero takes a verifier of weight 1 and one or more scores as reward_parts, got "
+            f"{len(reward_parts)} with the weights {weights}"
         )
     verified, scores = reward_parts[0], reward_parts[1:].nan_to_num(0.0)
     other = g.valid & (verified != 0) & (verified != 1)

@@ -18,9 +18,7 @@ from torch import Tensor
 
 
 def subset_ratios(n: int, k: int) -> Tensor:
-    """Return q_j = C(j, k) / C(n, k) for j = 0..n, float64: q_n = 1, q_{j-1} = q_j (j - k) / j.
-    Underflow to 0 is harmless.
-    """
+    """Return q_j = C(j, k) / C(n, k) for j = 0..n, float64; underflow to 0 is harmless."""
     j = torch.arange(1, n + 1, dtype=torch.float64)
     factors = ((j - k).clamp_min(0) / j).flip(0)  # from q_n down
     return torch.cat([factors.new_ones(1), factors.cumprod(0)]).flip(0)
@@ -32,20 +30,15 @@ def _gaps(n: int) -> Tensor:
 
 
 def _uncentred(slope: Tensor, offset: Tensor | None = None, lowest: float = 0.0) -> Tensor:
-    """Return the table of slopes [n-1] and offsets [n-1] for the gaps; `lowest` is the weight of
-    r_(1) itself.
-    """
+    """Return the table of slopes and offsets [n-1] of the gaps; `lowest` is the weight of r_(1)."""
     slopes = torch.cat([slope.new_zeros(1), slope])
-    offsets = torch.cat(
-        [slope.new_tensor([lowest]), torch.zeros_like(slope) if offset is None else offset]
-    )
+    offset = torch.zeros_like(slope) if offset is None else offset
+    offsets = torch.cat([slope.new_tensor([lowest]), offset])
     return torch.stack([offsets, slopes])
 
 
 def _centred(slope: Tensor) -> Tensor:
-    """Return the table whose values have mean 0 in every group: gap j raises the n - j rollouts
-    above it.
-    """
+    """Return the table with mean 0 in every group: gap j raises the n - j rollouts above it."""
     n = len(slope) + 1
     return _uncentred(slope, -slope * (n - _gaps(n)) / n)
 
@@ -107,9 +100,7 @@ def max_minus_second(n: int, _: int) -> Tensor:
 
 
 def pacs_first_update(n: int, _: int, beta: float) -> Tensor:
-    """Return the binary table of -B beta dL/dr at reward proxies r = 0, for the balanced loss of
-    PACS with rloo scores.
-    """
+    """-B beta dL/dr at reward proxies r = 0, for PACS's balanced loss with rloo scores."""
     # groups with both outcomes; the others have 0
     correct = torch.arange(1, n, dtype=torch.float64)
     scale = beta * n * n / (4 * max(n - 1, 1))
@@ -117,12 +108,11 @@ def pacs_first_update(n: int, _: int, beta: float) -> Tensor:
 
 
 def over_others_std(n: int, _: int) -> Tensor:
-    """Return the binary table of (r_i - m)/(s + 1e-6), m and s the mean and sample standard
-    deviation of the other rollouts; of r_i - m where these are all equal."""
+    """(r_i - m)/(s + 1e-6), m and s the mean and sample standard deviation of the others; r_i -
+    m where these are all equal."""
     others = max(n - 1, 1)
 
     def of_reward(reward: float, correct: Tensor) -> Tensor:
-        """Return the advantages beside this many correct others."""
         variance = correct * (others - correct) / (others * max(others - 1, 1))
         return (reward - correct / others) / torch.where(variance > 0, variance.sqrt() + 1e-6, 1.0)
 
@@ -133,9 +123,7 @@ def over_others_std(n: int, _: int) -> Tensor:
 
 
 def passk_training(n: int, k: int) -> Tensor:
-    """Return the binary table of Chen et al.: the standardised reward of groups of k, averaged over
-    the groups of a rollout.
-    """
+    """The standardised reward of groups of k, averaged over a rollout's groups (Chen et al.)."""
     correct = torch.arange(n + 1, dtype=torch.float64)
     wrong_groups = subset_ratios(n, k).flip(0)  # 1 - rho = C(F, k) / C(n, k), by C = n - F
     divisor = (wrong_groups * (1 - wrong_groups)).sqrt() + 1e-6

@@ -1,6 +1,4 @@
-"""The token losses, one function each, by family. Whoever imports this package has all of them in
-LOSSES.
-"""
+"""The token losses, one function each, by family. Importing this package fills LOSSES."""
 
 from maxrl_fast.algorithms.losses import chosen_tokens as chosen_tokens
 from maxrl_fast.algorithms.losses import core as core

@@ -1,6 +1,5 @@
-"""Losses that treat a few tokens of an update differently: by covariance, probability or entropy
-under the present policy.
-"""
+"""Losses that treat a few tokens of an update differently: by covariance, probability or
+entropy."""
 
 import math
 from typing import Annotated
@@ -18,23 +17,19 @@ _COVARIANCE = "Cui et al. 2025, arXiv:2505.22617, the authors' code; verl"
 
 
 def covariance(t: Tokens) -> Tensor:
-    """Return (A - mean A)(logp - mean logp) [T] over the tokens of the update; -inf for masked
-    ones.
-    """
+    """Return (A - mean A)(logp - mean logp) [T] over the update's tokens; -inf for masked ones."""
     n = t.mask.sum().clamp_min(1)
     a, logp = (torch.where(t.mask, x.detach(), 0.0) for x in (t.advantages, t.logprobs))
     return ((a - a.sum() / n) * (logp - logp.sum() / n)).masked_fill(~t.mask, -torch.inf)
 
 
 def number_of(share: float, among: Tensor) -> int:
-    """Return the share of the tokens `among` [T] bool, rounded down; on a GPU the host waits for
-    their number.
-    """
+    """Return the share of the tokens `among` [T] bool, rounded down; a GPU's host waits."""
     return int(round(share * int(among.sum()), 6))  # .29 x 100 is 28.999999999999996
 
 
 def choose(t: Tokens, index: Tensor) -> Tensor:
-    """Return which tokens [T] bool are at the index, and count them in the metric tokens_chosen."""
+    """Return which tokens [T] bool are at the index; their number is the metric tokens_chosen."""
     chosen = torch.zeros_like(t.mask).index_fill(0, index, True) & t.mask
     t.metrics["tokens_chosen"] = chosen.sum()
     return chosen
@@ -70,9 +65,8 @@ def clip_cov(
         raise ValueError(f"low of clip_cov must be below its high, {high:g}, got {low:g}")
     between = covariance(t)
     candidates = ((between > low) & (between < high)).nonzero()[:, 0]
-    drawn = torch.randperm(len(candidates), generator=t.generator)[
-        : max(number_of(share, t.mask), 1)
-    ]
+    shuffled = torch.randperm(len(candidates), generator=t.generator)
+    drawn = shuffled[: max(number_of(share, t.mask), 1)]
     chosen = choose(t, candidates[drawn.to(candidates.device)])
     value = clipped(t, t.ratio, t.advantages, clip_low, clip_high, dual_clip)
     t.mark_clipped(
@@ -83,8 +77,8 @@ def clip_cov(
 
 
 def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
-    """Return the log-prob [C, 1] of each target where tokens below min_p times the greatest
-    probability are left out and the others renormalised; -inf for those left out."""
+    """Return the log-prob [C, 1] of each target after removing tokens below min_p times the
+    greatest probability and renormalising; -inf for removed ones."""
     least = log_p.detach().amax(-1) + math.log(min_p)
     kept = log_p.detach().masked_fill(log_p < least[:, None], -torch.inf)
     return kept.log_softmax(-1).gather(-1, targets[:, None])
@@ -112,25 +106,21 @@ def lp_reg(
     assert t.rows is not None
     proxy = t.rows[:, 0]
     negative = t.mask & (t.advantages < 0)
-    lowest = (
-        t.logprobs.detach()
-        .masked_fill(~negative, torch.inf)
-        .argsort(stable=True)[: number_of(share, negative)]
-    )
+    ascending = t.logprobs.detach().masked_fill(~negative, torch.inf).argsort(stable=True)
+    lowest = ascending[: number_of(share, negative)]
     # min-p leaves the others out: they have no protection
     lowest = lowest[proxy[lowest] > -torch.inf]
     is_protected = choose(t, lowest) & (t.logprobs < proxy)
     value = clipped(t, t.ratio, t.advantages, low, high)
     t.mark_clipped(t.clipped_low & ~is_protected, t.clipped_high & ~is_protected)
     to_proxy = limited(t.logprobs - torch.where(is_protected, proxy, t.logprobs.detach()))
-    return torch.where(
-        is_protected, -t.advantages * t.ratio + (-to_proxy).expm1() + to_proxy, value
-    )
+    pulled = -t.advantages * t.ratio + (-to_proxy).expm1() + to_proxy
+    return torch.where(is_protected, pulled, value)
 
 
 def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:
-    """Return the log-probs of the k most probable tokens, of all in a smaller vocabulary, and
-    whether the target is the first of them: [C, k + 1]."""
+    """Return the log-probs of the k most probable tokens, and whether the target is the first:
+    [C, k + 1]."""
     top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)
     return torch.cat([top.values, (top.indices[:, :1] == targets[:, None]).to(log_p.dtype)], -1)
 

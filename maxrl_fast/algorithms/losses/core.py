@@ -1,6 +1,5 @@
-"""The losses of almost every run. A kernel computes them (csrc/token_loss.h); these functions are
-its reference.
-"""
+"""The losses of almost every run. Kernels (csrc/token_loss.h) compute them; these are the
+reference."""
 
 import math
 
@@ -20,9 +19,7 @@ def clipped(
     clip_high: float,
     dual_clip: float = math.inf,
 ) -> Tensor:
-    """Return ppo's loss [T] of these ratios and advantages, and mark the tokens that it has
-    clipped.
-    """
+    """Return ppo's loss [T] of these ratios and advantages, and mark clipped tokens."""
     free = -advantages * ratio
     value = torch.maximum(free, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     t.mark_clipped(

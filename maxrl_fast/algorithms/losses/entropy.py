@@ -1,6 +1,4 @@
-"""What any loss can be combined with: the mask of the tokens with the highest entropies, and
-SIREN's term.
-"""
+"""What any loss can be combined with: the mask of the highest entropies, and SIREN's term."""
 
 import math
 
@@ -17,12 +15,8 @@ _TIE = 1e-5
 
 
 def highest_entropies(t: Tokens, share: float) -> Tensor:
-    """Return which tokens [T] bool have a policy gradient: the ceil(share n) with the highest
-    entropies of the n tokens of the update, and all that equal the lowest of these up to rounding
-    (Wang et al. 2025, arXiv:2506.01939).
-
-    This is what TRL's top_entropy_quantile keeps where share n is an integer.
-    """
+    """Return which tokens [T] bool keep a policy gradient: the ceil(share n) highest entropies
+    of the update's n tokens, with ties (Wang et al. 2025, arXiv:2506.01939)."""
     entropies = t.entropy.detach()[t.mask]
     if not len(entropies):
         return t.mask
@@ -33,9 +27,8 @@ def highest_entropies(t: Tokens, share: float) -> Tensor:
 
 
 def nucleus_entropy(log_p: Tensor) -> Tensor:
-    """Return the entropy [C], in nats, of the nucleus of each row, renormalised: the fewest most
-    probable tokens that have SIREN_NUCLEUS of the probability together. The nucleus is taken as
-    constant."""
+    """Return the entropy [C], in nats, of each row's renormalised nucleus: the fewest tokens
+    with SIREN_NUCLEUS of the probability."""
     ordered, order = log_p.detach().sort(dim=-1, descending=True, stable=True)
     p = ordered.exp()
     is_in = p.cumsum(-1) - p < SIREN_NUCLEUS  # what comes before has less; the first always is
@@ -48,14 +41,10 @@ def nucleus_entropy(log_p: Tensor) -> Tensor:
 def siren(t: Tokens, entropies: Tensor, coef: float, anchor: Tensor) -> Tensor:
     """Return SIREN's term coef (H - anchor)^2, [] (arXiv:2509.25133).
 
-    H is the mean over the update's responses of the mean nucleus entropy of some of their tokens:
-    of those above the SIREN_QUANTILE of their response, as in the authors' code. A response without
-    such a token, as one of one token, counts with 0.
-
-    Args:
-        entropies: [T], nucleus_entropy of each token, with a gradient. anchor: float64 [1], H at
-        the first update of the run; NaN in that update, which takes its own H. What it has taken is
-            the metric siren_anchor, for the learner to keep.
+    H is the mean over responses of the mean nucleus entropy of the tokens above their response's
+    SIREN_QUANTILE, as in the authors' code; a response without such tokens counts with 0.
+    entropies: [T], nucleus_entropy, with a gradient. anchor: float64 [1], H at the run's first
+    update; NaN in that update. The metric siren_anchor is what was used.
     """
     entropies = entropies.double()
     above = t.mask & (entropies.detach() > t.sequence_quantile(entropies.detach(), SIREN_QUANTILE))

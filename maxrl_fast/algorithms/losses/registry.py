@@ -21,23 +21,19 @@ CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """A token loss: a function of Tokens that returns the loss of each token [T], and what its
-    signature says of it.
+    """A token loss: a function of Tokens that returns the loss of each token [T].
 
     Args:
-        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor, without a
-        gradient. weight: the factor of A grad logp in the descent direction; at rho = 1 it is 1 for
-        every loss, except for the tokens
-            that clip_cov, lp_reg and simko choose.
+        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor.
         source: the publication, and the code that the formula was compared with.
-        options: its numbers by name.
+        weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for the
+            tokens that clip_cov, lp_reg and simko choose.
         clips: whether it takes clip_low and clip_high.
-        aggregation: that is a part of the loss.
+        aggregation: the only one that the loss is defined for.
         by_sequence: whether it has a ratio of whole responses.
         over_batch: whether the loss of a token depends on other responses of the update.
-        rows: what it needs of rows of logits: a function of log_p [C, V] and targets [C], and of
-            those of its options that it names, that returns [C, R], with a gradient where the loss
-            needs one.
+        rows: a function of log_p [C, V], targets [C] and the options that it names, that returns
+            what the loss needs of rows of logits: [C, R].
         fused: whether a kernel computes it.
     """
 
@@ -55,9 +51,7 @@ class TokenLoss:
     fused: bool = False
 
     def resolve(self, given: Mapping[str, float] | None) -> dict[str, float]:
-        """Return all options; raise ValueError or TypeError where one is unknown, missing or out of
-        its range.
-        """
+        """Return all options; raise ValueError or TypeError where one does not fit."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"loss_options must be a mapping of names to numbers, got {type(given).__name__}"
@@ -65,12 +59,9 @@ class TokenLoss:
         return check_options(f"loss {self.name}", self.options, given or {})
 
     def bind(self, options: Mapping[str, float], **clips: float) -> Callable[[Tokens], Tensor]:
-        """Return the function with its options, and with those of the given clips that it takes."""
-        taken = {
-            name: value
-            for name, value in clips.items()
-            if name in inspect.signature(self.function).parameters
-        }
+        """Return the function with its options, and those of the given clips that it takes."""
+        parameters = inspect.signature(self.function).parameters
+        taken = {name: value for name, value in clips.items() if name in parameters}
         return partial(self.function, **options, **taken)
 
 
@@ -80,24 +71,17 @@ LOSSES: dict[str, TokenLoss] = {}
 def token_loss(
     source: str, *, weight: str = "", **more: Any
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function in LOSSES under its name; `more` are further fields of its
-    TokenLoss.
+    """Register the decorated function in LOSSES; `more` are further fields of its TokenLoss.
 
-    Raises:
-        ValueError: if a loss of maxrl_fast has the name, or the function has parameters that
-        nothing gives.
+    Raises ValueError if the name is taken, or the function has parameters that nothing gives.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        row, known = (
-            _row_of(function, source=source, weight=weight, **more),
-            LOSSES.get(function.__name__),
-        )
+        row = _row_of(function, source=source, weight=weight, **more)
+        known = LOSSES.get(row.name)
         if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(
-                f"there is a loss {row.name} already, in {known.function.__module__}: choose "
-                "another name"
-            )
+            where = known.function.__module__
+            raise ValueError(f"there is a loss {row.name} already, in {where}: choose another name")
         LOSSES[row.name] = row
         return function
 
@@ -134,12 +118,8 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
 
 
 def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
-    """Return the row of a name in LOSSES, or of a function of Tokens.
-
-    Raises:
-        ValueError: if there is no loss of this name, or the function has parameters that nothing
-        gives.
-    """
+    """Return the row of a name in LOSSES, or of a function of Tokens; raise ValueError if it
+    does not fit."""
     if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
     if isinstance(loss, str) or not callable(loss):
@@ -159,14 +139,9 @@ def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
 
 
 def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    """Return whether the loss has a gradient for tokens with advantage 0, which are not computed
-    otherwise.
+    """Return whether the loss has a gradient for tokens with advantage 0, tried on seven tokens.
 
-    The function is tried on seven tokens in three responses.
-
-    Raises:
-        ValueError: if it fails on them, or does not return finite losses [T] float64 with a
-        gradient.
+    Raises ValueError if it fails, or does not return finite losses [T] float64 with a gradient.
     """
     if loss.fused:
         return False
@@ -182,10 +157,8 @@ learns_without_advantage._dynamo_marked_constant = True  # type: ignore[attr-def
 
 @lru_cache(maxsize=1024)
 def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    function, has_gradient = (
-        loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf),
-        False,
-    )
+    function = loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf)
+    has_gradient = False
     for scale in (1.0, 0.0):
         tokens = _example(loss, dict(options), scale)
         try:
@@ -201,11 +174,8 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
                 f"loss {loss.name} must have a gradient in the logprobs or the entropy of its "
                 "tokens, got none"
             )
-        inputs = [
-            x
-            for x in (tokens.logprobs, tokens.entropy, tokens.rows)
-            if x is not None and x.requires_grad
-        ]
+        given = tokens.logprobs, tokens.entropy, tokens.rows
+        inputs = [x for x in given if x is not None and x.requires_grad]
         gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
         has_gradient = any(x is not None and bool(x.any()) for x in gradients)
     return has_gradient
@@ -213,7 +183,10 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
 
 def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
     """Return what a loss function has returned; raise ValueError where it is not a loss of each
-    token [T]. On a CPU a user's must be finite for tokens that are not masked."""
+    token.
+
+    On a CPU a user's loss must be finite for tokens that are not masked.
+    """
     wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
     if not isinstance(values, Tensor):
         raise ValueError(f"{wanted}, got {type(values).__name__}")
@@ -221,16 +194,12 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
         raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
     is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
     if is_users and is_host_readable(values):
-        # NaN log-probs are those of a policy that is NaN: as with the losses here, the loss is NaN
-        # then.
-        wrong = (
-            (tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()).nonzero()[:, 0].tolist()
-        )
-        if wrong:
-            raise ValueError(
-                f"loss {loss.name} must be finite, got {values[wrong[0]].item()} at token "
-                f"{wrong[0]}"
-            )
+        # Where the policy is NaN, so are the log-probs, and the loss of any function.
+        is_wrong = tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()
+        if bool(is_wrong.any()):
+            first = int(is_wrong.nonzero()[0])
+            got = f"{values[first].item()} at token {first}"
+            raise ValueError(f"loss {loss.name} must be finite, got {got}")
     return values
 
 
@@ -238,13 +207,10 @@ def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tok
     """Return seven tokens with advantages of both signs, times `scale`."""
     place = torch.arange(7, dtype=torch.float64)
     logprobs = -0.3 - (place * 1.7).sin().square()
-    targets, log_p = (
-        torch.arange(7) % 16,
-        torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1),
-    )
-    rows = (
-        call_rows(loss, options, log_p.requires_grad_(), targets) if loss.rows is not None else None
-    )
+    rows = None
+    if loss.rows is not None:
+        log_p = torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1)
+        rows = call_rows(loss, options, log_p.requires_grad_(), torch.arange(7))
     return Tokens(
         logprobs=logprobs.requires_grad_(),
         entropy=(0.5 + (place * 0.9).cos().square()).requires_grad_(),

@@ -40,11 +40,9 @@ def gmpo(t: Tokens, *, low: NotNegative = 0.4, high: NotNegative = 0.4) -> Tenso
     below.
     """
     x = (t.logprobs - t.old_logprobs).detach()
-    # By the sign bit: a factor of 0 makes an advantage below 0 a -0, and its token is clipped as
-    # before.
-    s = t.sequence_ratio(
-        t.sequence_mean(torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high)))
-    )
+    # By the sign bit: an advantage below 0 times a factor of 0 is -0, and clipped as before.
+    x_clipped = torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high))
+    s = t.sequence_ratio(t.sequence_mean(x_clipped))
     below, above = (t.advantages < 0) & (x < -low), (t.advantages > 0) & (x > high)
     t.mark_clipped(below, above)
     return -t.advantages * torch.where(below | above, s.detach(), s)
@@ -79,12 +77,10 @@ def topr(t: Tokens) -> Tensor:
 
 
 def far_responses(t: Tokens, delta: float) -> Tensor:
-    """Return which tokens [T] are of responses with A < 0 that the policy has moved away from: the
-    mean over the response of log(pi_old / pi) is above delta, in nats per token.
+    """Return which tokens [T] are of responses with A < 0 and mean log(pi_old / pi) above delta.
 
-    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has the advantage 0,
-    so that the policy is not pushed further. The loss's denominator still counts it, and its
-    divergence and entropy terms stay.
+    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has advantage 0. The
+    loss's denominator still counts it, and its divergence and entropy terms stay.
     """
     is_far = (t.advantages < 0) & (t.sequence_mean(t.old_logprobs - t.logprobs.detach()) > delta)
     lengths = t.cu_seqlens.diff()

@@ -32,10 +32,8 @@ def dppo(
     ratio = t.ratio.detach()
     # (pi - pi_old) rho, compared with the bounds times rho
     change = t.logprobs.detach().exp() * (ratio - 1)
-    below, above = (
-        (t.advantages < 0) & (change < -low * ratio),
-        (t.advantages > 0) & (change > high * ratio),
-    )
+    below = (t.advantages < 0) & (change < -low * ratio)
+    above = (t.advantages > 0) & (change > high * ratio)
     t.mark_clipped(below, above)
     return torch.where(below | above, 0.0, -t.advantages * t.ratio) + kl * t.log_ratio.square()
 

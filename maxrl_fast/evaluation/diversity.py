@@ -102,11 +102,9 @@ class EmbeddingDiversity:
             raise InputError(f"--embeddings must be the directory of a model, got {directory}")
         what = f"the model of --embeddings {directory}"
         self._tokenizer, model, _ = read_model(directory, "AutoModel", what, torch.float32)
-        self._model, self._device, self._longest = (
-            model.to(device),
-            device,
-            longest_text(self._tokenizer, model),
-        )
+        self._model = model.to(device)
+        self._device = device
+        self._longest = longest_text(self._tokenizer, model)
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token is None:

@@ -37,10 +37,8 @@ def sample_records(
     texts = [
         task.decode(tokens, with_special=True) for tokens in unpack(prompts.tokens, prompts.lengths)
     ]
-    ids, lines = (
-        prompts.ids.tolist(),
-        [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)],
-    )
+    ids = prompts.ids.tolist()
+    lines = [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
     responses = unpack(rollouts.tokens, rollouts.lengths)
     outcomes = zip(
         responses, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True

@@ -27,10 +27,8 @@ def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
         InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be
         downloaded.
     """
-    wanted, path = (
-        f"{flag} must be a Hugging Face checkpoint directory or the folder of a run",
-        Path(name),
-    )
+    wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
+    path = Path(name)
     if check_model(name, wanted) is not None:
         pinned = find_model(
             name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True)

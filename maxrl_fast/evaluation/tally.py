@@ -46,10 +46,8 @@ class SampleTally:
             for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
         tokens = unpack(rollouts.tokens, rollouts.lengths)
-        responses, right = (
-            [self._task.decode(part) for part in tokens],
-            is_correct(rewards).tolist(),
-        )
+        responses = [self._task.decode(part) for part in tokens]
+        right = is_correct(rewards).tolist()
         for start in range(0, len(responses), num_samples):
             own = range(start, start + num_samples)
             numbers = {"": -1}  # by answer, counted from 0; -1: no answer

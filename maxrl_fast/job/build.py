@@ -224,11 +224,9 @@ def build_evaluator(
 
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
-    task_name, objective, engine = (
-        config.task.task,
-        config.objective.objective,
-        config.rollout.rollout,
-    )
+    task_name = config.task.task
+    objective = config.objective.objective
+    engine = config.rollout.rollout
     loss = config.loss.loss
     files = {
         "objective": source_file(place_of("objective", objective))

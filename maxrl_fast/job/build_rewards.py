@@ -151,11 +151,9 @@ def build_policy_reward(
     )
     answered = check_answers(task, who)
     kind = PROBABILITY if objective.needs.answers else labels
-    return (
-        None
-        if learner is None
-        else PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
-    )
+    if learner is None:
+        return None
+    return PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
 
 
 def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:

@@ -85,11 +85,9 @@ class StopSignal:
         """The signal that asked any rank to stop; 0 if none did. All ranks must read it at the same
         point.
         """
-        return (
-            (self._asked or signal.SIGTERM)
-            if self._ranks.any(bool(self._asked), self._device)
-            else 0
-        )
+        if self._ranks.any(bool(self._asked), self._device):
+            return self._asked or signal.SIGTERM
+        return 0
 
 
 class StallWatchdog(threading.Thread):

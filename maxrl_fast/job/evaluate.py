@@ -90,11 +90,9 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
-    embeddings, device, dtype = (
-        config.measure.embeddings,
-        torch.device(config.place.device),
-        getattr(torch, config.place.dtype),
-    )
+    embeddings = config.measure.embeddings
+    device = torch.device(config.place.device)
+    dtype = getattr(torch, config.place.dtype)
     diversity: Diversity = (
         NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
     )
@@ -114,10 +112,8 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
-        own, other = (
-            _outcome(source.name, settings, evaluation, tally),
-            baseline if isinstance(baseline, Outcome) else None,
-        )
+        own = _outcome(source.name, settings, evaluation, tally)
+        other = baseline if isinstance(baseline, Outcome) else None
         if isinstance(baseline, Policy):
             with (
                 contextlib.closing(

@@ -52,11 +52,9 @@ def source_file(function: str) -> Path | None:
         if spec is None:
             return None
         path = spec.submodule_search_locations
-    return (
-        Path(spec.origin)
-        if spec is not None and spec.has_location and spec.origin is not None
-        else None
-    )
+    if spec is not None and spec.has_location and spec.origin is not None:
+        return Path(spec.origin)
+    return None
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

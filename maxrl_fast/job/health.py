@@ -85,15 +85,13 @@ class SlowRewards:
             return None
         cure = self.faster(min(max(reward / max(total - reward, 1e-9), 2.0), MOST_TIMES))
         self._num_steps = -1
-        return (
-            HealthWarning(
+        if cure:
+            return HealthWarning(
                 "slow_rewards",
                 reward / total,
                 f"{reward / total:.0%} of the time is reward: {cure}",
             )
-            if cure
-            else None
-        )
+        return None
 
 
 def _mean(name: str, records: list[Record]) -> float:
@@ -138,10 +136,8 @@ def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] |
 
 
 def _zero_variance_groups(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    fraction, reward = (
-        _mean("frac_groups_zero_variance", recent[-STEPS:]),
-        _mean("reward_mean", recent[-STEPS:]),
-    )
+    fraction = _mean("frac_groups_zero_variance", recent[-STEPS:])
+    reward = _mean("reward_mean", recent[-STEPS:])
     if fraction <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
         return None
     return fraction, (

@@ -87,13 +87,11 @@ class Job:
         The number of CPU threads is restored. Raises InputError if building shows that the
         configuration is wrong.
         """
-        config, task, ranks, screen, device = (
-            self.config,
-            self.task,
-            self.ranks,
-            self.screen,
-            self.device,
-        )
+        config = self.config
+        task = self.task
+        ranks = self.ranks
+        screen = self.screen
+        device = self.device
         # the same on all ranks: its name may contain the time
         out = Path(ranks.text_from_first(str(config.run.out)))
         config, is_resumed = config.replace(out=out), config.run.resume is not None
@@ -203,13 +201,11 @@ class Job:
         known afterwards.
         """
         config, model, engine = trained.config, trained.model, trained.engine
-        task, ranks, screen, watch, options = (
-            self.task,
-            self.ranks,
-            self.screen,
-            self.watch,
-            config.run,
-        )
+        task = self.task
+        ranks = self.ranks
+        screen = self.screen
+        watch = self.watch
+        options = config.run
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)
         scorer.beat = clock.beat

@@ -129,10 +129,8 @@ class RunLoop:
                 "warnings", {"step": n, "kind": "output", "value": error.errno, "message": message}
             )
             (self.screen.warning if stream == "standard output" else self.screen.info)(message)
-        self.progress.step, self.progress.next_prompt = (
-            n,
-            self.progress.next_prompt + record.batch.num_sampled,
-        )
+        self.progress.step = n
+        self.progress.next_prompt = self.progress.next_prompt + record.batch.num_sampled
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
 

@@ -44,11 +44,9 @@ class FittedProgress(Progress):
         return super().make_tasks_table(tasks)
 
     def _fitting(self, task: Task) -> tuple[ProgressColumn, ...]:
-        name, count, elapsed = (
-            TextColumn("{task.description:<10}"),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
+        name = TextColumn("{task.description:<10}")
+        count = MofNCompleteColumn()
+        elapsed = TimeElapsedColumn()
         left: tuple[ProgressColumn, ...] = (TextColumn("left"), TimeRemainingColumn())
         room = (
             self.console.width

@@ -363,10 +363,8 @@ def _ids(ids: Any) -> list[int]:
 def _read_seconds(path: Path, folder: Folder) -> None:
     """Read the seconds by stage from timings.json, or else sum those in metrics.jsonl."""
     if (path / "timings.json").exists():
-        folder.seconds, folder.seconds_from = (
-            _durations(_object(path / "timings.json", folder)),
-            "timings.json",
-        )
+        folder.seconds = _durations(_object(path / "timings.json", folder))
+        folder.seconds_from = "timings.json"
     if not folder.seconds:
         sums = {
             key: sum(value for value in folder.metrics.get(key, ()) if value is not None)

@@ -19,13 +19,11 @@ class Thinned:
     """
 
     def __init__(self, most: int):
-        self.every, self.seen, self.kept, self._most, self._size = (
-            1,
-            0,
-            list[tuple[int, Any]](),
-            most,
-            0,
-        )
+        self.every = 1
+        self.seen = 0
+        self.kept = list[tuple[int, Any]]()
+        self._most = most
+        self._size = 0
 
     def add(self, size: int, item: Any) -> None:
         if self.seen % self.every == 0:

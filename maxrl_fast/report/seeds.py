@@ -32,10 +32,8 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
             for key, value in folder.options.items()
             if key not in (*OF_ONE_START, "seed")
         }
-        configuration, seed = (
-            json.dumps(own, sort_keys=True),
-            json.dumps(folder.options.get("seed")),
-        )
+        configuration = json.dumps(own, sort_keys=True)
+        seed = json.dumps(folder.options.get("seed"))
         seeds[configuration, seed] += 1
         if seeds[configuration, seed] == 1:
             members.setdefault(configuration, []).append(i)

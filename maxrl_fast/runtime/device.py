@@ -93,16 +93,12 @@ class Machine:
     def describe(self) -> str:
         size = f"{self.memory / 1e9:.4g} GB"
         if self.device == "cpu":
-            return (
-                f"a CPU with {size} for each of {self.processes} processes"
-                if self.processes > 1
-                else f"a CPU with {size}"
-            )
-        return (
-            f"each of {self.processes} GPUs of {size}"
-            if self.processes > 1
-            else f"one GPU of {size}"
-        )
+            if self.processes > 1:
+                return f"a CPU with {size} for each of {self.processes} processes"
+            return f"a CPU with {size}"
+        if self.processes > 1:
+            return f"each of {self.processes} GPUs of {size}"
+        return f"one GPU of {size}"
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:

@@ -41,11 +41,9 @@ def is_installed(option: str, name: str) -> bool:
 
 def owner(point: EntryPoint) -> str:
     """Return the name and version of an entry point's distribution."""
-    return (
-        f"{point.dist.name} {point.dist.version}"
-        if point.dist is not None
-        else "an unknown distribution"
-    )
+    if point.dist is not None:
+        return f"{point.dist.name} {point.dist.version}"
+    return "an unknown distribution"
 
 
 def find(option: str, name: str) -> EntryPoint | None:
@@ -68,12 +66,11 @@ def describe_installed() -> str:
     points = [
         (option, point) for option, group in GROUPS.items() for point in found.select(group=group)
     ]
-    return (
-        "Installed: "
-        + "; ".join(f"--{option} {point.name} ({owner(point)})" for option, point in points)
-        if points
-        else ""
-    )
+    if points:
+        return "Installed: " + "; ".join(
+            f"--{option} {point.name} ({owner(point)})" for option, point in points
+        )
+    return ""
 
 
 def place_of(option: str, name: str) -> str:

@@ -76,10 +76,8 @@ class RolloutBatch(Samples):
     def minibatches(self, count: int) -> list[Tensor]:
         """Split the groups into `count` equal shares: of each, the samples with a known reward,
         int64 on the host, ascending."""
-        shares, valid = (
-            self.sequences.chunk(count),
-            None if self.valid is None else self.valid.flatten().cpu(),
-        )
+        shares = self.sequences.chunk(count)
+        valid = None if self.valid is None else self.valid.flatten().cpu()
         return list(shares) if valid is None else [share[valid[share]] for share in shares]
 
 
@@ -127,12 +125,10 @@ class RolloutCollector:
             InputError: if rewards must be 0 or 1, and one is not.
         """
         batches: list[RolloutBatch] = []
-        errors, answers, components, num_mixed = (
-            Counter[str](),
-            Counter[str](),
-            MetricAccumulator(),
-            0,
-        )
+        errors = Counter[str]()
+        answers = Counter[str]()
+        components = MetricAccumulator()
+        num_mixed = 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
             batch = self._sample(
                 step, first_prompt + len(batches) * self.num_prompts, answers, components
@@ -208,11 +204,9 @@ class RolloutCollector:
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(
                 len(prompts), self.num_rollouts
             )
-        own_parts, before, after = (
-            scorer.components,
-            first * self.num_rollouts,
-            (first + own) * self.num_rollouts,
-        )
+        own_parts = scorer.components
+        before = first * self.num_rollouts
+        after = (first + own) * self.num_rollouts
         parts = [
             *({} for _ in range(before)),
             *own_parts,
@@ -327,10 +321,8 @@ def is_mixed(rewards: Tensor) -> Tensor:
 def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
     greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
     rewards = torch.cat([batch.sampled_rewards for batch in batches])
-    rollouts, known = (
-        Rollouts.concatenate([batch.rollouts for batch in batches]),
-        rewards.nan_to_num(),
-    )
+    rollouts = Rollouts.concatenate([batch.rollouts for batch in batches])
+    known = rewards.nan_to_num()
     return RolloutBatch(
         prompts=Prompts.concatenate([batch.prompts for batch in batches]),
         rollouts=rollouts,

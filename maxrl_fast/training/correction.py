@@ -96,10 +96,8 @@ class ImportanceWeights:
         `importance_sample_size` ((sum of weights)^2 / sum of squares / number of tokens; 0 if all
         weights are 0).
         """
-        logprobs, rollouts = (
-            learner.passes.logprobs(learner.model, batch, batch.sequences),
-            batch.rollouts,
-        )
+        logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
+        rollouts = batch.rollouts
         log_ratios = logprobs - rollouts.logprobs
         ratios = self._ratios(log_ratios, rollouts.lengths)
         is_beyond = (ratios > self.high) | (ratios < self.low)

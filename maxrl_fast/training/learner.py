@@ -340,11 +340,9 @@ class Learner:
         """Return sum(gradients [T, 2 + R] x token values), computed only for tokens with a
         gradient.
         """
-        weight, targets, scaling = (
-            self.model.output_matrix,
-            batch.targets,
-            self.model.scaling(self.settings.temperature),
-        )
+        weight = self.model.output_matrix
+        targets = batch.targets
+        scaling = self.model.scaling(self.settings.temperature)
         index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
         logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scaling)
         loss = (gradients[index, 0] * logprobs + gradients[index, 1] * entropy).sum()

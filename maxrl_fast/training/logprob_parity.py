@@ -120,10 +120,8 @@ def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
     factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
     theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)
-    largest, difference = (
-        float(theirs.abs().max()),
-        float((_logits_of(policy, hidden) - theirs).abs().max()),
-    )
+    largest = float(theirs.abs().max())
+    difference = float((_logits_of(policy, hidden) - theirs).abs().max())
     if not difference <= LIMIT * max(1.0, largest):
         raise InputError(
             f"{policy.config.model_type} of transformers cannot be trained here: its logits are "

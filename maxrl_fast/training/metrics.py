@@ -50,11 +50,9 @@ def step_metrics(
         name: str, updates: Sequence[UpdateMetrics] = updates, otherwise: float = 0.0
     ) -> float:
         num_targets = sum(update.num_targets for update in updates)
-        return (
-            sum(getattr(update, name) for update in updates) / num_targets
-            if num_targets
-            else otherwise
-        )
+        if num_targets:
+            return sum(getattr(update, name) for update in updates) / num_targets
+        return otherwise
 
     names = dict.fromkeys(name for update in updates for name in update.own)
     own = {name: [update.own[name] for update in updates if name in update.own] for name in names}

@@ -117,11 +117,9 @@ class Passes:
     ) -> Tensor:
         """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are
         ascending. All ranks must call this."""
-        packer, sequences, device = (
-            self.packer(samples),
-            sequences.cpu(),
-            samples.rollouts.tokens.device,
-        )
+        packer = self.packer(samples)
+        sequences = sequences.cpu()
+        device = samples.rollouts.tokens.device
         results = torch.zeros(0, device=device)
         for batch, is_padding, _ in self.micro_batches(packer, sequences):
             if not is_padding or self.shares_weights or not results.numel():
@@ -133,8 +131,6 @@ class Passes:
             if not is_padding:
                 results[batch.target_index] = computed
         results = self.ranks.sum(results)
-        return (
-            results
-            if len(sequences) == len(samples.rollouts)
-            else results[packer.positions(sequences)]
-        )
+        if len(sequences) == len(samples.rollouts):
+            return results
+        return results[packer.positions(sequences)]

@@ -128,10 +128,8 @@ class PolicyReward:
         return AnswerScores(sums.exp(), _components(parts), continued, lengths)
 
     def _references(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        references, num_rollouts = (
-            self.task.reference_answers(prompts, rollouts),
-            len(rollouts) // len(prompts),
-        )
+        references = self.task.reference_answers(prompts, rollouts)
+        num_rollouts = len(rollouts) // len(prompts)
         for s, reference in enumerate(references):
             if not reference.answer:
                 index = int(prompts.ids[s // num_rollouts])

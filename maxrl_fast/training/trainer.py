@@ -66,12 +66,10 @@ class Trainer:
             NonFiniteError, RewardError: naming the step and the prompt.
             InputError: if the rewards do not suit the objective.
         """
-        clock, learner, objective, lr = (
-            self.clock,
-            self.learner,
-            self.objective,
-            self.learning_rate.at(n),
-        )
+        clock = self.clock
+        learner = self.learner
+        objective = self.objective
+        lr = self.learning_rate.at(n)
         batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
         self.engine.sleep()
         if self.correction is not None:

@@ -42,11 +42,9 @@ class GroupObjective(Objective):
 
     @property
     def aggregation(self) -> str:
-        return (
-            AGGREGATIONS.get(self.estimator, "token_mean")
-            if isinstance(self.estimator, str)
-            else "token_mean"
-        )
+        if isinstance(self.estimator, str):
+            return AGGREGATIONS.get(self.estimator, "token_mean")
+        return "token_mean"
 
     @property
     def needs(self) -> Needs:

@@ -63,9 +63,7 @@ class NGramDiversity:
 
     @staticmethod
     def _grams(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Return, for each gram of each length, its sequence [M] and a number [M] that is equal for
-        equal grams only.
-        """
+        """Return each gram's sequence [M], and a number [M] that only equal grams share."""
         padded, lengths = rollouts.padded_tokens(-1), rollouts.lengths  # [S, L]
         present = torch.zeros(padded.numel(), dtype=torch.bool)
         present[padded_slots(lengths, padded.shape[1])] = True

@@ -19,8 +19,6 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of an evaluation."""
-
     pass_at_k: dict[int, float]  # by k, mean over prompts
     response_length_mean: float  # tokens
     truncated: float  # fraction of responses cut off at the length limit
@@ -29,14 +27,11 @@ class Evaluation:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Evaluation":
-        """Return the evaluation from its fields as JSON stored them, with strings as keys."""
         return cls(**{**fields, "pass_at_k": {int(k): p for k, p in fields["pass_at_k"].items()}})
 
 
 def is_correct(rewards: Tensor) -> Tensor:
-    """Return which responses count as correct, as bool; a response whose reward failed (NaN) does
-    not.
-    """
+    """Return which responses are correct; one whose reward failed (NaN) is not."""
     return rewards > 0.5
 
 

@@ -49,9 +49,7 @@ def coverage_table(
 def baseline_table(
     gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float
 ) -> Table:
-    """Return the gain over the baseline's pass@k, and the number of samples that match it, one row
-    per k.
-    """
+    """Return the gain over the baseline's pass@k and the samples that match it, by k."""
     table = new_table(
         "k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by"
     )
@@ -99,9 +97,7 @@ def comparison_table(
     passes: Sequence[dict[int, Interval]],
     gains: Sequence[dict[int, Interval] | None],
 ) -> Table:
-    """Return pass@k of several evaluations by k, and their gain over the first; a gain of None has
-    no interval.
-    """
+    """Return pass@k by k, and the gain over the first evaluation; None: without interval."""
     table = new_table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
     for k, first in passes[0].items():
         changes = [

@@ -116,9 +116,7 @@ def _template(options: RewardOptions) -> str:
 
 
 def _key(environment: Sequence[str]) -> str | None:
-    """Return the value of the first variable whose name ends in KEY or TOKEN; None if there is
-    none.
-    """
+    """Return the value of the first variable whose name ends in KEY or TOKEN, or None."""
     names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
     if names and names[0] not in os.environ:
         raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
@@ -126,9 +124,7 @@ def _key(environment: Sequence[str]) -> str | None:
 
 
 def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
-    """Return the scorer of training rollouts, which differs from the evaluation's for majority
-    votes.
-    """
+    """Return the scorer of training rollouts; majority votes never score evaluations."""
     return Scorer(task, MajorityVote(task.answer)) if config.shaping.labels == "vote" else scorer
 
 

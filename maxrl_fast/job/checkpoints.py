@@ -79,9 +79,7 @@ class Checkpoints:
         self.newest = self._begun = saved.directory if saved else None
 
     def restore(self, learner: Learner) -> None:
-        """Load the saved state into the run's first learner, of the phase in which it was saved;
-        later calls do nothing.
-        """
+        """Load the saved state into the run's first learner; later calls do nothing."""
         saved, self._saved = self._saved, None
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
@@ -116,9 +114,7 @@ class Checkpoints:
 
     @contextmanager
     def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
-        """Save if a reward fails inside the block, before its step has changed the weights, so that
-        no step is lost.
-        """
+        """Save if a reward fails inside the block, while the weights are still unchanged."""
         try:
             yield
         except RewardError:
@@ -214,9 +210,7 @@ class Checkpoints:
 
     @contextmanager
     def _temporary(self, directory: Path) -> Iterator[Path]:
-        """Yield the temporary folder that the first rank creates and renames, and into which all
-        ranks write.
-        """
+        """Yield a folder that the first rank creates and renames; all ranks write into it."""
         with (
             atomic_directory(directory)
             if self._ranks.is_first

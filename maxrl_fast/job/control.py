@@ -82,9 +82,7 @@ class StopSignal:
 
     @property
     def number(self) -> int:
-        """The signal that asked any rank to stop; 0 if none did. All ranks must read it at the same
-        point.
-        """
+        """The signal that asked any rank to stop, or 0. All ranks must read it together."""
         if self._ranks.any(bool(self._asked), self._device):
             return self._asked or signal.SIGTERM
         return 0

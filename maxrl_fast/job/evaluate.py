@@ -65,10 +65,7 @@ class Policy:
 
 @contextlib.contextmanager
 def stored(path: Path) -> Iterator[Path]:
-    """Yield a temporary file for a result, which becomes `path` at the end.
-
-    Raises StorageError if the disk refuses it.
-    """
+    """Yield a temporary file that becomes `path`. A full disk raises StorageError."""
     try:
         with atomic_file(path) as temporary:
             yield temporary
@@ -166,9 +163,7 @@ def _provenance(
 def _policy(
     config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None
 ) -> Policy:
-    """Return a checkpoint's policy with an engine: the engine of `like` if both have the same
-    sizes.
-    """
+    """Return a checkpoint's policy, with the engine of `like` if the sizes are equal."""
     sampling, measure = config.sampling, config.measure
     model = load_policy(
         source.checkpoint,
@@ -233,7 +228,6 @@ def _introduction(
     baseline: Policy | Outcome | None,
     num_distinct: int,
 ) -> Iterator[str]:
-    """Yield the first lines, which say what is evaluated and how."""
     source, sampling, measure = policy.source, config.sampling, config.measure
     yield (
         f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed "
@@ -284,9 +278,7 @@ def _sample(
     screen: Screen,
     name: str,
 ) -> Evaluation:
-    """Sample a policy, and hand all samples to the tally. Raises RewardError, NonFiniteError,
-    StorageError.
-    """
+    """Sample a policy, and give all samples to the tally."""
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
     limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))

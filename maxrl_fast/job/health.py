@@ -68,9 +68,7 @@ class SlowRewards:
     _num_steps: int = 0
 
     def observe(self, before: Record, after: Record) -> HealthWarning | None:
-        """Return a warning, at most once, from the seconds of the stages before and after a
-        step.
-        """
+        """Return a warning, at most once, from the seconds before and after a step."""
         if self._num_steps < 0:
             return None
         self._num_steps += 1

@@ -197,9 +197,7 @@ class Job:
         saved: Saved | None,
         fingerprints: dict[str, str],
     ) -> Iterator[tuple[RunLoop, ExitStatus]]:
-        """Give the loop that trains, under the watchdog and the signal handlers, and how it ended,
-        known afterwards.
-        """
+        """Yield the loop, under the watchdog and the signal handlers, and how it ended."""
         config, model, engine = trained.config, trained.model, trained.engine
         task = self.task
         ranks = self.ranks
@@ -345,9 +343,7 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
 def close(
     files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: ExitStatus
 ) -> ExitStatus:
-    """Finish the files of an ended run and show its closing tables; return the exit status,
-    including errors of the files.
-    """
+    """Finish the files and show the closing tables; return the status with the files' errors."""
     try:
         files.close(clock.seconds, is_done=ending.code == 0)
     except StorageError as error:

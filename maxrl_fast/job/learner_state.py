@@ -133,9 +133,7 @@ class Snapshot:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy to the host. From a GPU the copy goes to pinned memory and is complete after the next
-    synchronization.
-    """
+    """Copy to the host; from a GPU complete after the next synchronization."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -153,9 +151,7 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def save_shards(folder: Path, learner: Learner) -> None:
-    """Write the tensors of a learner with sharded weights as safetensors; all ranks must call
-    this.
-    """
+    """Write the tensors of a learner with sharded weights; all ranks must call this."""
     # imported here: it takes two seconds
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -247,9 +243,7 @@ def _add_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _share_frozen(learner: Learner) -> None:
-    """Copy frozen weights from the policy to the reference and the critic, which hold separate
-    copies after sharding.
-    """
+    """Copy frozen weights to the reference and the critic, which do not share them if sharded."""
     frozen = {
         name: weight
         for name, weight in learner.model.named_parameters()

@@ -155,7 +155,5 @@ def check_same(
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """Return what rounding depends on besides the options: the versions, and the number of
-    processes.
-    """
+    """Return what rounding depends on besides the options."""
     return {**versions(), "processes": ranks.size}

@@ -148,9 +148,7 @@ class RunFiles:
             raise refused(self.out, error) from error
 
     def _remove_beginning(self) -> None:
-        """Remove the files of a run that ended before its first step, as far as this run would not
-        overwrite them.
-        """
+        """Remove the files of a run that ended before its first step."""
         for name in ("checkpoints", "tensorboard"):
             if (self.out / name).exists():
                 shutil.rmtree(self.out / name)
@@ -235,9 +233,7 @@ def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that apply to the run and have a value, without options of a single
-    start.
-    """
+    """Return the options that apply and have a value, without those of a single start."""
     left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
     taken = {
         name: value for name, value in options.items() if value is not None and name not in left_out

@@ -87,9 +87,7 @@ class Tracker:
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """Format samples as Markdown that TensorBoard shows literally, also if a response contains
-    markup.
-    """
+    """Format samples as Markdown that TensorBoard shows literally, markup included."""
     blocks = []
     for record in records:
         reward = "not known" if record["reward"] is None else f"{record['reward']:g}"

@@ -93,9 +93,7 @@ def _check(options: Options) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name for each folder: its own name, with its parent's name and a number if it
-    is not unique.
-    """
+    """Return a unique name of each folder, with its parent's name or a number if needed."""
     names = [path.absolute().name or str(path) for path in paths]
     count = Counter(names)
     parents = [path.absolute().parent.name for path in paths]

@@ -134,7 +134,7 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
 
 
 def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file; {} and a note if the file is missing or holds no object."""
+    """Return the object in a JSON file; {} and a note if there is none."""
     if not path.exists():
         folder.notes.append(f"{path.name} is missing")
         return {}
@@ -153,9 +153,7 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
 
 
 def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may
-    be incomplete.
-    """
+    """Yield the objects of a JSON Lines file, if it exists; the last line may be incomplete."""
     if not path.exists():
         return
     check_regular(path, most_bytes)
@@ -313,9 +311,7 @@ def _read_pass_rates(path: Path, folder: Folder) -> None:
 def _take_counts(
     records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str
 ) -> None:
-    """Take the counts of the evaluations that have the prompts of the last one, given as step,
-    record and ids.
-    """
+    """Take the counts of evaluations (step, record, ids) that have the last one's prompts."""
     evaluations, known = [], [_ids(ids) for _, _, ids in records]
     for (step, record, _), ids in zip(records, known, strict=True):
         num_samples, counts = record.get("num_samples"), record.get("num_correct")
@@ -350,7 +346,7 @@ def _take_counts(
 
 
 def _ids(ids: Any) -> list[int]:
-    """Return the distinct ids of prompts, or [] if the value holds something else."""
+    """Return the distinct ids of prompts, or [] for anything else."""
     is_valid = (
         isinstance(ids, list)
         and len(ids) <= MOST_COUNTS // 2

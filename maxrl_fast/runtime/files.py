@@ -164,9 +164,7 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
 
 
 def refused(folder: Path, error: OSError) -> InputError | StorageError:
-    """Return the error for an --out folder that cannot be written to: StorageError if the disk is
-    full, else InputError.
-    """
+    """Return StorageError if the disk is full, else InputError, for an --out folder."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 

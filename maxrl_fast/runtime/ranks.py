@@ -193,9 +193,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective failed because another process was killed and could not report
-    it.
-    """
+    """Return whether a collective failed because another process was killed."""
     texts = (
         "connection closed",
         "connection reset",

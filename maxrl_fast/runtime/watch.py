@@ -71,9 +71,7 @@ class RankMonitor(threading.Thread):
         self.dump_workers()
 
     def _end(self, message: str) -> None:
-        """End this process. An exception would not do: the main thread may wait inside a
-        collective.
-        """
+        """End this process, even if the main thread waits inside a collective."""
         print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -60,22 +60,17 @@ class RolloutBatch(Samples):
 
     @property
     def scored_indices(self) -> Tensor:
-        """Indices of the samples whose reward is known, int64 on the host, ascending. Only these
-        are trained on.
-        """
+        """Samples with a known reward, the ones trained on: int64 on the host, ascending."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def weighted(self, weights: Tensor) -> "RolloutBatch":
-        """Return the batch with factors [T] of its tokens' advantages, multiplied into the
-        importance weights.
-        """
+        """Return the batch with factors [T] multiplied into the importance weights."""
         if self.rollouts.importance_weights is not None:
             weights = weights * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Split the groups into `count` equal shares: of each, the samples with a known reward,
-        int64 on the host, ascending."""
+        """Split the groups into `count` equal shares; return the scored samples of each."""
         shares = self.sequences.chunk(count)
         valid = None if self.valid is None else self.valid.flatten().cpu()
         return list(shares) if valid is None else [share[valid[share]] for share in shares]
@@ -180,9 +175,7 @@ class RolloutCollector:
     def _sample(
         self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator
     ) -> RolloutBatch:
-        """Return one batch of prompts; add its answers to `answers` and its reward components to
-        `components`.
-        """
+        """Return one batch; add its answers to `answers`, its components to `components`."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
@@ -254,9 +247,7 @@ class RolloutCollector:
         )
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
-        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN if a
-        reward does not apply.
-        """
+        """Return the values [R, G, N] of each reward; NaN if it does not apply."""
         own = [
             [parts.get(name, torch.nan) for name in self.scorer.weights]
             for parts in self.scorer.components

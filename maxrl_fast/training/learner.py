@@ -284,9 +284,7 @@ class Learner:
         )
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return the log-prob, the entropy and the R numbers of each token's row that the loss
-        reads, [T, 2 + R].
-        """
+        """Return each token's log-prob, entropy and R numbers of its row, [T, 2 + R]."""
         values = self.passes.logprobs_and_entropies(model, batch, hidden)
         if self.settings.row.rows is None and not self.settings.siren:
             return values
@@ -337,9 +335,7 @@ class Learner:
         )
 
     def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
-        """Return sum(gradients [T, 2 + R] x token values), computed only for tokens with a
-        gradient.
-        """
+        """Return sum(gradients [T, 2 + R] x token values) over tokens with a gradient."""
         weight = self.model.output_matrix
         targets = batch.targets
         scaling = self.model.scaling(self.settings.temperature)
@@ -371,9 +367,7 @@ class Learner:
         zero_gradients(self.model)
 
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
-        """Return what became non-finite and for which prompt. All ranks recompute every prompt
-        alone.
-        """
+        """Return what became non-finite, and for which prompt. A collective operation."""
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -404,8 +398,6 @@ def frozen_copy(model: PolicyModel) -> PolicyModel:
 
 
 def _seed(*numbers: int) -> int:
-    """Return a seed that depends only on the numbers, so that a resumed run draws the same
-    tokens.
-    """
+    """Return a seed of these numbers alone, so that a resumed run draws the same tokens."""
     (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
     return int(mixed >> 1)

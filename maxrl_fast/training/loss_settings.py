@@ -78,9 +78,7 @@ class LossSettings:
         return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient, given their advantages [S]; only if the loss
-        is not over_batch.
-        """
+        """Return which sequences [S] have a gradient; not if the loss is over_batch."""
         if (
             self.kl_coef
             or self.entropy_coef

@@ -91,9 +91,7 @@ class Passes:
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the distributions of the same tokens. All ranks must
-        call this.
-        """
+        """Like `logprobs`, the entropies in nats."""
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 1]
 
     def logprobs_and_entropies(

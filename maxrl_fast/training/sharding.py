@@ -111,9 +111,7 @@ def shard(model: PolicyModel, dtype: torch.dtype) -> None:
 
 
 def reshard(model: Any) -> None:
-    """Free the weights outside the layers, which stay gathered after a forward pass without a
-    backward pass.
-    """
+    """Free the weights that a forward pass without a backward pass leaves gathered."""
     if hasattr(model, "reshard"):  # sharded
         model.reshard()
 

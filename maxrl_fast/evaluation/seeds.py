@@ -16,8 +16,7 @@ def last_record(file: Path) -> dict[str, Any]:
     being written is left out.
     """
     lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
-    record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return record
+    return json.loads(lines[-1]) if lines else {}
 
 
 def over_seeds(group: str, runs: Mapping[int, Path]) -> dict[str, Any]:

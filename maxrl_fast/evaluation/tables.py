@@ -112,11 +112,9 @@ def draw_coverage(
     curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path
 ) -> None:
     """Plot pass@k over k. Each curve has a name, pass@k at every k [n], and intervals at some k."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for i, (name, curve, intervals) in enumerate(curves):
         color = f"C{i}"

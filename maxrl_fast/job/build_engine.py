@@ -62,17 +62,12 @@ def build_engine(
             filters_tokens=filters_tokens,
         )
     if name not in ENGINES:
-        offered = {
-            "model": model,
-            "dtype": dtype,
-            "max_batch": max_batch,
-            "ranks": ranks or Ranks(),
-        }
+        offered = {"model": model, "dtype": dtype, "max_batch": max_batch}
+        offered["ranks"] = ranks or Ranks()
         # an engine without this parameter refuses it
         limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
-        return own
+        return build_plugin("rollout", name, Engine, offered, limit, hint)
     engine: NativeEngine | TransformersEngine
     if isinstance(model, HuggingFacePolicy):
         engine = TransformersEngine(model, dtype, cache_bytes=cache_bytes)

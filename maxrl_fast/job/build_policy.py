@@ -96,5 +96,4 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> di
 
 
 def dtype_of(config: ResolvedConfig) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, config.run.dtype)
-    return dtype
+    return getattr(torch, config.run.dtype)

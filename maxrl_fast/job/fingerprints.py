@@ -58,12 +58,7 @@ def source_file(function: str) -> Path | None:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    found = [f"{name}: missing" for name in before if name not in now] + [
-        f"{name}: new" for name in now if name not in before
-    ]
-    return sorted(
-        [
-            *found,
-            *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name]),
-        ]
-    )
+    found = [f"{name}: missing" for name in before if name not in now]
+    found += [f"{name}: new" for name in now if name not in before]
+    found += [f"{name}: changed" for name in before if now.get(name, before[name]) != before[name]]
+    return sorted(found)

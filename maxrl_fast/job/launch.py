@@ -87,11 +87,8 @@ class Job:
         The number of CPU threads is restored. Raises InputError if building shows that the
         configuration is wrong.
         """
-        config = self.config
-        task = self.task
-        ranks = self.ranks
-        screen = self.screen
-        device = self.device
+        config, task, ranks = self.config, self.task, self.ranks
+        screen, device = self.screen, self.device
         # the same on all ranks: its name may contain the time
         out = Path(ranks.text_from_first(str(config.run.out)))
         config, is_resumed = config.replace(out=out), config.run.resume is not None
@@ -113,14 +110,8 @@ class Job:
             config = config.replace(sharding="full" if is_full else "none")
             fingerprints = build_fingerprints(config, task)
             if saved:
-                check_same(
-                    saved,
-                    config.flat(),
-                    fingerprints,
-                    ranks,
-                    screen.warning,
-                    config.run.allow_changes,
-                )
+                options, may_change = config.flat(), config.run.allow_changes
+                check_same(saved, options, fingerprints, ranks, screen.warning, may_change)
             if is_dry:
                 screen.info(estimate(config, task, model, Machine.here(device, ranks.size)))
                 return ExitStatus(), None
@@ -152,16 +143,9 @@ class Job:
                 )
             described = describe_run(config, task, model, ranks, saved.directory if saved else None)
             described += [own_options(saved.options, config.flat())] if saved else []
-            for line in (
-                *described,
-                *tried,
-                compared,
-                sampled,
-                f"rollout engine: {engine.describe()}",
-                scorer.describe(),
-            ):
-                if line:
-                    screen.info(line)
+            described += [*tried, compared, sampled, f"rollout engine: {engine.describe()}"]
+            for line in filter(None, [*described, scorer.describe()]):
+                screen.info(line)
             trained = Trained(config, model, engine)
             with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (
                 loop,
@@ -199,10 +183,7 @@ class Job:
     ) -> Iterator[tuple[RunLoop, ExitStatus]]:
         """Yield the loop, under the watchdog and the signal handlers, and how it ended."""
         config, model, engine = trained.config, trained.model, trained.engine
-        task = self.task
-        ranks = self.ranks
-        screen = self.screen
-        watch = self.watch
+        task, ranks, screen, watch = self.task, self.ranks, self.screen, self.watch
         options = config.run
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)

@@ -7,11 +7,9 @@ from torch import Tensor
 def draw_curves(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
 ) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
     reward, passes, entropy, length = figure.subplots(2, 2).flat
     steps = [record["step"] for record in metrics]
     for axes, key, title, unit in (
@@ -55,11 +53,9 @@ def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, pa
 
     `curves` has pass rates p and weights W_N(p) by estimator.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, (pass_rates, weights) in curves.items():
         axes.plot(pass_rates, weights, label=name)

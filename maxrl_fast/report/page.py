@@ -15,29 +15,12 @@ from maxrl_fast.report.seeds import groups_of
 from maxrl_fast.report.weights import PASS_RATES, weight_of
 
 KEY_OPTIONS = (
-    "objective",
-    "k",
-    "order",
-    "rollouts",
-    "prompts",
-    "task",
-    "model",
-    "lr",
-    "steps",
-    "seed",
+    *("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed"),
 )
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = (
-    *(
-        "vendor/uPlot.iife.min.js",
-        "dom.js",
-        "chart.js",
-        "lines.js",
-        "curves.js",
-        "panels.js",
-        "bars.js",
-    ),
-    *("maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
+    *("vendor/uPlot.iife.min.js", "dom.js", "chart.js", "lines.js", "curves.js", "panels.js"),
+    *("bars.js", "maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
 )
 # fields of a folder that the page unpacks when it is open
 LAZY = ("prompts", "samples", "rollouts")

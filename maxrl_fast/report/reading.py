@@ -263,10 +263,13 @@ def _read_points(path: Path, folder: Folder) -> None:
         for prompt, rate, norm in known:
             for key, value in zip(folder.points, (step, prompt, rate, norm), strict=True):
                 folder.points[key].append(value)
+    _note_thinned(thinned, "diagnostics", folder)
+
+
+def _note_thinned(thinned: Thinned, log: str, folder: Folder) -> None:
     if thinned.every > 1:
-        folder.notes.append(
-            f"one of {thinned.every} lines of diagnostics.jsonl is shown, because there are many"
-        )
+        note = f"one of {thinned.every} lines of {log}.jsonl is shown, because there are many"
+        folder.notes.append(note)
 
 
 def _read_samples(path: Path, folder: Folder) -> None:
@@ -284,10 +287,7 @@ def _read_samples(path: Path, folder: Folder) -> None:
             continue
         setattr(folder, name, thinned.items)
         folder.in_files[name] = thinned.seen
-        if thinned.every > 1:
-            folder.notes.append(
-                f"one of {thinned.every} lines of {name}.jsonl is shown, because there are many"
-            )
+        _note_thinned(thinned, name, folder)
 
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:

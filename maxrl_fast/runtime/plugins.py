@@ -230,10 +230,6 @@ def _is_of(value: Any, hint: Any) -> bool:
 def _shown(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_shown(part) for part in get_args(hint))
-    return (
-        "None"
-        if hint is NoneType
-        else hint.__name__
-        if inspect.isclass(hint) and not get_args(hint)
-        else str(hint)
-    )
+    if hint is NoneType:
+        return "None"
+    return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)

@@ -95,8 +95,7 @@ class RankMonitor(threading.Thread):
 
     def _failure(self) -> str | None:
         if self._store.check(["failed"]):
-            message: str = self._store.get("failed").decode()
-            return message
+            return self._store.get("failed").decode()
         now = time.monotonic()
         for rank, (last, since) in self._heard.items():
             key = f"alive/{rank}"

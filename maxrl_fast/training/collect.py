@@ -197,14 +197,9 @@ class RolloutCollector:
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(
                 len(prompts), self.num_rollouts
             )
-        own_parts = scorer.components
-        before = first * self.num_rollouts
-        after = (first + own) * self.num_rollouts
-        parts = [
-            *({} for _ in range(before)),
-            *own_parts,
-            *({} for _ in range(after, len(rollouts))),
-        ]
+        before, after = first * self.num_rollouts, (first + own) * self.num_rollouts
+        parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
+        parts[before:after] = scorer.components
         each_reward = self._each_reward(rewards) if self.needs_parts else None
         answers.update(scorer.take_answers())
         components.update(scorer.pop_components())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_number
 from maxrl_fast.records import sequence_sums
-from maxrl_fast.runtime.device import to_host
+from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 
@@ -105,17 +105,15 @@ class ImportanceWeights:
         sample_size = weights.mean().square() / weights.square().mean().clamp_min(
             torch.finfo(weights.dtype).tiny
         )
-        numbers = to_host(
-            log_ratios.abs().mean(), weights.mean(), is_beyond.float().mean(), sample_size
-        )
-        names = (
-            "logprob_diff",
-            "importance_weight",
-            "importance_bounded",
-            "importance_sample_size",
+        metrics = host_numbers(
+            {
+                "logprob_diff": log_ratios.abs().mean(),
+                "importance_weight": weights.mean(),
+                "importance_bounded": is_beyond.float().mean(),
+                "importance_sample_size": sample_size,
+            }
         )
         weighted = dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights)
-        metrics = {name: float(number) for name, number in zip(names, numbers, strict=True)}
         return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
     def _ratios(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:

@@ -175,11 +175,8 @@ class Learner:
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         if self.passes.shares_weights:
-            variance = float(
-                self.ranks.sum(
-                    torch.full((), variance, dtype=torch.float64, device=advantages.device)
-                )
-            )
+            own_part = torch.tensor(variance, dtype=torch.float64, device=advantages.device)
+            variance = float(self.ranks.sum(own_part))
         return UpdateMetrics(
             loss=loss,
             grad_norm=grad_norm,

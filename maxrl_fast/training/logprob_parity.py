@@ -135,13 +135,10 @@ def _length(policy: HuggingFacePolicy) -> int:
     config = policy.hf.config
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     longest = max((int(x) for x in windows if isinstance(x, int)), default=0)
-    return FEWEST + (
-        longest * 3 // 2
-        if longest * 3 // 2 + FEWEST <= LONGEST
-        else 0
-        if longest > LONGEST
-        else LONGEST - FEWEST
-    )
+    beyond = longest * 3 // 2 + FEWEST
+    if beyond <= LONGEST:
+        return beyond
+    return FEWEST if longest > LONGEST else LONGEST
 
 
 @torch.no_grad()

@@ -41,9 +41,8 @@ class LossSettings:
         are split into micro-batches."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
-        return float(
-            len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1)
-        )
+        per_response = self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1
+        return float(len(lengths) * per_response)
 
     @cached_property
     def row(self) -> TokenLoss:
@@ -65,16 +64,8 @@ class LossSettings:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        names = (
-            "loss",
-            "loss_options",
-            "aggregation",
-            "clip_low",
-            "clip_high",
-            "kl",
-            "kl_coef",
-            "entropy_coef",
-        )
+        names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high")
+        names += ("kl", "kl_coef", "entropy_coef")
         return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.records import cumulative, gather_sequences
-from maxrl_fast.runtime.device import to_device, to_host
+from maxrl_fast.runtime.device import host_numbers, to_device
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective
@@ -61,21 +61,13 @@ class PacsObjective(Objective):
         return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
-        reference = (
-            learner.reference
-            if self.has_actor
-            else learner.model
-            if self.updates_per_step > 1
-            else None
-        )
-        # Computed by the learner, not taken from the rollout engine: rounding differences would add
-        # up over a response.
-        ref_logprobs = (
-            None
-            if reference is None
-            else learner.passes.logprobs(reference, batch, batch.sequences)
-        )
-        cu_seqlens = torch.zeros(0) if ref_logprobs is None else batch.rollouts.cu_seqlens.cpu()
+        ref_logprobs, cu_seqlens = None, torch.zeros(0)
+        reference = learner.reference if self.has_actor else learner.model
+        if reference is not None and (self.has_actor or self.updates_per_step > 1):
+            # Computed by the learner, not taken from the rollout engine: rounding differences
+            # would add up over a response.
+            ref_logprobs = learner.passes.logprobs(reference, batch, batch.sequences)
+            cu_seqlens = batch.rollouts.cu_seqlens.cpu()
         self._step = _Step(
             batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten())
         )
@@ -85,9 +77,8 @@ class PacsObjective(Objective):
         step = self._step
         assert step is not None, "begin comes first"
         device, sequences = step.values.device, sequences.cpu()
-        group_sizes = (sequences // step.batch.num_rollouts).unique_consecutive(return_counts=True)[
-            1
-        ]
+        groups = sequences // step.batch.num_rollouts
+        _, group_sizes = groups.unique_consecutive(return_counts=True)
         offsets, chosen = to_device(device, cumulative(group_sizes), sequences)
         if step.ref_logprobs is None:
             proxies = torch.zeros(len(sequences), device=device)
@@ -117,18 +108,13 @@ class PacsObjective(Objective):
     def end(self) -> dict[str, float]:
         step, self._step = self._step, None
         assert step is not None, "begin comes first"
-        if (
-            self.has_actor
-            and self.ref_reset_interval
-            and step.batch.step % self.ref_reset_interval == 0
-        ):
+        interval = self.ref_reset_interval
+        if self.has_actor and interval and step.batch.step % interval == 0:
             step.learner.restart_from_reference()
         metrics = step.metrics
-        means = {
-            name: sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics)
-            for name in metrics[0]
-        }
-        return {
-            f"pacs_{name}": float(value)
-            for name, value in zip(means, to_host(*means.values()), strict=True)
-        }
+        return host_numbers(
+            {
+                f"pacs_{name}": sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics)
+                for name in metrics[0]
+            }
+        )

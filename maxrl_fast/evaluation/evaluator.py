@@ -68,10 +68,9 @@ class Evaluator:
     ) -> Evaluation:
         """Return pass@k for k = 1, 2, 4, ... up to `num_samples`.
 
-        Args:
-            progress: is called with the number of prompts done, and may raise. keep: is called with
-            every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
-                components [S] of these.
+        `progress` is called with the number of prompts done, and may raise. `keep` is called with
+        every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
+        components [S].
         """
         ranks, num_samples = self.ranks, self.num_samples
         correct, lengths, truncated, failed = [], [], [], []

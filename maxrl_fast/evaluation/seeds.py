@@ -20,10 +20,8 @@ def last_record(file: Path) -> dict[str, Any]:
 
 
 def over_seeds(group: str, runs: Mapping[int, Path]) -> dict[str, Any]:
-    """Return the last pass@k of a group of runs, by k: mean and standard error, None for one seed.
-
-    Args:
-        runs: folders by seed. Those without an evaluation are left out.
+    """Return the last pass@k of runs by seed, by k: mean and standard error, None for one seed.
+    Runs without an evaluation are left out.
     """
     last = {
         seed: record["pass_at_k"]

@@ -12,8 +12,6 @@ from maxrl_fast.runtime.files import read_json
 
 @dataclass(frozen=True)
 class Source:
-    """The location of a policy's weights."""
-
     checkpoint: Path  # a Hugging Face directory, absolute, links followed
     name: str  # for tables and file names
     run: Path | None = None  # the folder of the run that it lies in

@@ -15,11 +15,8 @@ from maxrl_fast.tasks import Task
 
 
 class SampleTally:
-    """Collects rewards, answers and diversity from chunks of samples, and writes each sample to a
-    file.
-
-    Args:
-        write: is called with each line of samples.jsonl; None: samples are not written.
+    """Collects rewards, answers and diversity from chunks of samples, and gives `write` each line
+    of samples.jsonl.
     """
 
     def __init__(
@@ -35,9 +32,7 @@ class SampleTally:
     def __call__(
         self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
     ) -> None:
-        """Add a chunk of samples, their rewards [S] and the components [S]; this is the `keep` of
-        Evaluator.evaluate.
-        """
+        """Add a chunk of samples; this is the `keep` of Evaluator.evaluate."""
         prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
         check_finite(rollouts, prompts, step=0)
         self._rewards.append(rewards.view(-1, num_samples).cpu())

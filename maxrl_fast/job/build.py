@@ -125,12 +125,8 @@ def build_collector(
 ) -> RolloutCollector:
     """Build the collector of training rollouts.
 
-    Args:
-        learner: holds the policy, for rewards from it; None: `scorer` scores instead, as in the
-        check of the rewards.
-
-    Raises:
-        InputError: if rewards from the policy are requested and the task has no reference answers.
+    Without a learner, as in the check of the rewards, `scorer` replaces rewards from the policy.
+    Raises InputError if these are requested and the task has no reference answers.
     """
     options, needs = config.rollout, objective.needs
     policy_reward = build_policy_reward(config, task, objective, learner)

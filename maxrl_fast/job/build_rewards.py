@@ -32,12 +32,8 @@ def build_scorer(
 ) -> Scorer:
     """Build the scorer: the task, functions in worker processes, a reward model, or a judge.
 
-    Args:
-        functions: Python functions of this process, by their names among the rewards.
-        num_ranks: number of processes that each score a part of the responses.
-
-    Raises:
-        InputError: if a reward cannot be loaded.
+    `functions` of this process are by their names among the rewards. Each of `num_ranks` processes
+    scores a part of the responses. Raises InputError if a reward cannot be loaded.
     """
     names = reward_names(options, task)
     if not names:

@@ -52,11 +52,8 @@ START = "step-000000"  # written after the warm start; later policies are compar
 class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
-    Args:
-        policy_files: the files of a checkpoint besides its weights, by name: JSON contents or
-        bytes. save_every: number of steps between checkpoints; 0: only at the end and when stopped.
-        keep: number of newest checkpoints to keep, besides the best one and the one after the warm
-        start; 0: all. saved: the checkpoint from which the run resumes.
+    A checkpoint is written every `save_every` steps (0: only at the end and when stopped). The
+    newest `keep` (0: all), the best one and the one after the warm start are kept.
     """
 
     def __init__(

@@ -84,14 +84,11 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when the current stage makes no progress, after all processes have written
-    their stacks.
+    """Ends this process when a stage makes no progress for `limit` seconds, after all processes
+    have written their stacks.
 
-    Args:
-        limit: seconds that a stage may take without progress.
-        tell: sends the message to the other ranks, and waits until they have written their stacks.
-        dump_workers: makes worker processes write their stacks.
-        ends_process: False if the process outlives the run, such as a notebook kernel.
+    `tell` sends the message to the other ranks, and waits until they have written their stacks.
+    `ends_process` is False if the process outlives the run, such as a notebook kernel.
     """
 
     def __init__(

@@ -101,66 +101,52 @@ def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[f
     found: dict[str, tuple[float, str]] = {}
     has_equal_rewards = all(record["frac_groups_zero_variance"] >= 1 for record in last)
     if has_equal_rewards and all(record["reward_mean"] == 0 for record in last):
-        found["no_reward"] = (
-            0.0,
-            (
-                f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
-                "responses, raise --rollouts, use easier prompts or a longer warm start"
-            ),
+        message = (
+            f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
+            "responses, raise --rollouts, use easier prompts or a longer warm start"
         )
+        found["no_reward"] = 0.0, message
     if has_equal_rewards and all(record["pass_at_1"] >= 1 for record in last):
-        found["all_solved"] = (
-            1.0,
-            (
-                f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use "
-                "harder prompts"
-            ),
+        message = (
+            f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use "
+            "harder prompts"
         )
+        found["all_solved"] = 1.0, message
     truncated = mean("truncated")
     if truncated > 0.5:
-        found["truncated"] = (
-            truncated,
-            (
-                f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
-                "--max-new-tokens: raise it, or use prompts with shorter solutions"
-            ),
+        message = (
+            f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
+            "--max-new-tokens: raise it, or use prompts with shorter solutions"
         )
+        found["truncated"] = truncated, message
     fraction = mean("frac_groups_zero_variance")
     if fraction > 0.9 and not {"no_reward", "all_solved"} & found.keys():
-        found["zero_variance_groups"] = (
-            fraction,
-            (
-                f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
-                f"advantage (mean reward {mean('reward_mean'):.3f}): raise --rollouts, or use prompts "
-                "that are neither too easy nor too hard for the policy"
-            ),
+        message = (
+            f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
+            f"advantage (mean reward {mean('reward_mean'):.3f}): raise --rollouts, or use prompts "
+            "that are neither too easy nor too hard for the policy"
         )
+        found["zero_variance_groups"] = fraction, message
     entropy, start = mean("entropy"), mean("entropy", first)
     if entropy < 0.1 * start:
-        found["entropy"] = (
-            entropy,
-            (
-                f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first "
-                "steps, so rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef"
-            ),
+        message = (
+            f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first "
+            "steps, so rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef"
         )
+        found["entropy"] = entropy, message
     difference, start = mean("logprob_diff"), mean("logprob_diff", first)
     if difference > max(0.02, 3 * start):
-        found["logprob_diff"] = (
-            difference,
-            (
-                f"log-probs of rollout and training differ by {difference:.3g} nats per token, "
-                f"{start:.3g} in the first steps: set --correction tis, or --dtype float32"
-            ),
+        message = (
+            f"log-probs of rollout and training differ by {difference:.3g} nats per token, "
+            f"{start:.3g} in the first steps: set --correction tis, or --dtype float32"
         )
+        found["logprob_diff"] = difference, message
     *before, norm = (record["grad_norm"] for record in recent)
     usual = median(before)
     if norm > 10 * usual > 0:
-        found["grad_norm"] = (
-            norm,
-            (
-                f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
-                f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr"
-            ),
+        message = (
+            f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
+            f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr"
         )
+        found["grad_norm"] = norm, message
     return found

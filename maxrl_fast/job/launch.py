@@ -65,10 +65,8 @@ class Trained:
 class Job:
     """A resolved configuration, its task, and where it runs.
 
-    Args:
-        watch: reports a failure to the other ranks; None with one process.
-        functions: Python functions by the names under which --reward lists them.
-        ends_process: whether a run without progress for --stall-limit seconds ends its process.
+    `watch` reports a failure to the other ranks. `functions` are by the names under which --reward
+    lists them. A run without progress for --stall-limit seconds ends its process if `ends_process`.
     """
 
     config: ResolvedConfig
@@ -233,12 +231,12 @@ def check_rewards(collector: RolloutCollector) -> str:
     """Score two short rollouts of each of the first two prompts, so that a broken reward fails
     before the warm start.
 
-    Returns a warning if some rewards failed, else "". Results are the same on all ranks, which must
-    all call this. Training does not depend on them.
+    Returns a warning if some rewards failed, else "". All ranks must call this.
 
     Raises:
-        RewardError: if all rewards fail. InputError: if a reward function's parameters do not fit,
-        or rewards must be 0 or 1 and one is not.
+        RewardError: if all rewards fail.
+        InputError: if a reward function's parameters do not fit, or rewards must be 0 or 1 and one
+        is not.
     """
     scorer = collector.scorer.rehearsal()
     if not scorer.has_source and not collector.needs_binary:
@@ -279,9 +277,8 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 def supervise(
     checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
 ) -> Iterator[ExitStatus]:
-    """Run the body, and record how it ended.
-
-    With several ranks a StorageError or ServerError is raised, so that the others end too.
+    """Run the body, and record how it ended. With several ranks a StorageError or ServerError is
+    raised, so that the others end too.
     """
     ending = ExitStatus()
     try:

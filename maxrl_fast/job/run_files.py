@@ -74,17 +74,15 @@ class LogFile:
 
 
 class RunFiles:
-    """Writes the files of one run into its folder.
+    """Writes the files of one run into its folder; does nothing unless `is_writer`.
 
-    Args:
-        options: by name, for config.json. log_to: "wandb" or "trackio", in addition to TensorBoard.
-        is_writer: whether this rank writes; on the other ranks the methods do nothing. is_resumed:
-        whether the folder may already hold a run. saved: the checkpoint to resume from, whose log
-        lengths the logs are cut to; None: start from the beginning.
+    The logs are cut to their lengths at the checkpoint `saved`. `log_to` is "wandb" or "trackio",
+    in addition to TensorBoard.
 
     Raises:
         InputError: if the folder cannot be written to, holds another run, or has something else in
-        place of a link. StorageError: if the disk is full; in the methods, if writing fails.
+        place of a link.
+        StorageError: if the disk is full; in the methods, if writing fails.
     """
 
     def __init__(

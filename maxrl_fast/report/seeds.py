@@ -14,13 +14,9 @@ _NAMED_OPTIONS = 3
 
 def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     """Return the groups of at least two runs whose options differ in their seeds alone: their
-    places and a name.
+    places and a name, from the first options in `named`.
 
-    The same seed twice is a repetition, which says nothing about other seeds: it does not count in
-    the group.
-
-    Args:
-        named: the options in which runs differ, of which the first make the name.
+    The same seed twice is a repetition, which says nothing about other seeds and does not count.
     """
     members: dict[str, list[int]] = {}
     seeds: Counter[tuple[str, str]] = Counter()

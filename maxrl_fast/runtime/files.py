@@ -187,18 +187,15 @@ def locked(
     limit: float = 0.0,
     tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, which is created if needed.
+    """Hold an exclusive lock on a folder, which is created if needed; do nothing unless `is_owner`.
 
     The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
-
-    Args:
-        is_owner: whether this process takes the lock; only one of several cooperating processes
-        does. limit: seconds to wait for another process that holds the lock and may be exiting.
-        tell: called with a message before waiting.
+    Another owner may be exiting, so this waits up to `limit` seconds, after a message to `tell`.
 
     Raises:
         InputError: if another process still holds the lock (the message names it), or the folder
-        cannot be locked. StorageError: if the disk is full.
+        cannot be locked.
+        StorageError: if the disk is full.
     """
     if not is_owner:
         yield

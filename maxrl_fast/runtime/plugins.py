@@ -117,15 +117,12 @@ def build_plugin(
 ) -> Any:
     """Construct the class that an option's value names, and check the object against a protocol.
 
-    Args:
-        offered: arguments passed if the constructor has a parameter of that name.
-        arguments: arguments that the constructor must take.
-        hint: added to the message about a parameter without an argument.
+    Its constructor must take `arguments`, and gets those of `offered` that it has parameters for.
+    `hint` ends the message about a parameter without an argument.
 
     Raises:
         InputError: if it is not a class, its constructor takes other arguments or fails, or a
-        member of the protocol is missing
-            or has another signature or type.
+        member of the protocol is missing or has another signature or type.
     """
     who, cls = f"--{option} {name}", load_plugin(option, name, "CLASS")
     if not inspect.isclass(cls):

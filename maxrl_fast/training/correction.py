@@ -130,9 +130,7 @@ def correction_numbers(
 ) -> dict[str, float]:
     """Return the numbers of a correction: low and high of its weights, or delta of sequence_mask.
 
-    Args:
-        cap: the upper bound of tis and tis_sequence, None for the others.
-        given: values of --correction-options; the others take their defaults.
+    `cap` is the upper bound of tis and tis_sequence, `given` the values of --correction-options.
 
     Raises:
         ValueError: if the correction has no such option, or a number is out of range.

@@ -63,13 +63,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 @dataclass
 class Critic:
-    """A critic, trained in place, and its optimizer.
-
-    Args:
-        lr: learning rate, constant over the run.
-        value_clip: `clip` of `value_loss`.
-        module: runs the model's training passes (sharding.distribute).
-    """
+    """A critic, trained in place. `module` runs the model's training passes (sharding.distribute)."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer

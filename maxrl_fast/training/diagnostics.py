@@ -10,6 +10,7 @@ from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.optimizer import zero_gradients
 
 
 def prompt_gradient_norms(
@@ -25,26 +26,21 @@ def prompt_gradient_norms(
 
     Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must
     call this: each runs the backward passes of all prompts. All gradients are zero afterwards.
-
-    Args:
-        advantages: [S].
-        sequences: int64, ascending, on the host: the samples that have a reward.
-        beat: called after each prompt.
-        draw: as in Learner.update.
+    Arguments are as in Learner.update; `beat` is called after each prompt.
     """
     # As in Learner.update: bitwise identical on all ranks, which must run the same passes.
     packer = learner.passes.packer(samples, learner.ranks.from_first(advantages.clone()))
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():
-        learner.zero_gradients()
+        zero_gradients(learner.model)
         for part in packer.split(plan.sequences[group == g], learner.token_budget):
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         # Learner.loss multiplies by the number of ranks; here every rank has run all passes.
         norms[g] = float(full_tensor(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
-    learner.zero_gradients()
+    zero_gradients(learner.model)
     return norms
 
 

@@ -64,8 +64,8 @@ class LossSettings:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        names = ("loss", "loss_options", "aggregation", "clip_low", "clip_high")
-        names += ("kl", "kl_coef", "entropy_coef")
+        names = ["loss", "loss_options", "aggregation", "clip_low", "clip_high"]
+        names += ["kl", "kl_coef", "entropy_coef"]
         return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:

@@ -69,12 +69,7 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs micro-batches of a step's rollouts.
-
-    Args:
-        advantages: [S] of all rollouts.
-        merge_cost: from `merge_cost`; 0: every prompt with more than one response is shared.
-    """
+    """Packs micro-batches of a step's rollouts, which have `advantages` [S]."""
 
     prompts: Prompts
     rollouts: Rollouts

@@ -40,13 +40,10 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """Splits samples into micro-batches for all ranks, and computes per-token values of a model.
+    """Splits samples into micro-batches of at most `token_budget` tokens for all ranks, and
+    computes per-token values of a model.
 
-    Args:
-        token_budget: largest number of tokens in one pass.
-        dtype: of the computation.
-        merge_cost: from packing.merge_cost.
-        shares_weights: whether each rank holds only a shard of every weight (FSDP2).
+    `shares_weights`: each rank holds only a shard of every weight (FSDP2).
     """
 
     ranks: Ranks

@@ -34,14 +34,10 @@ class _Step:
 class PacsObjective(Objective):
     """The objectives pacs and pacs_paper.
 
-    Args:
-        beta: scale of the reward proxies, in reward per nat of log-ratio. score, class_weight:
-        score and weight of ops.pacs_loss. updates_per_step: with one, the policy is its own
-        reference and no forward pass is needed. has_actor: `pacs_paper`, with the actor term and a
-        frozen reference policy; otherwise the reference is the sampling
-            policy.
-        ref_reset_interval: number of steps after which the policy becomes the reference policy and
-            the optimizer restarts; 0: never.
+    `beta` is in reward per nat of log-ratio. With one update per step, the policy is its own
+    reference and no forward pass is needed. `has_actor` is for pacs_paper: the actor term, and a
+    frozen reference policy in place of the sampling policy. Every `ref_reset_interval` steps (0:
+    never) the policy becomes the reference and the optimizer restarts.
     """
 
     beta: float = 1.0

@@ -13,7 +13,7 @@ import torch
 
 import maxrl_fast
 from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, resolve
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
@@ -46,7 +46,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, locked
+from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -66,11 +66,8 @@ class Policy:
 @contextlib.contextmanager
 def stored(path: Path) -> Iterator[Path]:
     """Yield a temporary file that becomes `path`. A full disk raises StorageError."""
-    try:
-        with atomic_file(path) as temporary:
-            yield temporary
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
+    with storing(str(path)), atomic_file(path) as temporary:
+        yield temporary
 
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
@@ -243,13 +240,8 @@ def _introduction(
         if value
     ]
     limits += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    how = ", ".join(
-        [
-            f"temperature {sampling.temperature:g}",
-            *limits,
-            f"at most {sampling.max_new_tokens} tokens",
-        ]
-    )
+    limits += [f"at most {sampling.max_new_tokens} tokens"]
+    how = ", ".join([f"temperature {sampling.temperature:g}", *limits])
     distinct = (
         ""
         if num_distinct == measure.prompts

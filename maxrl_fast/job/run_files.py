@@ -14,14 +14,14 @@ from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
 from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import TensorBoard, Tracker
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, refused, write_json
+from maxrl_fast.runtime.files import atomic_file, refused, storing, write_json
 
 LOGS = (
     "metrics",
@@ -164,29 +164,21 @@ class RunFiles:
         """Append a record to a log, and to TensorBoard and the tracker."""
         if not self._is_writer:
             return
-        try:
+        with storing(f"{self.out / log}.jsonl or TensorBoard's events"):
             self._logs[log].write(record)
             if log in DRAWN:
                 self.history[log].append(record)
                 for tracker in (self._board, self._tracker):
                     if tracker is not None:
                         tracker.log(_numbers(log, record), step=record["step"])
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}"
-            ) from error
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
         """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
         for record in records:
             self.write("samples", record)
         if self._is_writer:
-            try:
+            with storing(f"TensorBoard's events in {self.out}"):
                 self._board.log_samples(records, step)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot write TensorBoard's events in {self.out}: {error}"
-                ) from error
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush all logs to the disk; return each log's size in bytes and SHA-256."""
@@ -210,20 +202,18 @@ class RunFiles:
         """Plot the curves, write timings.json, and close the files."""
         if not self._is_writer:
             return
-        try:
-            with contextlib.ExitStack() as last:  # closes all files, whatever fails before
-                for file in self._logs.values():
-                    last.callback(file.close)
-                if self._tracker:
-                    last.callback(self._tracker.finish)
-                last.callback(self._board.close, is_done)
-                write_json(self.out / "timings.json", seconds)
-                with atomic_file(self.out / "curves.png") as path:
-                    draw_curves(self.history["metrics"], self.history["eval"], path)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write timings.json, curves.png or the logs in {self.out}: {error}"
-            ) from error
+        with (
+            storing(f"timings.json, curves.png or the logs in {self.out}"),
+            contextlib.ExitStack() as last,  # closes all files, whatever fails before
+        ):
+            for file in self._logs.values():
+                last.callback(file.close)
+            if self._tracker:
+                last.callback(self._tracker.finish)
+            last.callback(self._board.close, is_done)
+            write_json(self.out / "timings.json", seconds)
+            with atomic_file(self.out / "curves.png") as path:
+                draw_curves(self.history["metrics"], self.history["eval"], path)
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,15 @@ def refused(folder: Path, error: OSError) -> InputError | StorageError:
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 
 
+@contextlib.contextmanager
+def storing(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Raise StorageError, naming what cannot be written, in place of these errors."""
+    try:
+        yield
+    except errors as error:
+        raise StorageError(f"cannot write {what}: {error}") from error
+
+
 def is_locked(folder: Path) -> bool:
     if not (folder / "lock").exists():
         return False

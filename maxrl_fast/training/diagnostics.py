@@ -10,7 +10,6 @@ from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Objective
-from maxrl_fast.training.optimizer import zero_gradients
 
 
 def prompt_gradient_norms(
@@ -33,14 +32,14 @@ def prompt_gradient_norms(
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():
-        zero_gradients(learner.model)
+        learner.zero_gradients()
         for part in packer.split(plan.sequences[group == g], learner.token_budget):
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         # Learner.loss multiplies by the number of ranks; here every rank has run all passes.
         norms[g] = float(full_tensor(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
-    zero_gradients(learner.model)
+    learner.zero_gradients()
     return norms
 
 

@@ -135,7 +135,7 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        zero_gradients(self.model)
+        self.zero_gradients()
         for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
             # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with
             # zero gradient.
@@ -360,6 +360,9 @@ class Learner:
         self.set_reference()
         self.optimizer.state.clear()
 
+    def zero_gradients(self) -> None:
+        zero_gradients(self.model)
+
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
         """Return what became non-finite, and for which prompt. A collective operation."""
         for name, parameter in self.model.named_parameters():
@@ -371,7 +374,7 @@ class Learner:
             own = sequences[group == g]
             if not packer.advantages[own.to(packer.advantages.device)].isfinite().all():
                 return f"an advantage is not finite {where}"
-            zero_gradients(self.model)
+            self.zero_gradients()
             for part in packer.split(own, self.token_budget):
                 loss, _ = self.loss(packer.pack(part), plan)
                 if not loss.isfinite():

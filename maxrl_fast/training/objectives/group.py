@@ -33,8 +33,7 @@ class GroupObjective(Objective):
     options: dict[str, Any]
     loss: str = "ppo"
     owns_loss: bool = False
-    # [G, N]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
 
     @property
     def row(self) -> Estimator:

@@ -45,8 +45,7 @@ class RiskpoObjective:
     quantiles: Tensor = field(
         default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False
     )
-    # [G, N]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
     # [papers with a score]
     _scores: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 

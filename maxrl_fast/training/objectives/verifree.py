@@ -31,8 +31,7 @@ class VerifreeObjective(Objective):
     loss: str = "reinforce"
     aggregation: str = "seq_mean_token_sum"
     owns_loss: bool = False
-    # [S]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [S]
 
     @property
     def needs(self) -> Needs:

@@ -40,9 +40,7 @@ def one_minus_cosine(total: Tensor, num_vectors: int) -> float:
 
 
 class NGramDiversity:
-    """A response's vector holds the counts of its token 1-, 2- and 3-grams, including the stop
-    token.
-    """
+    """A response's vector holds the counts of its token 1-, 2- and 3-grams, with the stop token."""
 
     name = f"counts of token n-grams, n = 1 to {LONGEST_GRAM}"
 

@@ -1,6 +1,4 @@
-"""Samples as records of samples.jsonl and rollouts.jsonl, and the few that an evaluation during
-training keeps.
-"""
+"""Samples as records of samples.jsonl and rollouts.jsonl."""
 
 import json
 import math

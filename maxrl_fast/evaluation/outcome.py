@@ -1,6 +1,4 @@
-"""The outcome of an evaluation: the number of correct samples for each prompt, computed or read
-from eval.json.
-"""
+"""The outcome of an evaluation, computed or read from eval.json."""
 
 import hashlib
 import json

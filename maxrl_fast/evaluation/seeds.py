@@ -12,9 +12,7 @@ from maxrl_fast.evaluation.tables import new_table
 
 
 def last_record(file: Path) -> dict[str, Any]:
-    """Return the last record of a log of JSON lines; {} if there is none. A line that is still
-    being written is left out.
-    """
+    """Return the last complete record of a JSON Lines log; {} if there is none."""
     lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
     return json.loads(lines[-1]) if lines else {}
 

@@ -1,7 +1,7 @@
 """The tables and the coverage plot of evaluations."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -79,17 +79,20 @@ def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[
 
 def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None]]:
     """Return the numbers of evaluations other than pass@k, for numbers_table."""
-    values: dict[str, Callable[[Outcome], float | None]] = {
-        "prompts solved at least once": lambda outcome: outcome.solved,
-        "response length, tokens": lambda outcome: outcome.numbers["response_length_mean"],
-        "truncated": lambda outcome: outcome.numbers["truncated"],
-        "failed rewards": lambda outcome: outcome.numbers["reward_errors"],
-        # Only by the first evaluation's measure of diversity: values by another are not comparable.
-        "diversity of correct responses": lambda outcome: (
-            outcome.numbers["diversity"] if outcome.measure == outcomes[0].measure else None
-        ),
+    # Only by the first evaluation's measure of diversity: values by another are not comparable.
+    diversity = [
+        outcome.numbers["diversity"] if outcome.measure == outcomes[0].measure else None
+        for outcome in outcomes
+    ]
+    return {
+        "prompts solved at least once": [outcome.solved for outcome in outcomes],
+        "response length, tokens": [
+            outcome.numbers["response_length_mean"] for outcome in outcomes
+        ],
+        "truncated": [outcome.numbers["truncated"] for outcome in outcomes],
+        "failed rewards": [outcome.numbers["reward_errors"] for outcome in outcomes],
+        "diversity of correct responses": diversity,
     }
-    return {name: [value(outcome) for outcome in outcomes] for name, value in values.items()}
 
 
 def comparison_table(

@@ -15,9 +15,7 @@ from maxrl_fast.tasks import Task
 
 
 class SampleTally:
-    """Collects rewards, answers and diversity from chunks of samples, and gives `write` each line
-    of samples.jsonl.
-    """
+    """Collects numbers from chunks of samples; `write` gets each line of samples.jsonl."""
 
     def __init__(
         self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None

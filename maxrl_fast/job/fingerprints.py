@@ -1,6 +1,4 @@
-"""Fingerprints of the files that determine a run's result besides its options: code, prompts and
-the tokenizer.
-"""
+"""Fingerprints of a run's code, prompts and tokenizer, which determine its result."""
 
 import hashlib
 import json
@@ -36,9 +34,7 @@ def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]
 
 
 def source_file(function: str) -> Path | None:
-    """Return the file of FILE.py:FUNCTION or package.module:function without importing it; None if
-    there is none.
-    """
+    """Return the file of FILE.py:FUNCTION or package.module:function, without importing it."""
     place, spec, path = function.rpartition(":")[0], None, None
     if is_file(function):
         return Path(place) if Path(place).is_file() else None

@@ -1,6 +1,4 @@
-"""Warnings about training that goes wrong although all numbers are finite; each has a value and
-advice.
-"""
+"""Warnings about training that goes wrong although all numbers are finite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +19,7 @@ class HealthWarning:
 
 @dataclass
 class Health:
-    """Checks the records of metrics.jsonl: the last ten steps, in some rules against the first ten
-    of the run.
-    """
+    """Checks the last ten steps of metrics.jsonl, in some rules against the first ten."""
 
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
@@ -31,9 +27,7 @@ class Health:
     _absent: dict[str, int] = field(default_factory=dict)
 
     def observe(self, record: Record) -> list[HealthWarning]:
-        """Return the warnings that start at this step. A condition that lasts, or returns within
-        ten steps, counts once.
-        """
+        """Return the warnings that start at this step, after ten steps without them."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:

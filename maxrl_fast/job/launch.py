@@ -1,6 +1,4 @@
-"""Builds a run from a resolved configuration and trains it: for the command (train.py) and for
-Python (api.py).
-"""
+"""Builds a run from a resolved configuration and trains it, for train.py and api.py."""
 
 import contextlib
 import os

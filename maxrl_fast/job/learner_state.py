@@ -1,6 +1,4 @@
-"""Random states and the learner's tensors: what a resumed run needs to be bitwise identical to an
-uninterrupted one.
-"""
+"""Random states and the learner's tensors, with which a resumed run is bitwise identical."""
 
 import base64
 import json
@@ -27,9 +25,7 @@ FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators. The trainer does not use them, but a task's or
-    reward's code may.
-    """
+    """Return the states of the global generators, which tasks' and rewards' code may use."""
     numbers: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
@@ -109,9 +105,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, learner: Learner) -> "Snapshot":
-        """Copy the tensors of a learner without sharded weights. The learner may change them as
-        soon as this returns.
-        """
+        """Copy a learner without sharded weights, which may change as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         weights = []

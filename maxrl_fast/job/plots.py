@@ -30,7 +30,8 @@ def draw_curves(
     entropy.set_ylim(bottom=0)
 
     shades = ("0.65", "tab:blue")
-    for record, shade in zip(_first_and_last(evaluations), shades, strict=False):
+    first_and_last = [*evaluations[:1], *evaluations[1:][-1:]]
+    for record, shade in zip(first_and_last, shades, strict=False):
         ks = [int(k) for k in record["pass_at_k"]]
         when = f"step {record['step']}" if record["step"] else "before (warm start)"
         passes.plot(ks, list(record["pass_at_k"].values()), marker="o", color=shade, label=when)
@@ -42,10 +43,6 @@ def draw_curves(
     for axes in (reward, passes, entropy, length):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, format="png")
-
-
-def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return evaluations if len(evaluations) < 2 else [evaluations[0], evaluations[-1]]
 
 
 def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:

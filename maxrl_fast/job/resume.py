@@ -1,6 +1,4 @@
-"""Finds the newest intact checkpoint of a run, and checks that the run's options have not
-changed.
-"""
+"""Finds a run's newest intact checkpoint, and checks that its options are the same."""
 
 import json
 import shutil

@@ -1,5 +1,4 @@
-"""The files of a run: config.json, the JSON Lines logs, TensorBoard events, curves.png and
-timings.json. wandb or trackio get the same numbers."""
+"""The files of a run: config.json, logs, TensorBoard events, curves.png and timings.json."""
 
 import contextlib
 import hashlib

@@ -1,6 +1,4 @@
-"""Runs of one configuration with different seeds, which the page shows as their mean and its
-standard error.
-"""
+"""Runs of one configuration with different seeds, shown as mean and standard error."""
 
 import json
 from collections import Counter

@@ -66,9 +66,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename it to `path` at the end; on an exception the temporary
-    file is removed.
-    """
+    """Yield a temporary path, renamed to `path` at the end or removed on an exception."""
     temporary = temporary_path(path)
     try:
         yield temporary
@@ -269,14 +267,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read(path))
     # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot read the checkpoint's {shown(path)}: {error}") from error
-    except RecursionError as error:
-        raise InputError(
-            f"cannot read the checkpoint's {shown(path)}: it is nested too deeply"
-        ) from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"cannot read the checkpoint's {shown(path)}: {why}") from error
     if not isinstance(content, dict):
         raise InputError(f"{shown(path)} must hold a JSON object, got {content!r:.80}")
     return content

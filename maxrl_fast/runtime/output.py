@@ -1,6 +1,4 @@
-"""Protects standard output and standard error: a closed pipe, a lost terminal or a full disk must
-not stop a command.
-"""
+"""Keeps a closed pipe, a lost terminal or a full disk from stopping a command."""
 
 import contextlib
 import io

@@ -74,9 +74,7 @@ def describe_installed() -> str:
 
 
 def place_of(option: str, name: str) -> str:
-    """Return where the code is, FILE.py:NAME or package.module:name, without importing it; "" if
-    built in.
-    """
+    """Return FILE.py:NAME or package.module:name, without importing it; "" if built in."""
     point = None if is_file(name) else find(option, name)
     return name if is_file(name) else "" if point is None else f"{point.module}:{point.attr}"
 

@@ -6,9 +6,7 @@ FLAG = "--version"
 
 
 def version_text() -> str:
-    """Return, in two lines, the versions of maxrl_fast, torch and Python, and which kernels are
-    built.
-    """
+    """Return the versions of maxrl_fast, torch and Python, and which kernels are built."""
     import torch  # imported here: not all commands need torch
 
     try:

@@ -26,9 +26,7 @@ STUCK, SILENT = "the run is stuck", "has not been heard of for"
 
 
 def dump_stacks(who: str) -> None:
-    """Write the stacks of all threads of this process to standard error, even while they are
-    blocked in C code.
-    """
+    """Write the stacks of all threads to standard error, even if they are blocked in C code."""
     write_directly(f"\nstacks of {who} (process {os.getpid()}):\n")
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 

@@ -1,6 +1,4 @@
-"""Collects the samples of a step and their rewards; dynamic sampling replaces groups whose rewards
-are all equal.
-"""
+"""Collects a step's samples and rewards, with dynamic sampling."""
 
 from collections import Counter
 from collections.abc import Callable

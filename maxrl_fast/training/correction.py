@@ -158,9 +158,7 @@ def correction_numbers(
 
 
 def make_correction(name: str, numbers: Mapping[str, float]) -> ImportanceWeights | None:
-    """Return the token weighting of a correction; None if it weights nothing before the first
-    update.
-    """
+    """Return a correction's token weighting; None if it has none before the first update."""
     if "low" not in numbers:
         return None
     of_sequence, masks = name in ("tis_sequence", "mis"), not CORRECTIONS[name].has_cap

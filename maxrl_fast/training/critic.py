@@ -1,6 +1,4 @@
-"""The critic of PPO: a copy of the policy with a value head in place of the output matrix, and its
-loss.
-"""
+"""The critic of PPO: a copy of the policy with a value head, and its loss."""
 
 import copy
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""The learner: takes samples and advantages, and makes one optimizer step on the loss of the whole
-batch.
-"""
+"""The learner makes one optimizer step on the loss of a whole batch."""
 
 import contextlib
 import copy
@@ -36,9 +34,7 @@ TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of one update. From `ratio` to `logprob_diff` they are sums over the tokens trained
-    on.
-    """
+    """Metrics of one update; from `ratio` to `logprob_diff` sums over the tokens trained on."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -387,9 +383,7 @@ class Learner:
 
 
 def frozen_copy(model: PolicyModel) -> PolicyModel:
-    """Return a frozen copy of the policy; weights that are never trained, as under adapters, are
-    shared.
-    """
+    """Return a frozen copy of the policy, which shares the weights that are never trained."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)
 

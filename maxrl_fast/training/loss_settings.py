@@ -37,8 +37,7 @@ class LossSettings:
     seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return the denominator of the summed loss of responses of these lengths [S], however they
-        are split into micro-batches."""
+        """Return the denominator of the summed loss of responses of these lengths [S]."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
         per_response = self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1

@@ -1,6 +1,4 @@
-"""Objectives with the advantages of an estimator (algorithms/estimators/), computed once per
-step.
-"""
+"""Objectives with the advantages of an estimator, computed once per step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

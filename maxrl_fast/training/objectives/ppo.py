@@ -1,6 +1,4 @@
-"""PPO with a critic: token advantages from a learned value function, which is trained after each
-step's policy updates.
-"""
+"""PPO with a critic, which is trained after each step's policy updates."""
 
 import contextlib
 import math
@@ -104,9 +102,7 @@ class PpoObjective(Objective):
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
-    """Return the critic's value of the state before each token, float32 [T], the same on all ranks;
-    all must call this.
-    """
+    """Return the critic's value before each token, float32 [T]; all ranks must call this."""
     assert learner.critic is not None
 
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:

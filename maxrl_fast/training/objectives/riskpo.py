@@ -1,6 +1,4 @@
-"""RiskPO: advantages from the scores of bundles of prompts, relative to quantiles that are tracked
-over the run.
-"""
+"""RiskPO: advantages from scores of bundles of prompts, relative to tracked quantiles."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""VeriFree: the probability of the reference answer is the reward of the reasoning, and is itself
-trained.
-"""
+"""VeriFree: the probability of the reference answer is the reward, and is itself trained."""
 
 from dataclasses import dataclass, field
 

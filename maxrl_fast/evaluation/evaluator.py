@@ -40,12 +40,9 @@ class Evaluator:
     """Samples responses to the first prompts of a split, and estimates pass@k from them.
 
     The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the
-    sample, so two policies are evaluated with the same random numbers.
-
-    Args:
-        num_samples: number of responses per prompt. chunk: number of prompts that a rank samples at
-        a time. shares_engine: whether ranks share an engine: then a rank without prompts takes part
-        in sampling for the others.
+    sample, so two policies are evaluated with the same random numbers. A rank samples `chunk`
+    prompts at a time. If it `shares_engine`, a rank without prompts takes part in sampling for the
+    others.
     """
 
     engine: Engine

@@ -81,16 +81,15 @@ def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None
     """Return the numbers of evaluations other than pass@k, for numbers_table."""
     # Only by the first evaluation's measure of diversity: values by another are not comparable.
     diversity = [
-        outcome.numbers["diversity"] if outcome.measure == outcomes[0].measure else None
-        for outcome in outcomes
+        x.numbers["diversity"] if x.measure == outcomes[0].measure else None for x in outcomes
     ]
     return {
-        "prompts solved at least once": [outcome.solved for outcome in outcomes],
+        "prompts solved at least once": [x.solved for x in outcomes],
         "response length, tokens": [
             outcome.numbers["response_length_mean"] for outcome in outcomes
         ],
-        "truncated": [outcome.numbers["truncated"] for outcome in outcomes],
-        "failed rewards": [outcome.numbers["reward_errors"] for outcome in outcomes],
+        "truncated": [x.numbers["truncated"] for x in outcomes],
+        "failed rewards": [x.numbers["reward_errors"] for x in outcomes],
         "diversity of correct responses": diversity,
     }
 

@@ -10,7 +10,7 @@ SHOWN = 10  # rows of a table in a notebook, half of them the last
 
 
 class Log:
-    """A log: `log["reward_mean"]` is a column as a NumPy array, `log[-1]` the last row as a dict."""
+    """A log: `log["reward_mean"]` is a column, a NumPy array; `log[-1]` the last row, a dict."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]):
         self._rows = list(rows)

@@ -70,15 +70,13 @@ class UpdatePlan:
 
 @dataclass
 class Learner:
-    """A policy, its optimizer and its loss.
+    """A policy, its optimizer and its loss, computed in `dtype`; weights, gradients and moments are
+    float32.
 
-    Args:
-        clip_grad: largest gradient norm.
-        token_budget: largest number of tokens in one forward and backward pass.
-        dtype: of the computation; weights, gradients and moments are float32.
-        reference: the reference policy, for settings.kl_coef and for objectives that need one.
-        objective_state: the objective's tensors that checkpoints store, by name.
-        module: runs the policy's passes (sharding.distribute); None: the model itself.
+    A forward and backward pass has at most `token_budget` tokens. `reference` is the reference
+    policy, for settings.kl_coef and for objectives that need one. Checkpoints store
+    `objective_state`. `module` runs the policy's passes (sharding.distribute); None: the model
+    itself.
     """
 
     model: PolicyModel
@@ -119,9 +117,9 @@ class Learner:
         all call this.
 
         Args:
-            advantages: [S] of all samples. sequences: int64, ascending: the samples of this update.
-            The loss is averaged over all of them; samples with zero
-                gradient count in the average but are not computed.
+            advantages: [S] of all samples.
+            sequences: int64, ascending: the samples of this update. The loss is averaged over all
+            of them; samples with zero gradient count in the average but are not computed.
             when: for messages, such as "step 3".
             draw: the step and the update within it, for losses that draw tokens.
 

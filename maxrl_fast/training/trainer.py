@@ -40,11 +40,8 @@ class StepRecord:
 
 @dataclass
 class Trainer:
-    """Trains a policy, one step at a time.
-
-    Args:
-        updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its
-        prompts. correction: for a rollout engine whose log-probs differ from the policy's.
+    """Trains a policy, one step at a time. Each of `updates_per_step` optimizer updates uses an
+    equal share of a step's prompts.
     """
 
     collector: RolloutCollector

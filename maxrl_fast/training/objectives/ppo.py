@@ -121,15 +121,11 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, the same step on all ranks,
-    which must all call this.
+    which must all call this. Return the loss, and the gradient norm before clipping.
 
-    Args:
-        old_values, returns: [T] of all samples. sequences: int64 on the host, ascending: the
-        samples of this update. The loss is the mean over their tokens; without
-            tokens there is no step.
-
-    Returns:
-        The loss, and the gradient norm before clipping.
+    `old_values` and `returns` are [T] of all samples. `sequences`, int64 on the host and ascending,
+    are the samples of this update. The loss is the mean over their tokens; without tokens there is
+    no step.
 
     Raises:
         NonFiniteError: if one of them is not finite; the critic's weights are unchanged.

@@ -130,8 +130,7 @@ def check_same(
     if mathematics and not allow_changes:
         raise InputError(
             f"{saved.directory} was trained with other options or files "
-            f"({'; '.join(mathematics)}); --allow-changes resumes "
-            "with the new ones"
+            f"({'; '.join(mathematics)}); --allow-changes resumes with the new ones"
         )
     rounding += [
         f"{name}: {saved.machine.get(name)} before, {value} now"

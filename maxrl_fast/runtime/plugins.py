@@ -100,8 +100,7 @@ def load_plugin(option: str, name: str, wanted: str) -> Any:
         which = f"{GROUPS[option]}: {point.name} = {point.value}"
         raise InputError(
             f"--{option} {name} is of {owner(point)}, whose entry point ({which}) cannot be "
-            f"loaded: {type(error).__name__}: "
-            f"{error}"
+            f"loaded: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -68,7 +68,7 @@ class RolloutBatch(Samples):
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Split the groups into `count` equal shares; return the scored samples of each."""
+        """Split the groups into `count` equal shares: the scored samples of each, on the host."""
         shares = self.sequences.chunk(count)
         valid = None if self.valid is None else self.valid.flatten().cpu()
         return list(shares) if valid is None else [share[valid[share]] for share in shares]

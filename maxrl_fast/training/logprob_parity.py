@@ -67,8 +67,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
     check_head(policy, tokens)
     return (
         f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, "
-        "with their prompts of up to "
-        f"{longest} tokens)"
+        f"with their prompts of up to {longest} tokens)"
     )
 
 
@@ -102,8 +101,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
     if difference > ENGINE_LIMIT:
         raise InputError(
             f"--rollout {name} samples from another model than this {sizes.model_type}: log-probs "
-            f"differ by {difference:.2g} "
-            "nats per token; --rollout native samples it"
+            f"differ by {difference:.2g} nats per token; --rollout native samples it"
         )
     return (
         f"log-probs of the rollout engine differ from the policy's by {difference:.1g} nats per "
@@ -125,9 +123,8 @@ def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     if not difference <= LIMIT * max(1.0, largest):
         raise InputError(
             f"{policy.config.model_type} of transformers cannot be trained here: its logits are "
-            "not a soft cap or a multiple "
-            "of hidden states times the output matrix, from which they differ by up to "
-            f"{difference:.2g} of {largest:.2g}"
+            "not a soft cap or a multiple of hidden states times the output matrix, from which "
+            f"they differ by up to {difference:.2g} of {largest:.2g}"
         )
 
 

@@ -128,7 +128,7 @@ class RunLoop:
             )
             (self.screen.warning if stream == "standard output" else self.screen.info)(message)
         self.progress.step = n
-        self.progress.next_prompt = self.progress.next_prompt + record.batch.num_sampled
+        self.progress.next_prompt += record.batch.num_sampled
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
 

@@ -26,9 +26,7 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def _ratios_of_wrong(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the probability [..., k] that the i-th draw is wrong, given that all earlier draws
-    were wrong.
-    """
+    """Return the probability [..., k] that draw i is wrong, if all earlier draws were wrong."""
     _check_k("pass", num_samples, k)
     wrong = (num_samples - num_correct).double()[..., None]
     i = torch.arange(k, dtype=torch.float64, device=num_correct.device)
@@ -49,9 +47,7 @@ def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
 
 
 def coverage_curve(num_samples: int, num_correct: Tensor) -> Tensor:
-    """Return pass@k for every k = 1..n, averaged over prompts: num_correct int [P] -> float64
-    [n].
-    """
+    """Return pass@k for k = 1..n, the mean over prompts: num_correct int [P] -> float64 [n]."""
     # each distinct count is computed once and takes 8 n bytes
     counts, numbers = num_correct.cpu().unique(return_counts=True)
     share = numbers.double() / num_correct.numel()
@@ -133,8 +129,6 @@ def _check_k(what: str, num_samples: int, k: int) -> None:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its confidence interval."""
-
     mean: float
     low: float
     high: float
@@ -187,8 +181,6 @@ def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> Sup
 
 
 def samples_to_match(num_samples: int, num_correct: Tensor, target: float) -> int | None:
-    """Return the smallest integer k whose pass@k is at least `target`; None if no k up to n reaches
-    it.
-    """
+    """Return the smallest k with pass@k of at least `target`; None if no k up to n has it."""
     reached = (coverage_curve(num_samples, num_correct) >= target - ROUNDING).nonzero()
     return int(reached[0]) + 1 if len(reached) else None

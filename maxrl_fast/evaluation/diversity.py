@@ -40,9 +40,7 @@ def one_minus_cosine(total: Tensor, num_vectors: int) -> float:
 
 
 class NGramDiversity:
-    """A response's vector holds the counts of its token 1-, 2- and 3-grams, including the stop
-    token.
-    """
+    """A response's vector holds the counts of its token 1-, 2- and 3-grams, with the stop token."""
 
     name = f"counts of token n-grams, n = 1 to {LONGEST_GRAM}"
 
@@ -63,9 +61,7 @@ class NGramDiversity:
 
     @staticmethod
     def _grams(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Return, for each gram of each length, its sequence [M] and a number [M] that is equal for
-        equal grams only.
-        """
+        """Return each gram's sequence [M], and a number [M] that only equal grams share."""
         padded, lengths = rollouts.padded_tokens(-1), rollouts.lengths  # [S, L]
         present = torch.zeros(padded.numel(), dtype=torch.bool)
         present[padded_slots(lengths, padded.shape[1])] = True
@@ -102,11 +98,9 @@ class EmbeddingDiversity:
             raise InputError(f"--embeddings must be the directory of a model, got {directory}")
         what = f"the model of --embeddings {directory}"
         self._tokenizer, model, _ = read_model(directory, "AutoModel", what, torch.float32)
-        self._model, self._device, self._longest = (
-            model.to(device),
-            device,
-            longest_text(self._tokenizer, model),
-        )
+        self._model = model.to(device)
+        self._device = device
+        self._longest = longest_text(self._tokenizer, model)
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if self._tokenizer.pad_token is None:

@@ -19,8 +19,6 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of an evaluation."""
-
     pass_at_k: dict[int, float]  # by k, mean over prompts
     response_length_mean: float  # tokens
     truncated: float  # fraction of responses cut off at the length limit
@@ -29,14 +27,11 @@ class Evaluation:
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Evaluation":
-        """Return the evaluation from its fields as JSON stored them, with strings as keys."""
         return cls(**{**fields, "pass_at_k": {int(k): p for k, p in fields["pass_at_k"].items()}})
 
 
 def is_correct(rewards: Tensor) -> Tensor:
-    """Return which responses count as correct, as bool; a response whose reward failed (NaN) does
-    not.
-    """
+    """Return which responses are correct; one whose reward failed (NaN) is not."""
     return rewards > 0.5
 
 
@@ -45,12 +40,9 @@ class Evaluator:
     """Samples responses to the first prompts of a split, and estimates pass@k from them.
 
     The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the
-    sample, so two policies are evaluated with the same random numbers.
-
-    Args:
-        num_samples: number of responses per prompt. chunk: number of prompts that a rank samples at
-        a time. shares_engine: whether ranks share an engine: then a rank without prompts takes part
-        in sampling for the others.
+    sample, so two policies are evaluated with the same random numbers. A rank samples `chunk`
+    prompts at a time. If it `shares_engine`, a rank without prompts takes part in sampling for the
+    others.
     """
 
     engine: Engine
@@ -73,10 +65,9 @@ class Evaluator:
     ) -> Evaluation:
         """Return pass@k for k = 1, 2, 4, ... up to `num_samples`.
 
-        Args:
-            progress: is called with the number of prompts done, and may raise. keep: is called with
-            every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
-                components [S] of these.
+        `progress` is called with the number of prompts done, and may raise. `keep` is called with
+        every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
+        components [S].
         """
         ranks, num_samples = self.ranks, self.num_samples
         correct, lengths, truncated, failed = [], [], [], []

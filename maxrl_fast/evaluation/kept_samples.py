@@ -1,6 +1,4 @@
-"""Samples as records of samples.jsonl and rollouts.jsonl, and the few that an evaluation during
-training keeps.
-"""
+"""Samples as records of samples.jsonl and rollouts.jsonl."""
 
 import json
 import math
@@ -37,10 +35,8 @@ def sample_records(
     texts = [
         task.decode(tokens, with_special=True) for tokens in unpack(prompts.tokens, prompts.lengths)
     ]
-    ids, lines = (
-        prompts.ids.tolist(),
-        [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)],
-    )
+    ids = prompts.ids.tolist()
+    lines = [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
     responses = unpack(rollouts.tokens, rollouts.lengths)
     outcomes = zip(
         responses, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True
@@ -60,9 +56,7 @@ def sample_records(
 
 
 def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object with id and text for each of the first 512 prompts of a split, for
-    eval_prompts.jsonl.
-    """
+    """Yield id and text of the first 512 prompts of a split, for eval_prompts.jsonl."""
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
     for i, tokens in zip(
         prompts.ids.tolist(), unpack(prompts.tokens, prompts.lengths), strict=True
@@ -76,9 +70,7 @@ def finite(number: float) -> float | None:
 
 
 def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the correct answer in a prompt's line, None if it has none, and its other columns but
-    for the prompt.
-    """
+    """Return the answer in a prompt's line, None if it has none, and the other columns."""
     others = [name for name in line if name not in ("prompt", "answer")]
     return {
         "answer": _cut(line.get("answer")),
@@ -87,9 +79,7 @@ def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    """Return a JSON value, or the beginning of its text if it is long; other values, which your own
-    task may give, as text.
-    """
+    """Return a JSON value, or the start of its text if it is long; other values as text."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -98,11 +88,7 @@ def _cut(value: Any) -> Any:
 
 
 class KeptSamples:
-    """Keeps the first 32 responses of an evaluation, at most 4 per prompt.
-
-    Args:
-        step: the training step.
-    """
+    """Keeps the first 32 responses of an evaluation, at most 4 per prompt."""
 
     def __init__(self, task: Task, step: int):
         self._task, self._step = task, step
@@ -111,7 +97,6 @@ class KeptSamples:
     def take(
         self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
     ) -> None:
-        """Keep samples until there are 32."""
         prompts, num_rollouts = samples.prompts, samples.num_rollouts
         per_prompt = min(num_rollouts, MOST_OF_A_PROMPT)
         num_wanted = -(-(MOST_SAMPLES - len(self.records)) // per_prompt)  # number of prompts

@@ -1,6 +1,4 @@
-"""The outcome of an evaluation: the number of correct samples for each prompt, computed or read
-from eval.json.
-"""
+"""The outcome of an evaluation, computed or read from eval.json."""
 
 import hashlib
 import json
@@ -34,8 +32,6 @@ DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 
 @dataclass(frozen=True)
 class Resampling:
-    """The settings of the bootstrap."""
-
     resamples: int
     confidence: float
     seed: int
@@ -50,8 +46,6 @@ class Resampling:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one evaluation."""
-
     name: str
     num_samples: int
     num_correct: Tensor  # [P] int64
@@ -96,12 +90,7 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
 
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
-    """Return the settings that two evaluations must share to be compared prompt by prompt.
-
-    Args:
-        options: the resolved options of the evaluation, by name.
-        contents: the prompts, from contents_of.
-    """
+    """Return what evaluations must share to be compared by prompt; contents: of contents_of."""
     # Custom tasks and rewards by the name of their file, wherever it is.
     given = {name: options[name] for name in GIVEN if options[name] not in (None, SCORE, "")}
     names: dict[str, Any] = {
@@ -116,9 +105,7 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the differences between the settings of two evaluations, for example "samples: 16 and
-    256".
-    """
+    """Return the settings in which evaluations differ, such as "samples: 16 and 256"."""
     names = [
         name for name in {**one, **other} if name != DIGEST and one.get(name) != other.get(name)
     ]

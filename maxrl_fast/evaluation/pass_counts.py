@@ -1,6 +1,4 @@
-"""The number of correct samples of each prompt in an evaluation during training, for
-pass_rates.jsonl.
-"""
+"""Counts the correct samples of each prompt in an evaluation, for pass_rates.jsonl."""
 
 from typing import Any
 
@@ -27,9 +25,7 @@ class PassCounts:
         self._counts.append(torch.stack([samples.prompts.ids.to(rewards.device), num_correct]))
 
     def record(self, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-        """Return the counts of all ranks by ascending id, of the first 4,096 prompts; all ranks
-        call this together.
-        """
+        """Return all ranks' counts by ascending id, of 4,096 prompts; all ranks must call this."""
         none = torch.zeros(2, 0, dtype=torch.int64, device=device)
         ids, num_correct = (
             ranks.concatenate(x.contiguous()) for x in torch.cat([none, *self._counts], 1)

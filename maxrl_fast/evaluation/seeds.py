@@ -12,19 +12,14 @@ from maxrl_fast.evaluation.tables import new_table
 
 
 def last_record(file: Path) -> dict[str, Any]:
-    """Return the last record of a log of JSON lines; {} if there is none. A line that is still
-    being written is left out.
-    """
+    """Return the last complete record of a JSON Lines log; {} if there is none."""
     lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
-    record: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return record
+    return json.loads(lines[-1]) if lines else {}
 
 
 def over_seeds(group: str, runs: Mapping[int, Path]) -> dict[str, Any]:
-    """Return the last pass@k of a group of runs, by k: mean and standard error, None for one seed.
-
-    Args:
-        runs: folders by seed. Those without an evaluation are left out.
+    """Return the last pass@k of runs by seed, by k: mean and standard error, None for one seed.
+    Runs without an evaluation are left out.
     """
     last = {
         seed: record["pass_at_k"]

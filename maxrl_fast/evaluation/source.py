@@ -12,8 +12,6 @@ from maxrl_fast.runtime.files import read_json
 
 @dataclass(frozen=True)
 class Source:
-    """The location of a policy's weights."""
-
     checkpoint: Path  # a Hugging Face directory, absolute, links followed
     name: str  # for tables and file names
     run: Path | None = None  # the folder of the run that it lies in
@@ -27,10 +25,8 @@ def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
         InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be
         downloaded.
     """
-    wanted, path = (
-        f"{flag} must be a Hugging Face checkpoint directory or the folder of a run",
-        Path(name),
-    )
+    wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
+    path = Path(name)
     if check_model(name, wanted) is not None:
         pinned = find_model(
             name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -48,14 +48,7 @@ class Summary:
         ks: tuple[int, ...],
         resampling: Resampling,
     ) -> "Summary":
-        """Compute the estimates.
-
-        Args:
-            own: the outcome of the evaluation.
-            other: the outcome of the baseline.
-            tally: the evaluation's samples.
-            ks: the values of k at which pass@k, max@k and maj@k are reported.
-        """
+        """Compute the estimates; pass@k, max@k and maj@k are reported at `ks`."""
         n = own.num_samples
         points = sorted({*ks, *powers_of_two(n), n})
         rewards = tally.rewards.double()

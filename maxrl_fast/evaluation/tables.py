@@ -1,7 +1,7 @@
 """The tables and the coverage plot of evaluations."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -49,9 +49,7 @@ def coverage_table(
 def baseline_table(
     gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float
 ) -> Table:
-    """Return the gain over the baseline's pass@k, and the number of samples that match it, one row
-    per k.
-    """
+    """Return the gain over the baseline's pass@k and the samples that match it, by k."""
     table = new_table(
         "k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by"
     )
@@ -81,17 +79,19 @@ def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[
 
 def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None]]:
     """Return the numbers of evaluations other than pass@k, for numbers_table."""
-    values: dict[str, Callable[[Outcome], float | None]] = {
-        "prompts solved at least once": lambda outcome: outcome.solved,
-        "response length, tokens": lambda outcome: outcome.numbers["response_length_mean"],
-        "truncated": lambda outcome: outcome.numbers["truncated"],
-        "failed rewards": lambda outcome: outcome.numbers["reward_errors"],
-        # Only by the first evaluation's measure of diversity: values by another are not comparable.
-        "diversity of correct responses": lambda outcome: (
-            outcome.numbers["diversity"] if outcome.measure == outcomes[0].measure else None
-        ),
+    # Only by the first evaluation's measure of diversity: values by another are not comparable.
+    diversity = [
+        x.numbers["diversity"] if x.measure == outcomes[0].measure else None for x in outcomes
+    ]
+    return {
+        "prompts solved at least once": [x.solved for x in outcomes],
+        "response length, tokens": [
+            outcome.numbers["response_length_mean"] for outcome in outcomes
+        ],
+        "truncated": [x.numbers["truncated"] for x in outcomes],
+        "failed rewards": [x.numbers["reward_errors"] for x in outcomes],
+        "diversity of correct responses": diversity,
     }
-    return {name: [value(outcome) for outcome in outcomes] for name, value in values.items()}
 
 
 def comparison_table(
@@ -99,9 +99,7 @@ def comparison_table(
     passes: Sequence[dict[int, Interval]],
     gains: Sequence[dict[int, Interval] | None],
 ) -> Table:
-    """Return pass@k of several evaluations by k, and their gain over the first; a gain of None has
-    no interval.
-    """
+    """Return pass@k by k, and the gain over the first evaluation; None: without interval."""
     table = new_table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
     for k, first in passes[0].items():
         changes = [
@@ -116,11 +114,9 @@ def draw_coverage(
     curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path
 ) -> None:
     """Plot pass@k over k. Each curve has a name, pass@k at every k [n], and intervals at some k."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for i, (name, curve, intervals) in enumerate(curves):
         color = f"C{i}"

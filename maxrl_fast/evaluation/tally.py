@@ -15,12 +15,7 @@ from maxrl_fast.tasks import Task
 
 
 class SampleTally:
-    """Collects rewards, answers and diversity from chunks of samples, and writes each sample to a
-    file.
-
-    Args:
-        write: is called with each line of samples.jsonl; None: samples are not written.
-    """
+    """Collects numbers from chunks of samples; `write` gets each line of samples.jsonl."""
 
     def __init__(
         self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None
@@ -35,9 +30,7 @@ class SampleTally:
     def __call__(
         self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
     ) -> None:
-        """Add a chunk of samples, their rewards [S] and the components [S]; this is the `keep` of
-        Evaluator.evaluate.
-        """
+        """Add a chunk of samples; this is the `keep` of Evaluator.evaluate."""
         prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
         check_finite(rollouts, prompts, step=0)
         self._rewards.append(rewards.view(-1, num_samples).cpu())
@@ -46,10 +39,8 @@ class SampleTally:
             for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
         tokens = unpack(rollouts.tokens, rollouts.lengths)
-        responses, right = (
-            [self._task.decode(part) for part in tokens],
-            is_correct(rewards).tolist(),
-        )
+        responses = [self._task.decode(part) for part in tokens]
+        right = is_correct(rewards).tolist()
         for start in range(0, len(responses), num_samples):
             own = range(start, start + num_samples)
             numbers = {"": -1}  # by answer, counted from 0; -1: no answer

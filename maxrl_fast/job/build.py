@@ -125,12 +125,8 @@ def build_collector(
 ) -> RolloutCollector:
     """Build the collector of training rollouts.
 
-    Args:
-        learner: holds the policy, for rewards from it; None: `scorer` scores instead, as in the
-        check of the rewards.
-
-    Raises:
-        InputError: if rewards from the policy are requested and the task has no reference answers.
+    Without a learner, as in the check of the rewards, `scorer` replaces rewards from the policy.
+    Raises InputError if these are requested and the task has no reference answers.
     """
     options, needs = config.rollout, objective.needs
     policy_reward = build_policy_reward(config, task, objective, learner)
@@ -177,24 +173,13 @@ def build_trainer(
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
     learner = build_learner(config, model, ranks, module, reference)
-    anchor = (
-        {"siren_anchor": torch.full((1,), torch.nan, dtype=torch.float64)}
-        if config.loss.siren
-        else {}
-    )
-    learner.objective_state = objective.state | anchor
+    learner.objective_state = dict(objective.state)
+    if config.loss.siren:
+        learner.objective_state["siren_anchor"] = torch.full((1,), torch.nan, dtype=torch.float64)
     learner.critic = critic
+    scorer = build_training_scorer(config, task, scorer)
     trainer = Trainer(
-        build_collector(
-            config,
-            task,
-            engine,
-            build_training_scorer(config, task, scorer),
-            objective,
-            clock,
-            ranks,
-            learner,
-        ),
+        build_collector(config, task, engine, scorer, objective, clock, ranks, learner),
         objective,
         learner,
         engine,
@@ -224,20 +209,20 @@ def build_evaluator(
 
 
 def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
-    task_name, objective, engine = (
-        config.task.task,
-        config.objective.objective,
-        config.rollout.rollout,
-    )
+    task_name = config.task.task
+    objective = config.objective.objective
+    engine = config.rollout.rollout
     loss = config.loss.loss
+
+    def file_of(option: str, name: str, is_own: bool) -> Path | None:
+        return source_file(place_of(option, name)) if is_own else None
+
     files = {
-        "objective": source_file(place_of("objective", objective))
-        if is_custom(objective)
-        else None,
-        "loss": source_file(place_of("loss", loss)) if loss not in LOSSES else None,
+        "objective": file_of("objective", objective, is_custom(objective)),
+        "loss": file_of("loss", loss, loss not in LOSSES),
         "judge-template": config.reward.judge_template,
-        "task": source_file(place_of("task", task_name)) if is_plugin(task_name) else None,
-        "rollout": source_file(place_of("rollout", engine)) if engine not in ENGINES else None,
+        "task": file_of("task", task_name, is_plugin(task_name)),
+        "rollout": file_of("rollout", engine, engine not in ENGINES),
     }
     for i, name in enumerate(reward_names(config.reward, task)):
         is_model = name.startswith(CLASSIFIER)

@@ -32,16 +32,12 @@ def build_engine(
 ) -> Engine:
     """Build a rollout engine with the model's weights: "native", "vllm", or a custom class.
 
-    Args:
-        max_batch: number of responses that vLLM samples at once. kv_cache_gb: KV-cache limit in 1e9
-        bytes; None: the engine's default. vllm_tensor_parallel: number of neighbouring ranks that
-        share a vLLM engine. vllm_url: address of a vLLM server; None: vLLM runs in this process.
-        filters_tokens: whether sampling uses top-k, top-p or min-p; vLLM needs to know at its
-        start, for the log-probs.
+    vLLM samples `max_batch` responses at once, and must know at its start whether sampling
+    `filters_tokens` (top-k, top-p or min-p), for the log-probs. kv_cache_gb is in 1e9 bytes.
 
     Raises:
-        InputError: if the engine is not installed, its class is not an engine, or the model
-        does not fit the KV-cache limit.
+        InputError: if the engine is not installed, its class is not an engine, or the model does
+        not fit the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
@@ -62,17 +58,12 @@ def build_engine(
             filters_tokens=filters_tokens,
         )
     if name not in ENGINES:
-        offered = {
-            "model": model,
-            "dtype": dtype,
-            "max_batch": max_batch,
-            "ranks": ranks or Ranks(),
-        }
+        offered = {"model": model, "dtype": dtype, "max_batch": max_batch}
+        offered["ranks"] = ranks or Ranks()
         # an engine without this parameter refuses it
         limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        own: Engine = build_plugin("rollout", name, Engine, offered, limit, hint)
-        return own
+        return build_plugin("rollout", name, Engine, offered, limit, hint)
     engine: NativeEngine | TransformersEngine
     if isinstance(model, HuggingFacePolicy):
         engine = TransformersEngine(model, dtype, cache_bytes=cache_bytes)

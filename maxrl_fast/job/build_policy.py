@@ -23,12 +23,8 @@ def build_policy(
 ) -> PolicyModel:
     """Build the policy on the CPU, in float32, with adapters if requested.
 
-    Args:
-        saved: the checkpoint of a resumed run, whose float32 weights are loaded later.
-        is_empty: weights stay on the meta device, for a model whose sizes alone are needed.
-
-    Raises:
-        InputError: if a checkpoint cannot be read or does not fit the task.
+    A resumed run loads the weights of `saved` later. With `is_empty` the weights stay on the meta
+    device. Raises InputError if a checkpoint cannot be read or does not fit the task.
     """
     options, limit = config.model, config.rollout.max_new_tokens
     start = saved.directory if saved is not None else options.directory
@@ -84,7 +80,7 @@ def compare_policy(model: PolicyModel) -> str:
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
     """Return the checkpoint files besides the weights, by name: JSON contents or bytes.
 
-    `start` is the checkpoint whose configuration is kept; None for a new policy. Raises InputError
+    The configuration is the one of the checkpoint `start`; None: of a new policy. Raises InputError
     if a file cannot be read.
     """
     own = (
@@ -96,5 +92,4 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> di
 
 
 def dtype_of(config: ResolvedConfig) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, config.run.dtype)
-    return dtype
+    return getattr(torch, config.run.dtype)

@@ -32,12 +32,8 @@ def build_scorer(
 ) -> Scorer:
     """Build the scorer: the task, functions in worker processes, a reward model, or a judge.
 
-    Args:
-        functions: Python functions of this process, by their names among the rewards.
-        num_ranks: number of processes that each score a part of the responses.
-
-    Raises:
-        InputError: if a reward cannot be loaded.
+    `functions` of this process are by their names among the rewards. Each of `num_ranks` processes
+    scores a part of the responses. Raises InputError if a reward cannot be loaded.
     """
     names = reward_names(options, task)
     if not names:
@@ -116,9 +112,7 @@ def _template(options: RewardOptions) -> str:
 
 
 def _key(environment: Sequence[str]) -> str | None:
-    """Return the value of the first variable whose name ends in KEY or TOKEN; None if there is
-    none.
-    """
+    """Return the value of the first variable whose name ends in KEY or TOKEN, or None."""
     names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
     if names and names[0] not in os.environ:
         raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
@@ -126,14 +120,9 @@ def _key(environment: Sequence[str]) -> str | None:
 
 
 def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
-    """Return the scorer of training rollouts, which differs from the evaluation's for majority
-    votes.
-    """
-    return (
-        Scorer(task, MajorityVote(task.answer))
-        if config.shaping.reward_source == "vote"
-        else scorer
-    )
+    """Return the scorer of training rollouts; majority votes never score evaluations."""
+    is_vote = config.shaping.reward_source == "vote"
+    return Scorer(task, MajorityVote(task.answer)) if is_vote else scorer
 
 
 def build_policy_reward(
@@ -155,11 +144,9 @@ def build_policy_reward(
     )
     answered = check_answers(task, who)
     kind = PROBABILITY if objective.needs.answers else source
-    return (
-        None
-        if learner is None
-        else PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
-    )
+    if learner is None:
+        return None
+    return PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
 
 
 def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:

@@ -42,13 +42,8 @@ def build_task(
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Task:
-    """Build the task.
-
-    Args:
-        model: checkpoint directory with the tokenizer of text tasks.
-        reward: --reward, required by tasks without a reward.
-        sft_data: a file of demonstrations for the warm start, for tasks that read a data set.
-        max_new_tokens: the longest demonstration; default: the task's.
+    """Build the task. `max_new_tokens` is the longest demonstration in `sft_data`, a file for the
+    warm start.
 
     Raises:
         InputError: if the name is unknown, the options do not fit the task, or its files cannot be

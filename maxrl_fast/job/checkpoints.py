@@ -17,6 +17,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,26 @@ from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
 from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
-from maxrl_fast.runtime.files import atomic_directory, point, temporary_path, write_checksums
+from maxrl_fast.runtime.files import (
+    atomic_directory,
+    point,
+    storing,
+    temporary_path,
+    write_checksums,
+)
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 
 START = "step-000000"  # written after the warm start; later policies are compared with it
+_stored = partial(storing, errors=(OSError, SafetensorError))
 
 
 class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
-    Args:
-        policy_files: the files of a checkpoint besides its weights, by name: JSON contents or
-        bytes. save_every: number of steps between checkpoints; 0: only at the end and when stopped.
-        keep: number of newest checkpoints to keep, besides the best one and the one after the warm
-        start; 0: all. saved: the checkpoint from which the run resumes.
+    A checkpoint is written every `save_every` steps (0: only at the end and when stopped). The
+    newest `keep` (0: all), the best one and the one after the warm start are kept.
     """
 
     def __init__(
@@ -81,15 +86,13 @@ class Checkpoints:
         self.newest = self._begun = saved.directory if saved else None
 
     def restore(self, learner: Learner) -> None:
-        """Load the saved state into the run's first learner, of the phase in which it was saved;
-        later calls do nothing.
-        """
+        """Load the saved state into the run's first learner; later calls do nothing."""
         saved, self._saved = self._saved, None
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
             set_random_states(saved.random)
             if self._ranks.is_first:
-                with self._stored(str(self.out / "checkpoints")):
+                with _stored(str(self.out / "checkpoints")):
                     rename_damaged_after(saved.directory)
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
@@ -118,9 +121,7 @@ class Checkpoints:
 
     @contextmanager
     def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
-        """Save if a reward fails inside the block, before its step has changed the weights, so that
-        no step is lost.
-        """
+        """Save if a reward fails inside the block, while the weights are still unchanged."""
         try:
             yield
         except RewardError:
@@ -148,7 +149,7 @@ class Checkpoints:
             self._begun = directory
             record = self._record(directory, progress, learner.model.config)
             if learner.passes.shares_weights:
-                with self._stored(f"the checkpoint {directory}"):
+                with _stored(f"the checkpoint {directory}"):
                     self._write_together(directory, record, learner)
                 self._finish(directory)
             elif self._ranks.is_first:
@@ -169,7 +170,7 @@ class Checkpoints:
         """Return the content of progress.json; "" on all ranks but the first."""
         if not self._ranks.is_first:
             return ""
-        with self._stored(f"the checkpoint {directory}"):
+        with _stored(f"the checkpoint {directory}"):
             fields = {
                 "progress": dataclasses.asdict(progress),
                 "decoder": dataclasses.asdict(sizes),
@@ -183,7 +184,7 @@ class Checkpoints:
 
     def _write(self, directory: Path, record: str, snapshot: Snapshot) -> None:
         """Write a checkpoint, in the background thread."""
-        with self._stored(f"the checkpoint {directory}"), atomic_directory(directory) as temporary:
+        with _stored(f"the checkpoint {directory}"), atomic_directory(directory) as temporary:
             save_tensors(temporary / "state", snapshot.tensors)
             save_adapters(temporary / "adapter", snapshot.adapter_config, snapshot.adapters)
             self._write_policy(temporary, record, snapshot.dtype, snapshot.weights)
@@ -212,23 +213,14 @@ class Checkpoints:
     def _finish(self, directory: Path) -> None:
         self.newest = directory
         if self._ranks.is_first:
-            with self._stored(f"{self.out / 'latest'} or config.json"):
+            with _stored(f"{self.out / 'latest'} or config.json"):
                 point(self.out / "latest", directory)
                 self._files.write_config()  # options may have changed on resuming
             self._remove_old()
 
     @contextmanager
-    def _stored(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"cannot write {what}: {error}") from error
-
-    @contextmanager
     def _temporary(self, directory: Path) -> Iterator[Path]:
-        """Yield the temporary folder that the first rank creates and renames, and into which all
-        ranks write.
-        """
+        """Yield a folder that the first rank creates and renames; all ranks write into it."""
         with (
             atomic_directory(directory)
             if self._ranks.is_first
@@ -252,7 +244,7 @@ class Checkpoints:
                 self._background.submit(lambda: self._point_best(directory))  # after the save
 
     def _point_best(self, directory: Path) -> None:
-        with self._stored(str(self.out / "best")):
+        with _stored(str(self.out / "best")):
             point(self.out / "best", directory)
 
     def _remove_old(self) -> None:

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,12 +55,7 @@ class StopSignal:
         }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -82,25 +77,18 @@ class StopSignal:
 
     @property
     def number(self) -> int:
-        """The signal that asked any rank to stop; 0 if none did. All ranks must read it at the same
-        point.
-        """
-        return (
-            (self._asked or signal.SIGTERM)
-            if self._ranks.any(bool(self._asked), self._device)
-            else 0
-        )
+        """The signal that asked any rank to stop, or 0. All ranks must read it together."""
+        if self._ranks.any(bool(self._asked), self._device):
+            return self._asked or signal.SIGTERM
+        return 0
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when the current stage makes no progress, after all processes have written
-    their stacks.
+    """Ends this process when a stage makes no progress for `limit` seconds, after all processes
+    have written their stacks.
 
-    Args:
-        limit: seconds that a stage may take without progress.
-        tell: sends the message to the other ranks, and waits until they have written their stacks.
-        dump_workers: makes worker processes write their stacks.
-        ends_process: False if the process outlives the run, such as a notebook kernel.
+    `tell` sends the message to the other ranks, and waits until they have written their stacks.
+    `ends_process` is False if the process outlives the run, such as a notebook kernel.
     """
 
     def __init__(
@@ -121,12 +109,7 @@ class StallWatchdog(threading.Thread):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self.join()
 

@@ -13,7 +13,7 @@ import torch
 
 import maxrl_fast
 from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, resolve
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
@@ -46,7 +46,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, locked
+from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -65,15 +65,9 @@ class Policy:
 
 @contextlib.contextmanager
 def stored(path: Path) -> Iterator[Path]:
-    """Yield a temporary file for a result, which becomes `path` at the end.
-
-    Raises StorageError if the disk refuses it.
-    """
-    try:
-        with atomic_file(path) as temporary:
-            yield temporary
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}") from error
+    """Yield a temporary file that becomes `path`. A full disk raises StorageError."""
+    with storing(str(path)), atomic_file(path) as temporary:
+        yield temporary
 
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
@@ -90,11 +84,9 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
-    embeddings, device, dtype = (
-        config.measure.embeddings,
-        torch.device(config.place.device),
-        getattr(torch, config.place.dtype),
-    )
+    embeddings = config.measure.embeddings
+    device = torch.device(config.place.device)
+    dtype = getattr(torch, config.place.dtype)
     diversity: Diversity = (
         NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
     )
@@ -114,10 +106,8 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
-        own, other = (
-            _outcome(source.name, settings, evaluation, tally),
-            baseline if isinstance(baseline, Outcome) else None,
-        )
+        own = _outcome(source.name, settings, evaluation, tally)
+        other = baseline if isinstance(baseline, Outcome) else None
         if isinstance(baseline, Policy):
             with (
                 contextlib.closing(
@@ -170,9 +160,7 @@ def _provenance(
 def _policy(
     config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None
 ) -> Policy:
-    """Return a checkpoint's policy with an engine: the engine of `like` if both have the same
-    sizes.
-    """
+    """Return a checkpoint's policy, with the engine of `like` if the sizes are equal."""
     sampling, measure = config.sampling, config.measure
     model = load_policy(
         source.checkpoint,
@@ -237,7 +225,6 @@ def _introduction(
     baseline: Policy | Outcome | None,
     num_distinct: int,
 ) -> Iterator[str]:
-    """Yield the first lines, which say what is evaluated and how."""
     source, sampling, measure = policy.source, config.sampling, config.measure
     yield (
         f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed "
@@ -253,13 +240,8 @@ def _introduction(
         if value
     ]
     limits += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    how = ", ".join(
-        [
-            f"temperature {sampling.temperature:g}",
-            *limits,
-            f"at most {sampling.max_new_tokens} tokens",
-        ]
-    )
+    limits += [f"at most {sampling.max_new_tokens} tokens"]
+    how = ", ".join([f"temperature {sampling.temperature:g}", *limits])
     distinct = (
         ""
         if num_distinct == measure.prompts
@@ -288,9 +270,7 @@ def _sample(
     screen: Screen,
     name: str,
 ) -> Evaluation:
-    """Sample a policy, and hand all samples to the tally. Raises RewardError, NonFiniteError,
-    StorageError.
-    """
+    """Sample a policy, and give all samples to the tally."""
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
     limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))

@@ -1,6 +1,4 @@
-"""Fingerprints of the files that determine a run's result besides its options: code, prompts and
-the tokenizer.
-"""
+"""Fingerprints of a run's code, prompts and tokenizer, which determine its result."""
 
 import hashlib
 import json
@@ -36,9 +34,7 @@ def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]
 
 
 def source_file(function: str) -> Path | None:
-    """Return the file of FILE.py:FUNCTION or package.module:function without importing it; None if
-    there is none.
-    """
+    """Return the file of FILE.py:FUNCTION or package.module:function, without importing it."""
     place, spec, path = function.rpartition(":")[0], None, None
     if is_file(function):
         return Path(place) if Path(place).is_file() else None
@@ -52,20 +48,13 @@ def source_file(function: str) -> Path | None:
         if spec is None:
             return None
         path = spec.submodule_search_locations
-    return (
-        Path(spec.origin)
-        if spec is not None and spec.has_location and spec.origin is not None
-        else None
-    )
+    if spec is not None and spec.has_location and spec.origin is not None:
+        return Path(spec.origin)
+    return None
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    found = [f"{name}: missing" for name in before if name not in now] + [
-        f"{name}: new" for name in now if name not in before
-    ]
-    return sorted(
-        [
-            *found,
-            *(f"{name}: changed" for name in before if now.get(name, before[name]) != before[name]),
-        ]
-    )
+    found = [f"{name}: missing" for name in before if name not in now]
+    found += [f"{name}: new" for name in now if name not in before]
+    found += [f"{name}: changed" for name in before if now.get(name, before[name]) != before[name]]
+    return sorted(found)

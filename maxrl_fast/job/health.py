@@ -1,6 +1,4 @@
-"""Warnings about training that goes wrong although all numbers are finite; each has a value and
-advice.
-"""
+"""Warnings about training that goes wrong although all numbers are finite."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +19,7 @@ class HealthWarning:
 
 @dataclass
 class Health:
-    """Checks the records of metrics.jsonl: the last ten steps, in some rules against the first ten
-    of the run.
-    """
+    """Checks the last ten steps of metrics.jsonl, in some rules against the first ten."""
 
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
@@ -31,15 +27,12 @@ class Health:
     _absent: dict[str, int] = field(default_factory=dict)
 
     def observe(self, record: Record) -> list[HealthWarning]:
-        """Return the warnings that start at this step. A condition that lasts, or returns within
-        ten steps, counts once.
-        """
+        """Return the warnings that start at this step, after ten steps without them."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
         if len(self._recent) < STEPS:
             return []
-        found = {kind: rule(self._first, self._recent) for kind, rule in RULES.items()}
-        present = {kind: result for kind, result in found.items() if result is not None}
+        present = broken_rules(self._first, self._recent)
         begun = [
             HealthWarning(kind, *result)
             for kind, result in present.items()
@@ -68,9 +61,7 @@ class SlowRewards:
     _num_steps: int = 0
 
     def observe(self, before: Record, after: Record) -> HealthWarning | None:
-        """Return a warning, at most once, from the seconds of the stages before and after a
-        step.
-        """
+        """Return a warning, at most once, from the seconds before and after a step."""
         if self._num_steps < 0:
             return None
         self._num_steps += 1
@@ -85,113 +76,71 @@ class SlowRewards:
             return None
         cure = self.faster(min(max(reward / max(total - reward, 1e-9), 2.0), MOST_TIMES))
         self._num_steps = -1
-        return (
-            HealthWarning(
+        if cure:
+            return HealthWarning(
                 "slow_rewards",
                 reward / total,
                 f"{reward / total:.0%} of the time is reward: {cure}",
             )
-            if cure
-            else None
+        return None
+
+
+def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[float, str]]:
+    """Return the value and the message of each rule that the last ten steps break."""
+    last = recent[-STEPS:]
+
+    def mean(name: str, records: list[Record] = last) -> float:
+        return fmean(record[name] for record in records)
+
+    found: dict[str, tuple[float, str]] = {}
+    has_equal_rewards = all(record["frac_groups_zero_variance"] >= 1 for record in last)
+    if has_equal_rewards and all(record["reward_mean"] == 0 for record in last):
+        message = (
+            f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
+            "responses, raise --rollouts, use easier prompts or a longer warm start"
         )
-
-
-def _mean(name: str, records: list[Record]) -> float:
-    return fmean(record[name] for record in records)
-
-
-def _no_reward(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(
-        record["reward_mean"] != 0 or record["frac_groups_zero_variance"] < 1
-        for record in recent[-STEPS:]
-    ):
-        return None
-    return 0.0, (
-        f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
-        "responses, raise --rollouts, use "
-        "easier prompts or a longer warm start"
-    )
-
-
-def _all_solved(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    if any(
-        record["pass_at_1"] < 1 or record["frac_groups_zero_variance"] < 1
-        for record in recent[-STEPS:]
-    ):
-        return None
-    return (
-        1.0,
-        f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use harder "
-        "prompts",
-    )
-
-
-def _truncated(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    truncated = _mean("truncated", recent[-STEPS:])
-    if truncated <= 0.5:
-        return None
-    return truncated, (
-        f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
-        "--max-new-tokens: raise it, or use "
-        "prompts with shorter solutions"
-    )
-
-
-def _zero_variance_groups(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    fraction, reward = (
-        _mean("frac_groups_zero_variance", recent[-STEPS:]),
-        _mean("reward_mean", recent[-STEPS:]),
-    )
-    if fraction <= 0.9 or _no_reward(first, recent) or _all_solved(first, recent):
-        return None
-    return fraction, (
-        f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
-        "advantage (mean reward "
-        f"{reward:.3f}): raise --rollouts, or use prompts that are neither too easy nor too hard "
-        "for the policy"
-    )
-
-
-def _entropy(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    entropy, start = _mean("entropy", recent[-STEPS:]), _mean("entropy", first)
-    if entropy >= 0.1 * start:
-        return None
-    return entropy, (
-        f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first steps, so "
-        "rollouts hardly differ: "
-        "lower --lr, or set --entropy-coef or --kl-coef"
-    )
-
-
-def _logprob_diff(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
-    logprob_diff, start = _mean("logprob_diff", recent[-STEPS:]), _mean("logprob_diff", first)
-    if logprob_diff <= max(0.02, 3 * start):
-        return None
-    return logprob_diff, (
-        f"log-probs of rollout and training differ by {logprob_diff:.3g} nats per token, "
-        f"{start:.3g} in the first steps: set "
-        "--correction tis, or --dtype float32"
-    )
-
-
-def _grad_norm(first: list[Record], recent: list[Record]) -> tuple[float, str] | None:
+        found["no_reward"] = 0.0, message
+    if has_equal_rewards and all(record["pass_at_1"] >= 1 for record in last):
+        message = (
+            f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use "
+            "harder prompts"
+        )
+        found["all_solved"] = 1.0, message
+    truncated = mean("truncated")
+    if truncated > 0.5:
+        message = (
+            f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
+            "--max-new-tokens: raise it, or use prompts with shorter solutions"
+        )
+        found["truncated"] = truncated, message
+    fraction = mean("frac_groups_zero_variance")
+    if fraction > 0.9 and not {"no_reward", "all_solved"} & found.keys():
+        message = (
+            f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
+            f"advantage (mean reward {mean('reward_mean'):.3f}): raise --rollouts, or use prompts "
+            "that are neither too easy nor too hard for the policy"
+        )
+        found["zero_variance_groups"] = fraction, message
+    entropy, start = mean("entropy"), mean("entropy", first)
+    if entropy < 0.1 * start:
+        message = (
+            f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first "
+            "steps, so rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef"
+        )
+        found["entropy"] = entropy, message
+    difference, start = mean("logprob_diff"), mean("logprob_diff", first)
+    if difference > max(0.02, 3 * start):
+        message = (
+            f"log-probs of rollout and training differ by {difference:.3g} nats per token, "
+            f"{start:.3g} in the first steps: set --correction tis, or --dtype float32"
+        )
+        found["logprob_diff"] = difference, message
     *before, norm = (record["grad_norm"] for record in recent)
     usual = median(before)
-    if not norm > 10 * usual > 0:
-        return None
-    return norm, (
-        f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
-        f"{len(before)} steps before; it is "
-        "clipped, but if this happens often, lower --lr"
-    )
-
-
-RULES: dict[str, Callable[[list[Record], list[Record]], tuple[float, str] | None]] = {
-    "no_reward": _no_reward,
-    "all_solved": _all_solved,
-    "truncated": _truncated,
-    "zero_variance_groups": _zero_variance_groups,
-    "entropy": _entropy,
-    "logprob_diff": _logprob_diff,
-    "grad_norm": _grad_norm,
-}
+    if norm > 10 * usual > 0:
+        message = (
+            f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
+            f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr"
+        )
+        found["grad_norm"] = norm, message
+    return found

@@ -1,6 +1,4 @@
-"""Builds a run from a resolved configuration and trains it: for the command (train.py) and for
-Python (api.py).
-"""
+"""Builds a run from a resolved configuration and trains it, for train.py and api.py."""
 
 import contextlib
 import os
@@ -65,10 +63,8 @@ class Trained:
 class Job:
     """A resolved configuration, its task, and where it runs.
 
-    Args:
-        watch: reports a failure to the other ranks; None with one process.
-        functions: Python functions by the names under which --reward lists them.
-        ends_process: whether a run without progress for --stall-limit seconds ends its process.
+    `watch` reports a failure to the other ranks. `functions` are by the names under which --reward
+    lists them. A run without progress for --stall-limit seconds ends its process if `ends_process`.
     """
 
     config: ResolvedConfig
@@ -87,13 +83,8 @@ class Job:
         The number of CPU threads is restored. Raises InputError if building shows that the
         configuration is wrong.
         """
-        config, task, ranks, screen, device = (
-            self.config,
-            self.task,
-            self.ranks,
-            self.screen,
-            self.device,
-        )
+        config, task, ranks = self.config, self.task, self.ranks
+        screen, device = self.screen, self.device
         # the same on all ranks: its name may contain the time
         out = Path(ranks.text_from_first(str(config.run.out)))
         config, is_resumed = config.replace(out=out), config.run.resume is not None
@@ -115,14 +106,8 @@ class Job:
             config = config.replace(sharding="full" if is_full else "none")
             fingerprints = build_fingerprints(config, task)
             if saved:
-                check_same(
-                    saved,
-                    config.flat(),
-                    fingerprints,
-                    ranks,
-                    screen.warning,
-                    config.run.allow_changes,
-                )
+                options, may_change = config.flat(), config.run.allow_changes
+                check_same(saved, options, fingerprints, ranks, screen.warning, may_change)
             if is_dry:
                 screen.info(estimate(config, task, model, Machine.here(device, ranks.size)))
                 return ExitStatus(), None
@@ -154,16 +139,9 @@ class Job:
                 )
             described = describe_run(config, task, model, ranks, saved.directory if saved else None)
             described += [own_options(saved.options, config.flat())] if saved else []
-            for line in (
-                *described,
-                *tried,
-                compared,
-                sampled,
-                f"rollout engine: {engine.describe()}",
-                scorer.describe(),
-            ):
-                if line:
-                    screen.info(line)
+            described += [*tried, compared, sampled, f"rollout engine: {engine.describe()}"]
+            for line in filter(None, [*described, scorer.describe()]):
+                screen.info(line)
             trained = Trained(config, model, engine)
             with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (
                 loop,
@@ -199,17 +177,10 @@ class Job:
         saved: Saved | None,
         fingerprints: dict[str, str],
     ) -> Iterator[tuple[RunLoop, ExitStatus]]:
-        """Give the loop that trains, under the watchdog and the signal handlers, and how it ended,
-        known afterwards.
-        """
+        """Yield the loop, under the watchdog and the signal handlers, and how it ended."""
         config, model, engine = trained.config, trained.model, trained.engine
-        task, ranks, screen, watch, options = (
-            self.task,
-            self.ranks,
-            self.screen,
-            self.watch,
-            config.run,
-        )
+        task, ranks, screen, watch = self.task, self.ranks, self.screen, self.watch
+        options = config.run
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)
         scorer.beat = clock.beat
@@ -258,12 +229,12 @@ def check_rewards(collector: RolloutCollector) -> str:
     """Score two short rollouts of each of the first two prompts, so that a broken reward fails
     before the warm start.
 
-    Returns a warning if some rewards failed, else "". Results are the same on all ranks, which must
-    all call this. Training does not depend on them.
+    Returns a warning if some rewards failed, else "". All ranks must call this.
 
     Raises:
-        RewardError: if all rewards fail. InputError: if a reward function's parameters do not fit,
-        or rewards must be 0 or 1 and one is not.
+        RewardError: if all rewards fail.
+        InputError: if a reward function's parameters do not fit, or rewards must be 0 or 1 and one
+        is not.
     """
     scorer = collector.scorer.rehearsal()
     if not scorer.has_source and not collector.needs_binary:
@@ -304,9 +275,8 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 def supervise(
     checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
 ) -> Iterator[ExitStatus]:
-    """Run the body, and record how it ended.
-
-    With several ranks a StorageError or ServerError is raised, so that the others end too.
+    """Run the body, and record how it ended. With several ranks a StorageError or ServerError is
+    raised, so that the others end too.
     """
     ending = ExitStatus()
     try:
@@ -349,9 +319,7 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
 def close(
     files: RunFiles, progress: Progress, clock: Stopwatch, screen: Screen, ending: ExitStatus
 ) -> ExitStatus:
-    """Finish the files of an ended run and show its closing tables; return the exit status,
-    including errors of the files.
-    """
+    """Finish the files and show the closing tables; return the status with the files' errors."""
     try:
         files.close(clock.seconds, is_done=ending.code == 0)
     except StorageError as error:

@@ -1,6 +1,4 @@
-"""Random states and the learner's tensors: what a resumed run needs to be bitwise identical to an
-uninterrupted one.
-"""
+"""Random states and the learner's tensors, with which a resumed run is bitwise identical."""
 
 import base64
 import json
@@ -27,9 +25,7 @@ FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators. The trainer does not use them, but a task's or
-    reward's code may.
-    """
+    """Return the states of the global generators, which tasks' and rewards' code may use."""
     numbers: dict[str, Any] = np.random.get_state(legacy=False)
     return {
         "python": random.getstate(),
@@ -109,9 +105,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, learner: Learner) -> "Snapshot":
-        """Copy the tensors of a learner without sharded weights. The learner may change them as
-        soon as this returns.
-        """
+        """Copy a learner without sharded weights, which may change as soon as this returns."""
         own = learner_tensors(learner)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         weights = []
@@ -133,9 +127,7 @@ class Snapshot:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy to the host. From a GPU the copy goes to pinned memory and is complete after the next
-    synchronization.
-    """
+    """Copy to the host; from a GPU complete after the next synchronization."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -153,9 +145,7 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def save_shards(folder: Path, learner: Learner) -> None:
-    """Write the tensors of a learner with sharded weights as safetensors; all ranks must call
-    this.
-    """
+    """Write the tensors of a learner with sharded weights; all ranks must call this."""
     # imported here: it takes two seconds
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -247,9 +237,7 @@ def _add_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _share_frozen(learner: Learner) -> None:
-    """Copy frozen weights from the policy to the reference and the critic, which hold separate
-    copies after sharding.
-    """
+    """Copy frozen weights to the reference and the critic, which do not share them if sharded."""
     frozen = {
         name: weight
         for name, weight in learner.model.named_parameters()

@@ -10,9 +10,7 @@ SHOWN = 10  # rows of a table in a notebook, half of them the last
 
 
 class Log:
-    """A log's rows and columns: `log["reward_mean"]` is a column as a NumPy array, `log[-1]` the
-    last row as a dict.
-    """
+    """A log: `log["reward_mean"]` is a column, a NumPy array; `log[-1]` the last row, a dict."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]):
         self._rows = list(rows)
@@ -26,9 +24,7 @@ class Log:
 
     @classmethod
     def of_numbers(cls, path: Path) -> "Log":
-        """Read a JSON Lines file, and spread a dict such as pass_at_k over columns pass_at_1,
-        pass_at_2, ...
-        """
+        """Read a JSON Lines file; a dict such as pass_at_k becomes columns pass_at_1, ..."""
         return cls(map(flat, cls.read(path)))
 
     @property

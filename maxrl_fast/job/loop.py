@@ -29,11 +29,9 @@ from maxrl_fast.training.warm_start import WarmStart
 class RunLoop:
     """Does the part of a run that `progress` says is left.
 
-    Args:
-        eval_every: steps between evaluations; 0: only before the first step and after the last.
-        diagnose_every: steps between lines of diagnostics.jsonl, each of which costs a second
-        backward pass; 0: none. keep_rollouts: number of rollouts per step written to
-        rollouts.jsonl.
+    With `eval_every` 0 it evaluates only before the first step and after the last. Every
+    `diagnose_every` steps (0: never) a second backward pass gives a line of diagnostics.jsonl.
+    `keep_rollouts` rollouts per step are written to rollouts.jsonl.
     """
 
     trainer: Trainer
@@ -129,10 +127,8 @@ class RunLoop:
                 "warnings", {"step": n, "kind": "output", "value": error.errno, "message": message}
             )
             (self.screen.warning if stream == "standard output" else self.screen.info)(message)
-        self.progress.step, self.progress.next_prompt = (
-            n,
-            self.progress.next_prompt + record.batch.num_sampled,
-        )
+        self.progress.step = n
+        self.progress.next_prompt += record.batch.num_sampled
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
 

@@ -7,11 +7,9 @@ from torch import Tensor
 def draw_curves(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
 ) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
     reward, passes, entropy, length = figure.subplots(2, 2).flat
     steps = [record["step"] for record in metrics]
     for axes, key, title, unit in (
@@ -32,7 +30,8 @@ def draw_curves(
     entropy.set_ylim(bottom=0)
 
     shades = ("0.65", "tab:blue")
-    for record, shade in zip(_first_and_last(evaluations), shades, strict=False):
+    first_and_last = [*evaluations[:1], *evaluations[1:][-1:]]
+    for record, shade in zip(first_and_last, shades, strict=False):
         ks = [int(k) for k in record["pass_at_k"]]
         when = f"step {record['step']}" if record["step"] else "before (warm start)"
         passes.plot(ks, list(record["pass_at_k"].values()), marker="o", color=shade, label=when)
@@ -46,20 +45,14 @@ def draw_curves(
     figure.savefig(path, dpi=120, format="png")
 
 
-def _first_and_last(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return evaluations if len(evaluations) < 2 else [evaluations[0], evaluations[-1]]
-
-
 def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:
     """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1).
 
     `curves` has pass rates p and weights W_N(p) by estimator.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, (pass_rates, weights) in curves.items():
         axes.plot(pass_rates, weights, label=name)

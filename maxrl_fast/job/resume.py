@@ -1,6 +1,4 @@
-"""Finds the newest intact checkpoint of a run, and checks that the run's options have not
-changed.
-"""
+"""Finds a run's newest intact checkpoint, and checks that its options are the same."""
 
 import json
 import shutil
@@ -132,8 +130,7 @@ def check_same(
     if mathematics and not allow_changes:
         raise InputError(
             f"{saved.directory} was trained with other options or files "
-            f"({'; '.join(mathematics)}); --allow-changes resumes "
-            "with the new ones"
+            f"({'; '.join(mathematics)}); --allow-changes resumes with the new ones"
         )
     rounding += [
         f"{name}: {saved.machine.get(name)} before, {value} now"
@@ -155,7 +152,5 @@ def check_same(
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """Return what rounding depends on besides the options: the versions, and the number of
-    processes.
-    """
+    """Return what rounding depends on besides the options."""
     return {**versions(), "processes": ranks.size}

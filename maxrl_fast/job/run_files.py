@@ -1,5 +1,4 @@
-"""The files of a run: config.json, the JSON Lines logs, TensorBoard events, curves.png and
-timings.json. wandb or trackio get the same numbers."""
+"""The files of a run: config.json, logs, TensorBoard events, curves.png and timings.json."""
 
 import contextlib
 import hashlib
@@ -14,14 +13,14 @@ from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
 from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import TensorBoard, Tracker
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, open_regular, refused, write_json
+from maxrl_fast.runtime.files import atomic_file, open_regular, refused, storing, write_json
 
 LOGS = (
     "metrics",
@@ -78,17 +77,15 @@ class LogFile:
 
 
 class RunFiles:
-    """Writes the files of one run into its folder.
+    """Writes the files of one run into its folder; does nothing unless `is_writer`.
 
-    Args:
-        options: by name, for config.json. log_to: "wandb" or "trackio", in addition to TensorBoard.
-        is_writer: whether this rank writes; on the other ranks the methods do nothing. is_resumed:
-        whether the folder may already hold a run. saved: the checkpoint to resume from, whose log
-        lengths the logs are cut to; None: start from the beginning.
+    The logs are cut to their lengths at the checkpoint `saved`. `log_to` is "wandb" or "trackio",
+    in addition to TensorBoard.
 
     Raises:
         InputError: if the folder cannot be written to, holds another run, or has something else in
-        place of a link. StorageError: if the disk is full; in the methods, if writing fails.
+        place of a link.
+        StorageError: if the disk is full; in the methods, if writing fails.
     """
 
     def __init__(
@@ -152,9 +149,7 @@ class RunFiles:
             raise refused(self.out, error) from error
 
     def _remove_beginning(self) -> None:
-        """Remove the files of a run that ended before its first step, as far as this run would not
-        overwrite them.
-        """
+        """Remove the files of a run that ended before its first step."""
         for name in ("checkpoints", "tensorboard"):
             if (self.out / name).exists():
                 shutil.rmtree(self.out / name)
@@ -172,29 +167,21 @@ class RunFiles:
         """Append a record to a log, and to TensorBoard and the tracker."""
         if not self._is_writer:
             return
-        try:
+        with storing(f"{self.out / log}.jsonl or TensorBoard's events"):
             self._logs[log].write(record)
             if log in DRAWN:
                 self.history[log].append(record)
                 for tracker in (self._board, self._tracker):
                     if tracker is not None:
                         tracker.log(_numbers(log, record), step=record["step"])
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {self.out / log}.jsonl or TensorBoard's events: {error}"
-            ) from error
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
         """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
         for record in records:
             self.write("samples", record)
         if self._is_writer:
-            try:
+            with storing(f"TensorBoard's events in {self.out}"):
                 self._board.log_samples(records, step)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot write TensorBoard's events in {self.out}: {error}"
-                ) from error
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush all logs to the disk; return each log's size in bytes and SHA-256."""
@@ -218,20 +205,18 @@ class RunFiles:
         """Plot the curves, write timings.json, and close the files."""
         if not self._is_writer:
             return
-        try:
-            with contextlib.ExitStack() as last:  # closes all files, whatever fails before
-                for file in self._logs.values():
-                    last.callback(file.close)
-                if self._tracker:
-                    last.callback(self._tracker.finish)
-                last.callback(self._board.close, is_done)
-                write_json(self.out / "timings.json", seconds)
-                with atomic_file(self.out / "curves.png") as path:
-                    draw_curves(self.history["metrics"], self.history["eval"], path)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write timings.json, curves.png or the logs in {self.out}: {error}"
-            ) from error
+        with (
+            storing(f"timings.json, curves.png or the logs in {self.out}"),
+            contextlib.ExitStack() as last,  # closes all files, whatever fails before
+        ):
+            for file in self._logs.values():
+                last.callback(file.close)
+            if self._tracker:
+                last.callback(self._tracker.finish)
+            last.callback(self._board.close, is_done)
+            write_json(self.out / "timings.json", seconds)
+            with atomic_file(self.out / "curves.png") as path:
+                draw_curves(self.history["metrics"], self.history["eval"], path)
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
@@ -239,9 +224,7 @@ def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that apply to the run and have a value, without options of a single
-    start.
-    """
+    """Return the options that apply and have a value, without those of a single start."""
     left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
     taken = {
         name: value for name, value in options.items() if value is not None and name not in left_out

@@ -1,6 +1,4 @@
-"""The output of a run: a live progress line on a terminal, plain lines elsewhere, and tables at the
-end.
-"""
+"""The output of a run: progress on a terminal, plain lines elsewhere, and tables at the end."""
 
 import sys
 import textwrap
@@ -44,11 +42,9 @@ class FittedProgress(Progress):
         return super().make_tasks_table(tasks)
 
     def _fitting(self, task: Task) -> tuple[ProgressColumn, ...]:
-        name, count, elapsed = (
-            TextColumn("{task.description:<10}"),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
+        name = TextColumn("{task.description:<10}")
+        count = MofNCompleteColumn()
+        elapsed = TimeElapsedColumn()
         left: tuple[ProgressColumn, ...] = (TextColumn("left"), TimeRemainingColumn())
         room = (
             self.console.width
@@ -74,9 +70,7 @@ class FittedProgress(Progress):
 
 
 class Stage:
-    """Shows the progress of one stage and the time left. A resumed run starts at `done` of the
-    `total` items.
-    """
+    """Shows a stage's progress and the time left; a resumed run starts at `done` items."""
 
     def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
         self._name, self._total, self._console = name, total, console
@@ -120,18 +114,14 @@ class Screen:
         self._most_lines = most_lines
 
     def info(self, text: str) -> None:
-        """Print plain lines. On a terminal long lines are wrapped between words; in a file each
-        stays one line.
-        """
+        """Print lines, wrapped between words on a terminal and whole in a file."""
         shown = wrapped(text, self.console.width) if self.console.is_terminal else text
         self.console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
     def stage(
         self, name: str, total: int, lines: int | None = None, done: int = 0
     ) -> AbstractContextManager[Stage]:
-        """Return a context manager of a Stage; off a terminal it prints about `lines` lines, by
-        default one per step.
-        """
+        """Return the context of a Stage with about `lines` lines off a terminal; None: all."""
         lines = min(lines or max(total, 1), self._most_lines or max(total, 1))
         return Stage(self.console, name, total, lines, done).running()
 
@@ -156,9 +146,7 @@ class Screen:
         tokens: dict[str, int],
         files: dict[str, str],
     ) -> None:
-        """Print the first and last evaluation, the seconds and tokens/s of each stage, and the
-        paths of the files.
-        """
+        """Print the first and last evaluation, each stage's seconds, and the files."""
         if len(evaluations) > 1:
             self.console.print(_evaluation_table(evaluations[0], evaluations[-1]))
         table = new_table("stage", "seconds", "share", "tokens/s")

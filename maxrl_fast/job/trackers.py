@@ -56,9 +56,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, is_done: bool) -> None:
-        """Close the file. If the run `is_done`, TensorBoard shows its last metrics next to its
-        hyperparameters.
-        """
+        """Close the file; the hyperparameters of a run that `is_done` get its last metrics."""
         if is_done:
             *_, session_end = hparams({}, {})
             self._add(session_end, 0)
@@ -87,9 +85,7 @@ class Tracker:
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """Format samples as Markdown that TensorBoard shows literally, also if a response contains
-    markup.
-    """
+    """Format samples as Markdown that TensorBoard shows literally, markup included."""
     blocks = []
     for record in records:
         reward = "not known" if record["reward"] is None else f"{record['reward']:g}"

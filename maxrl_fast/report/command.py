@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         screen.error(str(error))
         return 2
     try:
-        _write(options.out, page)
+        with atomic_file(options.out) as temporary:
+            temporary.write_text(page, encoding="utf-8")
     except OSError as error:
         screen.error(f"cannot write --out {shown(options.out)}: {error}")
         return 1
@@ -93,9 +94,7 @@ def _check(options: Options) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name for each folder: its own name, with its parent's name and a number if it
-    is not unique.
-    """
+    """Return a unique name of each folder, with its parent's name or a number if needed."""
     names = [path.absolute().name or str(path) for path in paths]
     count = Counter(names)
     parents = [path.absolute().parent.name for path in paths]
@@ -105,9 +104,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
     ]
     count = Counter(names)
     return [f"{name} ({i + 1})" if count[name] > 1 else name for i, name in enumerate(names)]
-
-
-def _write(path: Path, text: str) -> None:
-    """Write or replace a file atomically."""
-    with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -15,29 +15,12 @@ from maxrl_fast.report.seeds import groups_of
 from maxrl_fast.report.weights import PASS_RATES, weight_of
 
 KEY_OPTIONS = (
-    "objective",
-    "k",
-    "order",
-    "rollouts",
-    "prompts",
-    "task",
-    "model",
-    "lr",
-    "steps",
-    "seed",
+    *("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed"),
 )
 STYLES = ("vendor/uPlot.min.css", "page.css")
 SCRIPTS = (
-    *(
-        "vendor/uPlot.iife.min.js",
-        "dom.js",
-        "chart.js",
-        "lines.js",
-        "curves.js",
-        "panels.js",
-        "bars.js",
-    ),
-    *("maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
+    *("vendor/uPlot.iife.min.js", "dom.js", "chart.js", "lines.js", "curves.js", "panels.js"),
+    *("bars.js", "maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
 )
 # fields of a folder that the page unpacks when it is open
 LAZY = ("prompts", "samples", "rollouts")
@@ -84,9 +67,7 @@ def page_data(folders: list[Folder]) -> dict[str, Any]:
 
 
 def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
-    """Return what the page reads of a folder at once; of samples and prompts, only how many there
-    are.
-    """
+    """Return what the page reads at once; of samples and prompts, only their number."""
     numbers = {key: value for key, value in vars(folder).items() if key not in LAZY}
     return numbers | {
         "options": {key: _value(folder.options.get(key)) for key in options},
@@ -96,9 +77,7 @@ def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
 
 
 def lazy_data(folders: list[Folder]) -> dict[str, Any]:
-    """Return the samples, rollouts and prompts of each folder, and the texts of all their prompts,
-    each of them once.
-    """
+    """Return each folder's samples, rollouts and prompts, and each prompt's text once."""
     texts: dict[str, int] = {}
     runs = [
         {key: in_columns(getattr(folder, key), texts) for key in ("samples", "rollouts")}
@@ -109,9 +88,7 @@ def lazy_data(folders: list[Folder]) -> dict[str, Any]:
 
 
 def _prompt_set(folder: Folder) -> str:
-    """Return what identifies the held-out prompts of a run or an evaluation: in two of them, one id
-    is then one prompt.
-    """
+    """Return an id of the held-out prompts; where it is equal, prompts can be compared by id."""
     options = folder.options
     if not options:
         return folder.name
@@ -138,9 +115,7 @@ def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
 
 
 def _value(value: Any) -> Any:
-    """Return an option's value for the page: null, booleans and numbers unchanged, others as
-    shortened text.
-    """
+    """Return null, booleans and numbers unchanged, other values as shortened text."""
     if (
         value is None
         or isinstance(value, bool)
@@ -152,9 +127,7 @@ def _value(value: Any) -> Any:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """Return JSON that is safe inside HTML: a text in it may contain </script>, <!-- or a line
-    separator.
-    """
+    """Return JSON that is safe inside HTML: texts may contain </script> or <!--."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

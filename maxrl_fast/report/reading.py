@@ -134,7 +134,7 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
 
 
 def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file; {} and a note if the file is missing or holds no object."""
+    """Return the object in a JSON file; {} and a note if there is none."""
     if not path.exists():
         folder.notes.append(f"{path.name} is missing")
         return {}
@@ -153,9 +153,7 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
 
 
 def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON Lines file, if it exists. In a run in progress the last line may
-    be incomplete.
-    """
+    """Yield the objects of a JSON Lines file, if it exists; the last line may be incomplete."""
     if not path.exists():
         return
     check_regular(path, most_bytes)
@@ -265,10 +263,13 @@ def _read_points(path: Path, folder: Folder) -> None:
         for prompt, rate, norm in known:
             for key, value in zip(folder.points, (step, prompt, rate, norm), strict=True):
                 folder.points[key].append(value)
+    _note_thinned(thinned, "diagnostics", folder)
+
+
+def _note_thinned(thinned: Thinned, log: str, folder: Folder) -> None:
     if thinned.every > 1:
-        folder.notes.append(
-            f"one of {thinned.every} lines of diagnostics.jsonl is shown, because there are many"
-        )
+        note = f"one of {thinned.every} lines of {log}.jsonl is shown, because there are many"
+        folder.notes.append(note)
 
 
 def _read_samples(path: Path, folder: Folder) -> None:
@@ -286,10 +287,7 @@ def _read_samples(path: Path, folder: Folder) -> None:
             continue
         setattr(folder, name, thinned.items)
         folder.in_files[name] = thinned.seen
-        if thinned.every > 1:
-            folder.notes.append(
-                f"one of {thinned.every} lines of {name}.jsonl is shown, because there are many"
-            )
+        _note_thinned(thinned, name, folder)
 
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
@@ -313,9 +311,7 @@ def _read_pass_rates(path: Path, folder: Folder) -> None:
 def _take_counts(
     records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str
 ) -> None:
-    """Take the counts of the evaluations that have the prompts of the last one, given as step,
-    record and ids.
-    """
+    """Take the counts of evaluations (step, record, ids) that have the last one's prompts."""
     evaluations, known = [], [_ids(ids) for _, _, ids in records]
     for (step, record, _), ids in zip(records, known, strict=True):
         num_samples, counts = record.get("num_samples"), record.get("num_correct")
@@ -350,7 +346,7 @@ def _take_counts(
 
 
 def _ids(ids: Any) -> list[int]:
-    """Return the distinct ids of prompts, or [] if the value holds something else."""
+    """Return the distinct ids of prompts, or [] for anything else."""
     is_valid = (
         isinstance(ids, list)
         and len(ids) <= MOST_COUNTS // 2
@@ -363,10 +359,8 @@ def _ids(ids: Any) -> list[int]:
 def _read_seconds(path: Path, folder: Folder) -> None:
     """Read the seconds by stage from timings.json, or else sum those in metrics.jsonl."""
     if (path / "timings.json").exists():
-        folder.seconds, folder.seconds_from = (
-            _durations(_object(path / "timings.json", folder)),
-            "timings.json",
-        )
+        folder.seconds = _durations(_object(path / "timings.json", folder))
+        folder.seconds_from = "timings.json"
     if not folder.seconds:
         sums = {
             key: sum(value for value in folder.metrics.get(key, ()) if value is not None)

@@ -14,18 +14,14 @@ ANSWER_LENGTH = 500
 
 
 class Thinned:
-    """Keeps every item while they fit, then every second, every fourth, and so on: an even
-    selection of the whole run.
-    """
+    """Keeps every item while they fit, then every second, every fourth, and so on."""
 
     def __init__(self, most: int):
-        self.every, self.seen, self.kept, self._most, self._size = (
-            1,
-            0,
-            list[tuple[int, Any]](),
-            most,
-            0,
-        )
+        self.every = 1
+        self.seen = 0
+        self.kept = list[tuple[int, Any]]()
+        self._most = most
+        self._size = 0
 
     def add(self, size: int, item: Any) -> None:
         if self.seen % self.every == 0:
@@ -42,9 +38,7 @@ class Thinned:
 
 
 def read_samples(records: Iterable[dict[str, Any]]) -> Thinned:
-    """Return the samples in records of samples.jsonl or rollouts.jsonl, an even selection of them
-    if there is much text.
-    """
+    """Return an even selection of the records of samples.jsonl or rollouts.jsonl."""
     thinned = Thinned(SAMPLE_BYTES)
     for record in records:
         sample = _sample(record)
@@ -56,7 +50,7 @@ def read_samples(records: Iterable[dict[str, Any]]) -> Thinned:
 
 
 def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a record, with every field there whatever the record holds."""
+    """Return what the page shows of a record, whatever the record holds."""
     prompt, prompt_length = text_of(record.get("prompt"))
     response, response_length = text_of(record.get("response"))
     counts = {
@@ -81,9 +75,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_columns(samples: list[dict[str, Any]], texts: dict[str, int]) -> dict[str, list[Any]]:
-    """Return the samples by column, with each prompt as its number in `texts`, to which new prompts
-    are added.
-    """
+    """Return the samples by column, each prompt as its number in `texts`, which grows."""
     numbered = [
         sample | {"prompt": texts.setdefault(sample["prompt"], len(texts))} for sample in samples
     ]

@@ -1,6 +1,4 @@
-"""Runs of one configuration with different seeds, which the page shows as their mean and its
-standard error.
-"""
+"""Runs of one configuration with different seeds, shown as mean and standard error."""
 
 import json
 from collections import Counter
@@ -14,13 +12,9 @@ _NAMED_OPTIONS = 3
 
 def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     """Return the groups of at least two runs whose options differ in their seeds alone: their
-    places and a name.
+    places and a name, from the first options in `named`.
 
-    The same seed twice is a repetition, which says nothing about other seeds: it does not count in
-    the group.
-
-    Args:
-        named: the options in which runs differ, of which the first make the name.
+    The same seed twice is a repetition, which says nothing about other seeds and does not count.
     """
     members: dict[str, list[int]] = {}
     seeds: Counter[tuple[str, str]] = Counter()
@@ -32,10 +26,8 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
             for key, value in folder.options.items()
             if key not in (*OF_ONE_START, "seed")
         }
-        configuration, seed = (
-            json.dumps(own, sort_keys=True),
-            json.dumps(folder.options.get("seed")),
-        )
+        configuration = json.dumps(own, sort_keys=True)
+        seed = json.dumps(folder.options.get("seed"))
         seeds[configuration, seed] += 1
         if seeds[configuration, seed] == 1:
             members.setdefault(configuration, []).append(i)

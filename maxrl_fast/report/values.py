@@ -10,9 +10,7 @@ Number = int | float | None
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether the value is an integer from 0 to 2^53, which JavaScript represents
-    exactly.
-    """
+    """Return whether the value is an integer from 0 to 2^53, exact in JavaScript."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
 
 
@@ -31,8 +29,6 @@ def finite(value: Any) -> Number:
 
 
 def text_of(value: Any, most: int | None = None) -> tuple[str, int]:
-    """Return a value as text of at most `most` characters (default TEXT_LENGTH), and the original
-    length.
-    """
+    """Return a value as text of at most `most` characters, and the original length."""
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
     return text[: TEXT_LENGTH if most is None else most], len(text)

@@ -7,6 +7,7 @@ A copy that waits for the GPU leaves it idle, so there are few of them.
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +94,12 @@ class Machine:
     def describe(self) -> str:
         size = f"{self.memory / 1e9:.4g} GB"
         if self.device == "cpu":
-            return (
-                f"a CPU with {size} for each of {self.processes} processes"
-                if self.processes > 1
-                else f"a CPU with {size}"
-            )
-        return (
-            f"each of {self.processes} GPUs of {size}"
-            if self.processes > 1
-            else f"one GPU of {size}"
-        )
+            if self.processes > 1:
+                return f"a CPU with {size} for each of {self.processes} processes"
+            return f"a CPU with {size}"
+        if self.processes > 1:
+            return f"each of {self.processes} GPUs of {size}"
+        return f"one GPU of {size}"
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
@@ -116,6 +113,12 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
         torch.cat([x.flatten().double() for x in tensors]).cpu().split([x.numel() for x in tensors])
     )
     return [part.to(x.dtype).view(x.shape) for part, x in zip(values, tensors, strict=True)]
+
+
+def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Read scalars of one device, by name, with one wait for the device."""
+    numbers = to_host(*tensors.values())
+    return {name: float(number) for name, number in zip(tensors, numbers, strict=True)}
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

@@ -66,9 +66,7 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename it to `path` at the end; on an exception the temporary
-    file is removed.
-    """
+    """Yield a temporary path, renamed to `path` at the end or removed on an exception."""
     temporary = temporary_path(path)
     temporary.unlink(missing_ok=True)  # a killed process's, or a link that somebody put there
     try:
@@ -165,11 +163,18 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
 
 
 def refused(folder: Path, error: OSError) -> InputError | StorageError:
-    """Return the error for an --out folder that cannot be written to: StorageError if the disk is
-    full, else InputError.
-    """
+    """Return StorageError if the disk is full, else InputError, for an --out folder."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
+
+
+@contextlib.contextmanager
+def storing(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Raise StorageError, naming what cannot be written, in place of these errors."""
+    try:
+        yield
+    except errors as error:
+        raise StorageError(f"cannot write {what}: {error}") from error
 
 
 def is_locked(folder: Path) -> bool:
@@ -190,18 +195,15 @@ def locked(
     limit: float = 0.0,
     tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
-    """Hold an exclusive lock on a folder, which is created if needed.
+    """Hold an exclusive lock on a folder, which is created if needed; do nothing unless `is_owner`.
 
     The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
-
-    Args:
-        is_owner: whether this process takes the lock; only one of several cooperating processes
-        does. limit: seconds to wait for another process that holds the lock and may be exiting.
-        tell: called with a message before waiting.
+    Another owner may be exiting, so this waits up to `limit` seconds, after a message to `tell`.
 
     Raises:
         InputError: if another process still holds the lock (the message names it), or the folder
-        or its checkpoints/ cannot be locked or written to. StorageError: if the disk is full.
+        or its checkpoints/ cannot be locked or written to.
+        StorageError: if the disk is full.
     """
     if not is_owner:
         yield
@@ -299,14 +301,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read(path))
     # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot read the checkpoint's {shown(path)}: {error}") from error
-    except RecursionError as error:
-        raise InputError(
-            f"cannot read the checkpoint's {shown(path)}: it is nested too deeply"
-        ) from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"cannot read the checkpoint's {shown(path)}: {why}") from error
     if not isinstance(content, dict):
         raise InputError(f"{shown(path)} must hold a JSON object, got {content!r:.80}")
     return content

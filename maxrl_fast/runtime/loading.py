@@ -48,9 +48,7 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file that need not be in a package. As in a script, it can import modules in its
-    folder.
-    """
+    """Import a file; as in a script, it can import modules in its folder."""
     sys.path.insert(0, str(path.parent))
     is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     spec = importlib.util.spec_from_file_location(
@@ -65,9 +63,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """Return an error's type and message, and the last line in `file` if the traceback passes
-    through it.
-    """
+    """Return an error's type, its message, and the last line of its traceback in `file`."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:

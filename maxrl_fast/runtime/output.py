@@ -1,6 +1,4 @@
-"""Protects standard output and standard error: a closed pipe, a lost terminal or a full disk must
-not stop a command.
-"""
+"""Keeps a closed pipe, a lost terminal or a full disk from stopping a command."""
 
 import contextlib
 import io
@@ -13,9 +11,7 @@ _NAMES = {1: "standard output", 2: "standard error"}
 
 
 class _LossyFile(io.FileIO):
-    """A file descriptor that drops what cannot be written and keeps the first error for
-    `take_errors`.
-    """
+    """A file that drops what it cannot write and keeps the first error for `take_errors`."""
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "wb", closefd=False)
@@ -67,9 +63,7 @@ def protect_output() -> None:
 
 
 def take_errors() -> list[tuple[str, OSError]]:
-    """Return (stream name, first error) of each protected stream whose error was not returned
-    before.
-    """
+    """Return (stream name, first error) of each protected stream with a new error."""
     taken = []
     for file in _files:
         if file.untold is not None:
@@ -79,8 +73,6 @@ def take_errors() -> list[tuple[str, OSError]]:
 
 
 def write_directly(text: str) -> None:
-    """Write to standard error without Python's buffers, which a signal handler must not use; errors
-    are ignored.
-    """
+    """Write to standard error without Python's buffers, as a signal handler must."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

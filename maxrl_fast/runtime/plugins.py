@@ -41,11 +41,9 @@ def is_installed(option: str, name: str) -> bool:
 
 def owner(point: EntryPoint) -> str:
     """Return the name and version of an entry point's distribution."""
-    return (
-        f"{point.dist.name} {point.dist.version}"
-        if point.dist is not None
-        else "an unknown distribution"
-    )
+    if point.dist is not None:
+        return f"{point.dist.name} {point.dist.version}"
+    return "an unknown distribution"
 
 
 def find(option: str, name: str) -> EntryPoint | None:
@@ -68,18 +66,15 @@ def describe_installed() -> str:
     points = [
         (option, point) for option, group in GROUPS.items() for point in found.select(group=group)
     ]
-    return (
-        "Installed: "
-        + "; ".join(f"--{option} {point.name} ({owner(point)})" for option, point in points)
-        if points
-        else ""
-    )
+    if points:
+        return "Installed: " + "; ".join(
+            f"--{option} {point.name} ({owner(point)})" for option, point in points
+        )
+    return ""
 
 
 def place_of(option: str, name: str) -> str:
-    """Return where the code is, FILE.py:NAME or package.module:name, without importing it; "" if
-    built in.
-    """
+    """Return FILE.py:NAME or package.module:name, without importing it; "" if built in."""
     point = None if is_file(name) else find(option, name)
     return name if is_file(name) else "" if point is None else f"{point.module}:{point.attr}"
 
@@ -105,8 +100,7 @@ def load_plugin(option: str, name: str, wanted: str) -> Any:
         which = f"{GROUPS[option]}: {point.name} = {point.value}"
         raise InputError(
             f"--{option} {name} is of {owner(point)}, whose entry point ({which}) cannot be "
-            f"loaded: {type(error).__name__}: "
-            f"{error}"
+            f"loaded: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -120,15 +114,12 @@ def build_plugin(
 ) -> Any:
     """Construct the class that an option's value names, and check the object against a protocol.
 
-    Args:
-        offered: arguments passed if the constructor has a parameter of that name.
-        arguments: arguments that the constructor must take.
-        hint: added to the message about a parameter without an argument.
+    Its constructor must take `arguments`, and gets those of `offered` that it has parameters for.
+    `hint` ends the message about a parameter without an argument.
 
     Raises:
         InputError: if it is not a class, its constructor takes other arguments or fails, or a
-        member of the protocol is missing
-            or has another signature or type.
+        member of the protocol is missing or has another signature or type.
     """
     who, cls = f"--{option} {name}", load_plugin(option, name, "CLASS")
     if not inspect.isclass(cls):
@@ -233,10 +224,6 @@ def _is_of(value: Any, hint: Any) -> bool:
 def _shown(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_shown(part) for part in get_args(hint))
-    return (
-        "None"
-        if hint is NoneType
-        else hint.__name__
-        if inspect.isclass(hint) and not get_args(hint)
-        else str(hint)
-    )
+    if hint is NoneType:
+        return "None"
+    return hint.__name__ if inspect.isclass(hint) and not get_args(hint) else str(hint)

@@ -193,9 +193,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective failed because another process was killed and could not report
-    it.
-    """
+    """Return whether a collective failed because another process was killed."""
     texts = (
         "connection closed",
         "connection reset",
@@ -218,9 +216,7 @@ def own_gpu() -> int:
 
 @contextlib.contextmanager
 def rank0_reports(ranks: Ranks) -> Iterator[None]:
-    """Let only the first rank print inside the block, including the message of an error that ends
-    the process.
-    """
+    """Let only the first rank print, including the message of an error that ends the process."""
     if ranks.is_first:
         yield
         return

@@ -6,9 +6,7 @@ FLAG = "--version"
 
 
 def version_text() -> str:
-    """Return, in two lines, the versions of maxrl_fast, torch and Python, and which kernels are
-    built.
-    """
+    """Return the versions of maxrl_fast, torch and Python, and which kernels are built."""
     import torch  # imported here: not all commands need torch
 
     try:
@@ -20,6 +18,5 @@ def version_text() -> str:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return (
         f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, {cuda}, Python "
-        f"{platform.python_version()})\n"
-        f"kernels: {kernels}"
+        f"{platform.python_version()})\nkernels: {kernels}"
     )

@@ -26,9 +26,7 @@ STUCK, SILENT = "the run is stuck", "has not been heard of for"
 
 
 def dump_stacks(who: str) -> None:
-    """Write the stacks of all threads of this process to standard error, even while they are
-    blocked in C code.
-    """
+    """Write the stacks of all threads to standard error, even if they are blocked in C code."""
     write_directly(f"\nstacks of {who} (process {os.getpid()}):\n")
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
@@ -71,9 +69,7 @@ class RankMonitor(threading.Thread):
         self.dump_workers()
 
     def _end(self, message: str) -> None:
-        """End this process. An exception would not do: the main thread may wait inside a
-        collective.
-        """
+        """End this process, even if the main thread waits inside a collective."""
         print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -97,8 +93,7 @@ class RankMonitor(threading.Thread):
 
     def _failure(self) -> str | None:
         if self._store.check(["failed"]):
-            message: str = self._store.get("failed").decode()
-            return message
+            return self._store.get("failed").decode()
         now = time.monotonic()
         for rank, (last, since) in self._heard.items():
             key = f"alive/{rank}"

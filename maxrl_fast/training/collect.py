@@ -1,6 +1,4 @@
-"""Collects the samples of a step and their rewards; dynamic sampling replaces groups whose rewards
-are all equal.
-"""
+"""Collects a step's samples and rewards, with dynamic sampling."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -60,26 +58,19 @@ class RolloutBatch(Samples):
 
     @property
     def scored_indices(self) -> Tensor:
-        """Indices of the samples whose reward is known, int64 on the host, ascending. Only these
-        are trained on.
-        """
+        """Samples with a known reward, the ones trained on: int64 on the host, ascending."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
     def weighted(self, weights: Tensor) -> "RolloutBatch":
-        """Return the batch with factors [T] of its tokens' advantages, multiplied into the
-        importance weights.
-        """
+        """Return the batch with factors [T] multiplied into the importance weights."""
         if self.rollouts.importance_weights is not None:
             weights = weights * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
     def minibatches(self, count: int) -> list[Tensor]:
-        """Split the groups into `count` equal shares: of each, the samples with a known reward,
-        int64 on the host, ascending."""
-        shares, valid = (
-            self.sequences.chunk(count),
-            None if self.valid is None else self.valid.flatten().cpu(),
-        )
+        """Split the groups into `count` equal shares: the scored samples of each, on the host."""
+        shares = self.sequences.chunk(count)
+        valid = None if self.valid is None else self.valid.flatten().cpu()
         return list(shares) if valid is None else [share[valid[share]] for share in shares]
 
 
@@ -127,12 +118,10 @@ class RolloutCollector:
             InputError: if rewards must be 0 or 1, and one is not.
         """
         batches: list[RolloutBatch] = []
-        errors, answers, components, num_mixed = (
-            Counter[str](),
-            Counter[str](),
-            MetricAccumulator(),
-            0,
-        )
+        errors = Counter[str]()
+        answers = Counter[str]()
+        components = MetricAccumulator()
+        num_mixed = 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
             batch = self._sample(
                 step, first_prompt + len(batches) * self.num_prompts, answers, components
@@ -184,9 +173,7 @@ class RolloutCollector:
     def _sample(
         self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator
     ) -> RolloutBatch:
-        """Return one batch of prompts; add its answers to `answers` and its reward components to
-        `components`.
-        """
+        """Return one batch; add its answers to `answers`, its components to `components`."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
@@ -208,16 +195,9 @@ class RolloutCollector:
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(
                 len(prompts), self.num_rollouts
             )
-        own_parts, before, after = (
-            scorer.components,
-            first * self.num_rollouts,
-            (first + own) * self.num_rollouts,
-        )
-        parts = [
-            *({} for _ in range(before)),
-            *own_parts,
-            *({} for _ in range(after, len(rollouts))),
-        ]
+        before, after = first * self.num_rollouts, (first + own) * self.num_rollouts
+        parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
+        parts[before:after] = scorer.components
         each_reward = self._each_reward(rewards) if self.needs_parts else None
         answers.update(scorer.take_answers())
         components.update(scorer.pop_components())
@@ -260,9 +240,7 @@ class RolloutCollector:
         )
 
     def _each_reward(self, rewards: Tensor) -> Tensor:
-        """Return the values [R, G, N] of the rewards whose weighted sums were scored last; NaN if a
-        reward does not apply.
-        """
+        """Return the values [R, G, N] of each reward; NaN if it does not apply."""
         own = [
             [parts.get(name, torch.nan) for name in self.scorer.weights]
             for parts in self.scorer.components
@@ -327,10 +305,8 @@ def is_mixed(rewards: Tensor) -> Tensor:
 def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
     greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
     rewards = torch.cat([batch.sampled_rewards for batch in batches])
-    rollouts, known = (
-        Rollouts.concatenate([batch.rollouts for batch in batches]),
-        rewards.nan_to_num(),
-    )
+    rollouts = Rollouts.concatenate([batch.rollouts for batch in batches])
+    known = rewards.nan_to_num()
     return RolloutBatch(
         prompts=Prompts.concatenate([batch.prompts for batch in batches]),
         rollouts=rollouts,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_number
 from maxrl_fast.records import sequence_sums
-from maxrl_fast.runtime.device import to_host
+from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 
@@ -96,10 +96,8 @@ class ImportanceWeights:
         `importance_sample_size` ((sum of weights)^2 / sum of squares / number of tokens; 0 if all
         weights are 0).
         """
-        logprobs, rollouts = (
-            learner.passes.logprobs(learner.model, batch, batch.sequences),
-            batch.rollouts,
-        )
+        logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
+        rollouts = batch.rollouts
         log_ratios = logprobs - rollouts.logprobs
         ratios = self._ratios(log_ratios, rollouts.lengths)
         is_beyond = (ratios > self.high) | (ratios < self.low)
@@ -107,17 +105,15 @@ class ImportanceWeights:
         sample_size = weights.mean().square() / weights.square().mean().clamp_min(
             torch.finfo(weights.dtype).tiny
         )
-        numbers = to_host(
-            log_ratios.abs().mean(), weights.mean(), is_beyond.float().mean(), sample_size
-        )
-        names = (
-            "logprob_diff",
-            "importance_weight",
-            "importance_bounded",
-            "importance_sample_size",
+        metrics = host_numbers(
+            {
+                "logprob_diff": log_ratios.abs().mean(),
+                "importance_weight": weights.mean(),
+                "importance_bounded": is_beyond.float().mean(),
+                "importance_sample_size": sample_size,
+            }
         )
         weighted = dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights)
-        metrics = {name: float(number) for name, number in zip(names, numbers, strict=True)}
         return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
     def _ratios(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:
@@ -134,9 +130,7 @@ def correction_numbers(
 ) -> dict[str, float]:
     """Return the numbers of a correction: low and high of its weights, or delta of sequence_mask.
 
-    Args:
-        cap: the upper bound of tis and tis_sequence, None for the others.
-        given: values of --correction-options; the others take their defaults.
+    `cap` is the upper bound of tis and tis_sequence, `given` the values of --correction-options.
 
     Raises:
         ValueError: if the correction has no such option, or a number is out of range.
@@ -164,9 +158,7 @@ def correction_numbers(
 
 
 def make_correction(name: str, numbers: Mapping[str, float]) -> ImportanceWeights | None:
-    """Return the token weighting of a correction; None if it weights nothing before the first
-    update.
-    """
+    """Return a correction's token weighting; None if it has none before the first update."""
     if "low" not in numbers:
         return None
     of_sequence, masks = name in ("tis_sequence", "mis"), not CORRECTIONS[name].has_cap

@@ -1,6 +1,4 @@
-"""The critic of PPO: a copy of the policy with a value head in place of the output matrix, and its
-loss.
-"""
+"""The critic of PPO: a copy of the policy with a value head, and its loss."""
 
 import copy
 from dataclasses import dataclass
@@ -63,13 +61,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 @dataclass
 class Critic:
-    """A critic, trained in place, and its optimizer.
-
-    Args:
-        lr: learning rate, constant over the run.
-        value_clip: `clip` of `value_loss`.
-        module: runs the model's training passes (sharding.distribute).
-    """
+    """A critic, trained in place; `module` (sharding.distribute) runs its training passes."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer

@@ -25,12 +25,7 @@ def prompt_gradient_norms(
 
     Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must
     call this: each runs the backward passes of all prompts. All gradients are zero afterwards.
-
-    Args:
-        advantages: [S].
-        sequences: int64, ascending, on the host: the samples that have a reward.
-        beat: called after each prompt.
-        draw: as in Learner.update.
+    Arguments are as in Learner.update; `beat` is called after each prompt.
     """
     # As in Learner.update: bitwise identical on all ranks, which must run the same passes.
     packer = learner.passes.packer(samples, learner.ranks.from_first(advantages.clone()))

@@ -1,6 +1,4 @@
-"""The learner: takes samples and advantages, and makes one optimizer step on the loss of the whole
-batch.
-"""
+"""The learner makes one optimizer step on the loss of a whole batch."""
 
 import contextlib
 import copy
@@ -36,9 +34,7 @@ TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", 
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of one update. From `ratio` to `logprob_diff` they are sums over the tokens trained
-    on.
-    """
+    """Metrics of one update; from `ratio` to `logprob_diff` sums over the tokens trained on."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -74,15 +70,13 @@ class UpdatePlan:
 
 @dataclass
 class Learner:
-    """A policy, its optimizer and its loss.
+    """A policy, its optimizer and its loss, computed in `dtype`; weights, gradients and moments are
+    float32.
 
-    Args:
-        clip_grad: largest gradient norm.
-        token_budget: largest number of tokens in one forward and backward pass.
-        dtype: of the computation; weights, gradients and moments are float32.
-        reference: the reference policy, for settings.kl_coef and for objectives that need one.
-        objective_state: the objective's tensors that checkpoints store, by name.
-        module: runs the policy's passes (sharding.distribute); None: the model itself.
+    A forward and backward pass has at most `token_budget` tokens. `reference` is the reference
+    policy, for settings.kl_coef and for objectives that need one. Checkpoints store
+    `objective_state`. `module` runs the policy's passes (sharding.distribute); None: the model
+    itself.
     """
 
     model: PolicyModel
@@ -123,9 +117,9 @@ class Learner:
         all call this.
 
         Args:
-            advantages: [S] of all samples. sequences: int64, ascending: the samples of this update.
-            The loss is averaged over all of them; samples with zero
-                gradient count in the average but are not computed.
+            advantages: [S] of all samples.
+            sequences: int64, ascending: the samples of this update. The loss is averaged over all
+            of them; samples with zero gradient count in the average but are not computed.
             when: for messages, such as "step 3".
             draw: the step and the update within it, for losses that draw tokens.
 
@@ -175,11 +169,8 @@ class Learner:
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         if self.passes.shares_weights:
-            variance = float(
-                self.ranks.sum(
-                    torch.full((), variance, dtype=torch.float64, device=advantages.device)
-                )
-            )
+            own_part = torch.tensor(variance, dtype=torch.float64, device=advantages.device)
+            variance = float(self.ranks.sum(own_part))
         return UpdateMetrics(
             loss=loss,
             grad_norm=grad_norm,
@@ -284,9 +275,7 @@ class Learner:
         )
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return the log-prob, the entropy and the R numbers of each token's row that the loss
-        reads, [T, 2 + R].
-        """
+        """Return each token's log-prob, entropy and R numbers of its row, [T, 2 + R]."""
         values = self.passes.logprobs_and_entropies(model, batch, hidden)
         if self.settings.row.rows is None and not self.settings.siren:
             return values
@@ -337,14 +326,10 @@ class Learner:
         )
 
     def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
-        """Return sum(gradients [T, 2 + R] x token values), computed only for tokens with a
-        gradient.
-        """
-        weight, targets, scaling = (
-            self.model.output_matrix,
-            batch.targets,
-            self.model.scaling(self.settings.temperature),
-        )
+        """Return sum(gradients [T, 2 + R] x token values) over tokens with a gradient."""
+        weight = self.model.output_matrix
+        targets = batch.targets
+        scaling = self.model.scaling(self.settings.temperature)
         index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
         logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scaling)
         loss = (gradients[index, 0] * logprobs + gradients[index, 1] * entropy).sum()
@@ -373,9 +358,7 @@ class Learner:
         zero_gradients(self.model)
 
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
-        """Return what became non-finite and for which prompt. All ranks recompute every prompt
-        alone.
-        """
+        """Return what became non-finite, and for which prompt. A collective operation."""
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -398,16 +381,12 @@ class Learner:
 
 
 def frozen_copy(model: PolicyModel) -> PolicyModel:
-    """Return a frozen copy of the policy; weights that are never trained, as under adapters, are
-    shared.
-    """
+    """Return a frozen copy of the policy, which shares the weights that are never trained."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def _seed(*numbers: int) -> int:
-    """Return a seed that depends only on the numbers, so that a resumed run draws the same
-    tokens.
-    """
+    """Return a seed of these numbers alone, so that a resumed run draws the same tokens."""
     (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
     return int(mixed >> 1)

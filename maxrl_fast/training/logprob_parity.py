@@ -67,8 +67,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
     check_head(policy, tokens)
     return (
         f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, "
-        "with their prompts of up to "
-        f"{longest} tokens)"
+        f"with their prompts of up to {longest} tokens)"
     )
 
 
@@ -102,8 +101,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
     if difference > ENGINE_LIMIT:
         raise InputError(
             f"--rollout {name} samples from another model than this {sizes.model_type}: log-probs "
-            f"differ by {difference:.2g} "
-            "nats per token; --rollout native samples it"
+            f"differ by {difference:.2g} nats per token; --rollout native samples it"
         )
     return (
         f"log-probs of the rollout engine differ from the policy's by {difference:.1g} nats per "
@@ -120,16 +118,13 @@ def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
     factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
     theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)
-    largest, difference = (
-        float(theirs.abs().max()),
-        float((_logits_of(policy, hidden) - theirs).abs().max()),
-    )
+    largest = float(theirs.abs().max())
+    difference = float((_logits_of(policy, hidden) - theirs).abs().max())
     if not difference <= LIMIT * max(1.0, largest):
         raise InputError(
             f"{policy.config.model_type} of transformers cannot be trained here: its logits are "
-            "not a soft cap or a multiple "
-            "of hidden states times the output matrix, from which they differ by up to "
-            f"{difference:.2g} of {largest:.2g}"
+            "not a soft cap or a multiple of hidden states times the output matrix, from which "
+            f"they differ by up to {difference:.2g} of {largest:.2g}"
         )
 
 
@@ -137,13 +132,10 @@ def _length(policy: HuggingFacePolicy) -> int:
     config = policy.hf.config
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     longest = max((int(x) for x in windows if isinstance(x, int)), default=0)
-    return FEWEST + (
-        longest * 3 // 2
-        if longest * 3 // 2 + FEWEST <= LONGEST
-        else 0
-        if longest > LONGEST
-        else LONGEST - FEWEST
-    )
+    beyond = longest * 3 // 2 + FEWEST
+    if beyond <= LONGEST:
+        return beyond
+    return FEWEST if longest > LONGEST else LONGEST
 
 
 @torch.no_grad()

@@ -37,13 +37,11 @@ class LossSettings:
     seed: int = 0
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return the denominator of the summed loss of responses of these lengths [S], however they
-        are split into micro-batches."""
+        """Return the denominator of the summed loss of responses of these lengths [S]."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
-        return float(
-            len(lengths) * (self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1)
-        )
+        per_response = self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1
+        return float(len(lengths) * per_response)
 
     @cached_property
     def row(self) -> TokenLoss:
@@ -65,22 +63,12 @@ class LossSettings:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        names = (
-            "loss",
-            "loss_options",
-            "aggregation",
-            "clip_low",
-            "clip_high",
-            "kl",
-            "kl_coef",
-            "entropy_coef",
-        )
+        names = ["loss", "loss_options", "aggregation", "clip_low", "clip_high"]
+        names += ["kl", "kl_coef", "entropy_coef"]
         return {name: getattr(self, name) for name in names}
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient, given their advantages [S]; only if the loss
-        is not over_batch.
-        """
+        """Return which sequences [S] have a gradient; not if the loss is over_batch."""
         if (
             self.kl_coef
             or self.entropy_coef

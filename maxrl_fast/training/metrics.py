@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from maxrl_fast.runtime.device import to_host
+from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import UpdateMetrics
 
@@ -27,14 +27,12 @@ def step_metrics(
     rewards, rollouts = batch.sampled_rewards, batch.sampled
     solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
+    is_zero = advantages.view(batch.rewards.shape) == 0
     means = {
         "reward_mean": known.mean(),
         "pass_at_1": (known > 0.5).float().mean(),
         "frac_prompts_solved": solved.any(1).float().mean(),
-        "frac_groups_zero_variance": (advantages.view(batch.rewards.shape) == 0)
-        .all(1)
-        .float()
-        .mean(),
+        "frac_groups_zero_variance": is_zero.all(1).float().mean(),
         # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it
         # is too low.
         "entropy": -rollouts.logprobs.mean(),
@@ -50,11 +48,9 @@ def step_metrics(
         name: str, updates: Sequence[UpdateMetrics] = updates, otherwise: float = 0.0
     ) -> float:
         num_targets = sum(update.num_targets for update in updates)
-        return (
-            sum(getattr(update, name) for update in updates) / num_targets
-            if num_targets
-            else otherwise
-        )
+        if num_targets:
+            return sum(getattr(update, name) for update in updates) / num_targets
+        return otherwise
 
     names = dict.fromkeys(name for update in updates for name in update.own)
     own = {name: [update.own[name] for update in updates if name in update.own] for name in names}
@@ -64,13 +60,13 @@ def step_metrics(
 
     return {
         "step": batch.step,
-        **{name: float(value) for name, value in zip(means, to_host(*means.values()), strict=True)},
+        **host_numbers(means),
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         "ratio": over_targets("ratio", otherwise=1.0),
-        **{
-            name: over_targets(name)
-            for name in ("ratio_clamped", "clipped_low", "clipped_high", "kl")
-        },
+        "ratio_clamped": over_targets("ratio_clamped"),
+        "clipped_low": over_targets("clipped_low"),
+        "clipped_high": over_targets("clipped_high"),
+        "kl": over_targets("kl"),
         # In later updates the policy has changed, which would look like an error of the rollout
         # engine.
         "logprob_diff": over_targets("logprob_diff", updates[:1]),

@@ -1,6 +1,4 @@
-"""AdamW on float32 weights, its learning rate schedule, and the gradient variance that its moments
-imply.
-"""
+"""AdamW on float32 weights, its schedule, and the gradient variance from its moments."""
 
 import math
 from dataclasses import dataclass

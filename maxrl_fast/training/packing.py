@@ -69,12 +69,7 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs micro-batches of a step's rollouts.
-
-    Args:
-        advantages: [S] of all rollouts.
-        merge_cost: from `merge_cost`; 0: every prompt with more than one response is shared.
-    """
+    """Packs micro-batches of a step's rollouts, which have `advantages` [S]."""
 
     prompts: Prompts
     rollouts: Rollouts
@@ -87,9 +82,7 @@ class Packer:
 
     @cached_property
     def _on_host(self) -> list[Tensor]:
-        """Read cu_seqlens of prompts and of responses, and the advantages, from the device,
-        once.
-        """
+        """cu_seqlens of prompts and of responses, and advantages, read once."""
         return to_host(self.prompts.cu_seqlens, self.rollouts.cu_seqlens, self.advantages)
 
     @property
@@ -203,9 +196,7 @@ class Packer:
         )
 
     def _is_cheaper_whole(self, prompt_lengths: Tensor, inputs: Tensor, group: Tensor) -> Tensor:
-        """Return for which groups [G] repeating the prompt with each response is cheaper than
-        sharing it.
-        """
+        """Return the groups [G] in which repeating the prompt is cheaper than sharing it."""
         num_responses, num_inputs = (
             torch.zeros_like(prompt_lengths).index_add(0, group, x)
             for x in (torch.ones_like(group), inputs)
@@ -248,9 +239,7 @@ class Packer:
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
-        """Divide the chosen sequences among the ranks by whole groups, with about the same number
-        of tokens for each rank.
-        """
+        """Divide sequences among the ranks by whole groups of about equal numbers of tokens."""
         prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
         # [G'], [S] into groups
         groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)

@@ -40,13 +40,10 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """Splits samples into micro-batches for all ranks, and computes per-token values of a model.
+    """Splits samples into micro-batches of at most `token_budget` tokens for all ranks, and
+    computes per-token values of a model.
 
-    Args:
-        token_budget: largest number of tokens in one pass.
-        dtype: of the computation.
-        merge_cost: from packing.merge_cost.
-        shares_weights: whether each rank holds only a shard of every weight (FSDP2).
+    `shares_weights`: each rank holds only a shard of every weight (FSDP2).
     """
 
     ranks: Ranks
@@ -91,9 +88,7 @@ class Passes:
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the distributions of the same tokens. All ranks must
-        call this.
-        """
+        """Like `logprobs`, the entropies in nats."""
         return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 1]
 
     def logprobs_and_entropies(
@@ -117,11 +112,9 @@ class Passes:
     ) -> Tensor:
         """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are
         ascending. All ranks must call this."""
-        packer, sequences, device = (
-            self.packer(samples),
-            sequences.cpu(),
-            samples.rollouts.tokens.device,
-        )
+        packer = self.packer(samples)
+        sequences = sequences.cpu()
+        device = samples.rollouts.tokens.device
         results = torch.zeros(0, device=device)
         for batch, is_padding, _ in self.micro_batches(packer, sequences):
             if not is_padding or self.shares_weights or not results.numel():
@@ -133,8 +126,6 @@ class Passes:
             if not is_padding:
                 results[batch.target_index] = computed
         results = self.ranks.sum(results)
-        return (
-            results
-            if len(sequences) == len(samples.rollouts)
-            else results[packer.positions(sequences)]
-        )
+        if len(sequences) == len(samples.rollouts):
+            return results
+        return results[packer.positions(sequences)]

@@ -128,10 +128,8 @@ class PolicyReward:
         return AnswerScores(sums.exp(), _components(parts), continued, lengths)
 
     def _references(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        references, num_rollouts = (
-            self.task.reference_answers(prompts, rollouts),
-            len(rollouts) // len(prompts),
-        )
+        references = self.task.reference_answers(prompts, rollouts)
+        num_rollouts = len(rollouts) // len(prompts)
         for s, reference in enumerate(references):
             if not reference.answer:
                 index = int(prompts.ids[s // num_rollouts])
@@ -159,9 +157,7 @@ class PolicyReward:
     def _answer_logprobs(
         self, prompts: Prompts, answered: list[Answered]
     ) -> tuple[Tensor, Tensor, Rollouts]:
-        """Return the packed log-probs of the answer tokens, the answer lengths [S] in tokens, and
-        the sequences.
-        """
+        """Return packed log-probs of the answers, their lengths [S], and the sequences."""
         device = prompts.tokens.device
         sequences = Rollouts.given([a.tokens for a in answered]).to(device)
         (lengths,) = to_device(device, torch.tensor([a.num_answer for a in answered]))

@@ -90,9 +90,7 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
 
 
 def shard(model: PolicyModel, dtype: torch.dtype) -> None:
-    """Shard every weight over the ranks, in place (FSDP2). A layer's weights are gathered while it
-    computes.
-    """
+    """Shard every weight in place (FSDP2); a layer's are gathered while it computes."""
     # imported here: they take most of a second
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,9 +109,7 @@ def shard(model: PolicyModel, dtype: torch.dtype) -> None:
 
 
 def reshard(model: Any) -> None:
-    """Free the weights outside the layers, which stay gathered after a forward pass without a
-    backward pass.
-    """
+    """Free the weights that a forward pass without a backward pass leaves gathered."""
     if hasattr(model, "reshard"):  # sharded
         model.reshard()
 

@@ -40,11 +40,8 @@ class StepRecord:
 
 @dataclass
 class Trainer:
-    """Trains a policy, one step at a time.
-
-    Args:
-        updates_per_step: optimizer updates on each batch of rollouts, each on an equal share of its
-        prompts. correction: for a rollout engine whose log-probs differ from the policy's.
+    """Trains a policy, one step at a time. Each of `updates_per_step` optimizer updates uses an
+    equal share of a step's prompts.
     """
 
     collector: RolloutCollector
@@ -66,12 +63,10 @@ class Trainer:
             NonFiniteError, RewardError: naming the step and the prompt.
             InputError: if the rewards do not suit the objective.
         """
-        clock, learner, objective, lr = (
-            self.clock,
-            self.learner,
-            self.objective,
-            self.learning_rate.at(n),
-        )
+        clock = self.clock
+        learner = self.learner
+        objective = self.objective
+        lr = self.learning_rate.at(n)
         batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
         self.engine.sleep()
         if self.correction is not None:

@@ -1,6 +1,4 @@
-"""The warm start: supervised fine-tuning on solutions, with the learner of reinforcement
-learning.
-"""
+"""The warm start: supervised fine-tuning on solutions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.job.health import RULES, STEPS, Health
+from maxrl_fast.job.health import STEPS, Health, broken_rules
 from tests.test_train import SMALL, read
 
 HEALTHY = {
@@ -79,14 +79,11 @@ def test_a_lasting_condition_is_reported_once_with_its_number(kind):
 def test_each_rule_gives_its_value_and_message(kind):
     changes, value, words = UNHEALTHY[kind]
     unhealthy = [HEALTHY | changes] * STEPS
-    found = RULES[kind]([HEALTHY] * STEPS, unhealthy)
-    assert found is not None
-    assert found[0] == pytest.approx(value)
-    assert words in found[1]
-    assert RULES[kind]([HEALTHY] * STEPS, [HEALTHY] * STEPS) is None
-    assert all(
-        rule([HEALTHY] * STEPS, unhealthy) is None for name, rule in RULES.items() if name != kind
-    )
+    found = broken_rules([HEALTHY] * STEPS, unhealthy)
+    assert found.keys() == {kind}
+    assert found[kind][0] == pytest.approx(value)
+    assert words in found[kind][1]
+    assert broken_rules([HEALTHY] * STEPS, [HEALTHY] * STEPS) == {}
 
 
 def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():

@@ -1,6 +1,4 @@
-"""Generalized advantage estimation over packed responses (Schulman et al. 2016,
-arXiv:1506.02438).
-"""
+"""Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438)."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,4 @@
-"""Objectives with the advantages of an estimator (algorithms/estimators/), computed once per
-step.
-"""
+"""Objectives with the advantages of an estimator, computed once per step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,8 +31,7 @@ class GroupObjective(Objective):
     options: dict[str, Any]
     loss: str = "ppo"
     owns_loss: bool = False
-    # [G, N]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
 
     @property
     def row(self) -> Estimator:
@@ -42,11 +39,9 @@ class GroupObjective(Objective):
 
     @property
     def aggregation(self) -> str:
-        return (
-            AGGREGATIONS.get(self.estimator, "token_mean")
-            if isinstance(self.estimator, str)
-            else "token_mean"
-        )
+        if isinstance(self.estimator, str):
+            return AGGREGATIONS.get(self.estimator, "token_mean")
+        return "token_mean"
 
     @property
     def needs(self) -> Needs:

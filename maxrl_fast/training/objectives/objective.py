@@ -1,6 +1,4 @@
-"""The interface of objectives: the advantages that multiply each response's log-probs in the
-loss.
-"""
+"""The interface of objectives, which choose the advantages."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -17,7 +17,7 @@ from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage, log_ratio_reward
 from maxrl_fast.records import gather_sequences
-from maxrl_fast.runtime.device import to_device, to_host
+from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.group import GroupObjective
@@ -109,8 +109,10 @@ class OffPolicyObjective(GroupObjective):
         if not step.ratios:
             return {}
         ratios = torch.cat(step.ratios)
-        numbers = to_host(ratios.mean(), ratios.amin(), ratios.amax())
-        return {
-            f"sequence_ratio_{name}": float(x)
-            for name, x in zip(("mean", "min", "max"), numbers, strict=True)
-        }
+        return host_numbers(
+            {
+                "sequence_ratio_mean": ratios.mean(),
+                "sequence_ratio_min": ratios.amin(),
+                "sequence_ratio_max": ratios.amax(),
+            }
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.records import cumulative, gather_sequences
-from maxrl_fast.runtime.device import to_device, to_host
+from maxrl_fast.runtime.device import host_numbers, to_device
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective
@@ -34,14 +34,10 @@ class _Step:
 class PacsObjective(Objective):
     """The objectives pacs and pacs_paper.
 
-    Args:
-        beta: scale of the reward proxies, in reward per nat of log-ratio. score, class_weight:
-        score and weight of ops.pacs_loss. updates_per_step: with one, the policy is its own
-        reference and no forward pass is needed. has_actor: `pacs_paper`, with the actor term and a
-        frozen reference policy; otherwise the reference is the sampling
-            policy.
-        ref_reset_interval: number of steps after which the policy becomes the reference policy and
-            the optimizer restarts; 0: never.
+    `beta` is in reward per nat of log-ratio. With one update per step, the policy is its own
+    reference and no forward pass is needed. `has_actor` is for pacs_paper: the actor term, and a
+    frozen reference policy in place of the sampling policy. Every `ref_reset_interval` steps (0:
+    never) the policy becomes the reference and the optimizer restarts.
     """
 
     beta: float = 1.0
@@ -61,21 +57,13 @@ class PacsObjective(Objective):
         return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
-        reference = (
-            learner.reference
-            if self.has_actor
-            else learner.model
-            if self.updates_per_step > 1
-            else None
-        )
-        # Computed by the learner, not taken from the rollout engine: rounding differences would add
-        # up over a response.
-        ref_logprobs = (
-            None
-            if reference is None
-            else learner.passes.logprobs(reference, batch, batch.sequences)
-        )
-        cu_seqlens = torch.zeros(0) if ref_logprobs is None else batch.rollouts.cu_seqlens.cpu()
+        ref_logprobs, cu_seqlens = None, torch.zeros(0)
+        reference = learner.reference if self.has_actor else learner.model
+        if reference is not None and (self.has_actor or self.updates_per_step > 1):
+            # Computed by the learner, not taken from the rollout engine: rounding differences
+            # would add up over a response.
+            ref_logprobs = learner.passes.logprobs(reference, batch, batch.sequences)
+            cu_seqlens = batch.rollouts.cu_seqlens.cpu()
         self._step = _Step(
             batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten())
         )
@@ -85,9 +73,8 @@ class PacsObjective(Objective):
         step = self._step
         assert step is not None, "begin comes first"
         device, sequences = step.values.device, sequences.cpu()
-        group_sizes = (sequences // step.batch.num_rollouts).unique_consecutive(return_counts=True)[
-            1
-        ]
+        groups = sequences // step.batch.num_rollouts
+        _, group_sizes = groups.unique_consecutive(return_counts=True)
         offsets, chosen = to_device(device, cumulative(group_sizes), sequences)
         if step.ref_logprobs is None:
             proxies = torch.zeros(len(sequences), device=device)
@@ -117,18 +104,13 @@ class PacsObjective(Objective):
     def end(self) -> dict[str, float]:
         step, self._step = self._step, None
         assert step is not None, "begin comes first"
-        if (
-            self.has_actor
-            and self.ref_reset_interval
-            and step.batch.step % self.ref_reset_interval == 0
-        ):
+        interval = self.ref_reset_interval
+        if self.has_actor and interval and step.batch.step % interval == 0:
             step.learner.restart_from_reference()
         metrics = step.metrics
-        means = {
-            name: sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics)
-            for name in metrics[0]
-        }
-        return {
-            f"pacs_{name}": float(value)
-            for name, value in zip(means, to_host(*means.values()), strict=True)
-        }
+        return host_numbers(
+            {
+                f"pacs_{name}": sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics)
+                for name in metrics[0]
+            }
+        )

@@ -1,6 +1,4 @@
-"""PPO with a critic: token advantages from a learned value function, which is trained after each
-step's policy updates.
-"""
+"""PPO with a critic, which is trained after each step's policy updates."""
 
 import contextlib
 import math
@@ -104,9 +102,7 @@ class PpoObjective(Objective):
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
-    """Return the critic's value of the state before each token, float32 [T], the same on all ranks;
-    all must call this.
-    """
+    """Return the critic's value before each token, float32 [T]; all ranks must call this."""
     assert learner.critic is not None
 
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -125,15 +121,11 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, the same step on all ranks,
-    which must all call this.
+    which must all call this. Return the loss, and the gradient norm before clipping.
 
-    Args:
-        old_values, returns: [T] of all samples. sequences: int64 on the host, ascending: the
-        samples of this update. The loss is the mean over their tokens; without
-            tokens there is no step.
-
-    Returns:
-        The loss, and the gradient norm before clipping.
+    `old_values` and `returns` are [T] of all samples. `sequences`, int64 on the host and ascending,
+    are the samples of this update. The loss is the mean over their tokens; without tokens there is
+    no step.
 
     Raises:
         NonFiniteError: if one of them is not finite; the critic's weights are unchanged.

@@ -1,6 +1,4 @@
-"""RiskPO: advantages from the scores of bundles of prompts, relative to quantiles that are tracked
-over the run.
-"""
+"""RiskPO: advantages from scores of bundles of prompts, relative to tracked quantiles."""
 
 import math
 from dataclasses import dataclass, field
@@ -45,8 +43,7 @@ class RiskpoObjective:
     quantiles: Tensor = field(
         default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False
     )
-    # [G, N]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
     # [papers with a score]
     _scores: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 

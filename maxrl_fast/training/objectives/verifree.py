@@ -1,6 +1,4 @@
-"""VeriFree: the probability of the reference answer is the reward of the reasoning, and is itself
-trained.
-"""
+"""VeriFree: the probability of the reference answer is the reward, and is itself trained."""
 
 from dataclasses import dataclass, field
 
@@ -31,8 +29,7 @@ class VerifreeObjective(Objective):
     loss: str = "reinforce"
     aggregation: str = "seq_mean_token_sum"
     owns_loss: bool = False
-    # [S]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [S]
 
     @property
     def needs(self) -> Needs:

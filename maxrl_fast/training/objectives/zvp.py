@@ -31,8 +31,7 @@ class ZvpObjective(Objective):
     loss: str = "ppo"
     aggregation: str = "token_mean"
     owns_loss: bool = False
-    # [G, N]
-    _values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
+    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
 
     @property
     def needs(self) -> Needs:

@@ -252,21 +252,35 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
         (tmp_path / "again" / "samples.jsonl").read_bytes(),
         (finished / "samples.jsonl").read_bytes(),
     )
-    best = (trained / "best").resolve()
-    # a run's folder means its best checkpoint
-    assert (same == other) == (best == (trained / "latest").resolve())
-    assert read(tmp_path / "again")["checkpoint"] == str(best)
-    assert run(best, "--out", tmp_path / "third", "--prompts", "3") == 0
+    latest = (trained / "latest").resolve()
+    assert same == other
+    # a run's folder means its latest checkpoint
+    assert read(tmp_path / "again")["checkpoint"] == str(latest)
+    assert run(latest, "--out", tmp_path / "third", "--prompts", "3") == 0
     third = (tmp_path / "third" / "samples.jsonl").read_bytes()
     assert third
     assert same.startswith(third)  # a sample does not depend on how many prompts there are
-    assert run(best, "--out", tmp_path / "fourth", "--seed", "5") == 0
+    assert run(latest, "--out", tmp_path / "fourth", "--seed", "5") == 0
     fourth = samples_of(tmp_path / "fourth")
     # the run's mazes
     assert [s["prompt"] for s in fourth] == [s["prompt"] for s in samples_of(tmp_path / "again")]
     assert [s["response"] for s in fourth] != [
         s["response"] for s in samples_of(tmp_path / "again")
     ]
+
+
+def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
+    """`best` may be a checkpoint from before training; `latest` is said with its step."""
+    first = trained / "checkpoints" / "step-000000"
+    assert run(first, "--baseline", first, "--out", tmp_path / "out") == 2
+    assert (
+        f"--baseline must be another checkpoint than {first.resolve()}" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+    assert run(trained, "--baseline", first, "--out", tmp_path / "out") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step-000003, the policy after step 3 of 3; task maze" in said
+    assert "step-000000, the policy after step 0 of 3" in said
 
 
 def test_flags_override_the_runs_options(trained, tmp_path, capsys):

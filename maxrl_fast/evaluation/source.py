@@ -16,6 +16,19 @@ class Source:
     name: str  # for tables and file names
     run: Path | None = None  # the folder of the run that it lies in
 
+    def describe(self) -> str:
+        """Return the path, and of a run's checkpoint after which of its steps it was saved."""
+        if self.run is None:
+            return str(self.checkpoint)
+        try:
+            record = read_json(self.checkpoint / "progress.json")
+            phase, step = record["progress"]["phase"], int(record["progress"]["step"])
+            total = int(record["options"]["steps" if phase == "training" else "sft_steps"])
+        except (InputError, KeyError, TypeError, ValueError):  # not one of this version
+            return str(self.checkpoint)
+        kind = "step" if phase == "training" else "warm start step"
+        return f"{self.checkpoint}, the policy after {kind} {step} of {total}"
+
 
 def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
     """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if
@@ -37,13 +50,11 @@ def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
     if not (path / "config.json").exists():
         raise InputError(f"{wanted}, got {path}, which has no config.json")
     if _is_run(path):
-        found = next((path / link for link in ("best", "latest") if (path / link).is_dir()), None)
-        if found is None:
+        if not (path / "latest").is_dir():
             raise InputError(
-                f"{path} is the folder of a run without a checkpoint: neither best nor latest is "
-                "there"
+                f"{path} is the folder of a run without a checkpoint: it has no latest"
             )
-        path = found
+        path = path / "latest"
     path = path.resolve()
     run = next((folder for folder in list(path.parents)[:2] if _is_run(folder)), None)
     return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)

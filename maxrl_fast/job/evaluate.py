@@ -204,6 +204,11 @@ def _baseline(
         found = differences(baseline.settings, settings)
     else:
         source = find_source(path, "--baseline")
+        if source.checkpoint == policy.source.checkpoint:
+            raise InputError(
+                f"--baseline must be another checkpoint than {policy.source.checkpoint}, which is "
+                "evaluated"
+            )
         task = build_task(
             config.task, config.place.task_seed, source.checkpoint, config.reward.reward
         )
@@ -227,7 +232,7 @@ def _introduction(
 ) -> Iterator[str]:
     source, sampling, measure = policy.source, config.sampling, config.measure
     yield (
-        f"maxrl_fast {maxrl_fast.__version__}: {source.checkpoint}, task {policy.task.name}, seed "
+        f"maxrl_fast {maxrl_fast.__version__}: {source.describe()}; task {policy.task.name}, seed "
         f"{sampling.seed}"
     )
     if source.run is not None:
@@ -252,7 +257,7 @@ def _introduction(
         f"{policy.engine.describe()}"
     )
     if baseline is not None:
-        named = baseline.source.checkpoint if isinstance(baseline, Policy) else measure.baseline
+        named = baseline.source.describe() if isinstance(baseline, Policy) else measure.baseline
         yield f"baseline: {named}"
     yield f"results in {config.place.out}"
 

@@ -17,7 +17,7 @@ LOGITS, HIDDEN, WEIGHT, OLD, PROXIES = (
     for shape in [(T, V), (T, H), (V, H), (T,), (4,)]
 )
 TARGETS = torch.randint(0, V, (T,), generator=GENERATOR)
-BOUNDS, ADVANTAGES, LIKELIHOODS = (
+BOUNDS, ADVANTAGES, LABELS = (
     torch.tensor([0, 2, T]),
     torch.tensor([1.0, -0.5]),
     torch.tensor([0.0, 1.0, 0.0, 1.0]),
@@ -61,7 +61,7 @@ CASES = {
         lambda x: ops.log_ratio_reward(x, OLD, BOUNDS).square().sum(),
         OLD * 2,
     ),
-    "pacs_loss": ("pacs_loss", lambda x: ops.pacs_loss(x, LIKELIHOODS, 2)[0], PROXIES),
+    "pacs_loss": ("pacs_loss", lambda x: ops.pacs_loss(x, LABELS, 2)[0], PROXIES),
     "attention": (
         "shared_prompt_attention",
         lambda x: shared_prompt_attention(x, x, x, LAYOUT).square().sum(),

@@ -85,7 +85,7 @@ def test_ei_and_l2o_are_unbiased_and_l1o_has_its_closed_form_bias(
     groups = tuples(4, n)
     exact, bias = bandits.exact_gradient(k), bandits.exact_bias(k, n)
     assert (bias.norm(dim=-1) > 0.02 * exact.norm(dim=-1)).all()
-    for name in bandit.LIKELIHOODS:
+    for name in bandit.LABELS:
         wanted = exact + bias if name == "ei_l1o" else exact
         for s, probabilities in enumerate(bandits.probabilities):
             advantages = group_advantage(bandits.rewards[s][groups], name, k=k)
@@ -107,7 +107,7 @@ def explicit(bandits, actions: Tensor, name: str, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("name", list(bandit.LIKELIHOODS))
+@pytest.mark.parametrize("name", list(bandit.LABELS))
 def test_mean_and_squared_norms_equal_explicit_gradients(name: str, ties: bool) -> None:
     bandits = tiny_bandits(ties)
     batches = bandits.sample(50, 7, generator())
@@ -141,7 +141,7 @@ def test_errors_use_the_mean_of_all_batches_so_far() -> None:
     found = bandit.errors(bandits, n, k, [1, 7], generator(6))
     again = generator(6)
     actions = torch.cat([bandits.sample(size, n, again).actions for size in (1, 6)], 1)
-    for e, name in enumerate(bandit.LIKELIHOODS):
+    for e, name in enumerate(bandit.LABELS):
         of_all = explicit(bandits, actions, name, k)
         for i, num_batches in enumerate((1, 7)):
             wanted = (of_all[:, :num_batches].mean(1) - bandits.exact_gradient(k)).norm(dim=-1)
@@ -153,7 +153,7 @@ def test_the_mean_converges_to_the_exact_gradient_plus_the_bias_of_l1o() -> None
     found = bandit.errors(bandits, n, k, [num_batches], generator(7))[:, 0]
     actions = bandits.sample(2000, n, generator(8)).actions
     variance = torch.stack(
-        [explicit(bandits, actions, name, k).var(1).sum(-1) for name in bandit.LIKELIHOODS]
+        [explicit(bandits, actions, name, k).var(1).sum(-1) for name in bandit.LABELS]
     )
     noise = (variance / num_batches).sqrt()  # standard deviation of the mean
     bias = bandits.exact_bias(k, n).norm(dim=-1)

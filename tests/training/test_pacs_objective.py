@@ -20,7 +20,7 @@ from tests.models import response_logits, tiny_decoder
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
-LIKELIHOODS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
+LABELS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
 SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=0.9)
 
 
@@ -55,7 +55,7 @@ def whole_gradient(model, rollouts, reference, sequences, score, class_weight, a
     logp = logprobs(model, rollouts)
     proxies = log_ratio_reward(logp, reference, rollouts.cu_seqlens, 0.7)[sequences]
     loss, metrics = pacs_loss(
-        proxies, LIKELIHOODS.flatten()[sequences], N, score=score, weight=class_weight
+        proxies, LABELS.flatten()[sequences], N, score=score, weight=class_weight
     )
     if actor:
         sums = log_ratio_reward(logp, torch.zeros_like(logp), rollouts.cu_seqlens)[sequences]
@@ -83,7 +83,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
     pacs = make_pacs(is_paper, updates_per_step=3, score=score, class_weight=class_weight)
     with torch.no_grad():
         ref_logprobs = logprobs(reference or model, rollouts)
-    samples = collected(Samples(PROMPTS, rollouts), LIKELIHOODS)
+    samples = collected(Samples(PROMPTS, rollouts), LABELS)
     pacs.begin(samples, learner)
     for sequences in samples.minibatches(3):
         before = copy.deepcopy(model)
@@ -115,7 +115,7 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
         Passes, "logprobs", lambda *_: pytest.fail("the policy is its own reference")
     )
     pacs = make_pacs()
-    samples = collected(Samples(PROMPTS, rollouts), LIKELIHOODS)
+    samples = collected(Samples(PROMPTS, rollouts), LABELS)
     pacs.begin(samples, make_learner(model))
     everything = torch.arange(3 * N)
     advantages = pacs.advantages(everything)
@@ -134,11 +134,11 @@ def test_baselines_leave_out_rollouts_without_a_reward():
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = valid[2, 3] = False
     pacs = make_pacs()
-    samples = collected(Samples(PROMPTS, sampled(model)), LIKELIHOODS * valid, valid)
+    samples = collected(Samples(PROMPTS, sampled(model)), LABELS * valid, valid)
     pacs.begin(samples, make_learner(model))
     advantages = pacs.advantages(samples.scored_indices).view(3, N)
     pacs.end()
-    for labels, known, actual in zip(LIKELIHOODS, valid, advantages, strict=True):
+    for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
         outcome = labels[known]
         proxies = torch.zeros(len(outcome), requires_grad=True)
         others = (proxies.sum() - proxies) / (len(outcome) - 1)
@@ -174,7 +174,7 @@ def test_the_reference_and_the_optimizer_are_reset():
     pacs = make_pacs(is_paper=True, interval=2)
     everything = torch.arange(3 * N)
     for step in (1, 2, 3):
-        samples = collected(Samples(PROMPTS, rollouts), LIKELIHOODS, step=step)
+        samples = collected(Samples(PROMPTS, rollouts), LABELS, step=step)
         pacs.begin(samples, learner)
         learner.update(samples, pacs.advantages(everything), everything, when="step", lr=1e-2)
         pacs.end()

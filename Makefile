@@ -52,7 +52,7 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 test: lint  ## lint, then the tests that are not slow: before each commit (5 minutes)
 	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
 
-test-all: lint  ## lint, then all tests of the CPU (18 minutes)
+test-all: lint  ## lint, then all tests of the CPU (14 minutes)
 	$(PYTEST)
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)
@@ -78,10 +78,10 @@ test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL,
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (3 minutes)
 	tests/dist/dist.sh $(PYTHON)
 
-test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (10 minutes)
+test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (7 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
 
-sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (10 minutes)
+sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (8 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
 gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: build, tests and benchmarks; bench/README.md (at most 9 minutes)

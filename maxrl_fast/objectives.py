@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -192,7 +193,7 @@ def _corrections() -> dict[str, tuple[str, str, str, str]]:
 def _table(columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str) -> Table:
     table = Table("name", *columns, show_lines=True, caption=notation, caption_justify="left")
     for name, cells in rows.items():
-        table.add_row(name, *cells)
+        table.add_row(name, *map(escape, cells))  # rich takes brackets for markup
     return table
 
 

@@ -17,6 +17,7 @@ def test_the_table_has_every_estimator(capsys):
     assert main([]) == 0
     words = capsys.readouterr().out.split()
     assert {*ESTIMATORS, *OBJECTIVES, *LOSSES, *CORRECTIONS} <= set(words)
+    assert "[sg(rho)" in words  # rich does not take the brackets of a formula for markup
 
 
 @pytest.mark.parametrize("width", [60, 80, 129, 130, 200])

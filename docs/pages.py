@@ -10,12 +10,7 @@ from pathlib import Path
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.options import Default, Option
-from maxrl_fast.training.objectives.registry import (
-    DEFAULT_K,
-    OBJECTIVES,
-    OWN,
-    objective_options,
-)
+from maxrl_fast.training.objectives.registry import OBJECTIVES, OWN, objective_options
 
 OBJECTIVE_PAGES = Path(__file__).parent / "objectives"
 HEADING = "## Facts"
@@ -29,9 +24,8 @@ def escaped(text: str) -> str:
 
 def default_of(option: Option) -> str:
     """Return the default as text: a number, or how it depends on the others."""
-    sizes = {"k": str(DEFAULT_K), "order": "N-1"}
     default = option.find(Default)
-    return sizes.get(option.name) or (default.text if default else str(option.default))
+    return default.text if default else str(option.default)
 
 
 def facts(name: str) -> list[str]:

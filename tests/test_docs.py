@@ -314,4 +314,4 @@ def test_the_options_page_has_the_order_of_help(
     seldom = {f"--{name.replace('_', '-')}" for name in names_with(Config, Note.SELDOM)}
     assert shown.isdisjoint(seldom)
     assert shown | seldom == set(listed)
-    assert "| `--k` | `k` | `INT` | 4 | Size of max@k" in page()
+    assert "| `--k` | `k` | `INT` | 4, or the largest that fits N | Size of max@k" in page()

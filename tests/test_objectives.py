@@ -10,7 +10,7 @@ from maxrl_fast import objectives
 from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS, LOSSES
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objectives.registry import OBJECTIVES
+from maxrl_fast.training.objectives.registry import OBJECTIVES, make_objective, objective_defaults
 
 
 def test_the_table_has_every_estimator(capsys):
@@ -45,6 +45,15 @@ def test_every_row_is_complete():
         "verifree",
         "ppo",
     }
+
+
+@pytest.mark.parametrize("name", [name for name, row in ESTIMATORS.items() if row.size])
+def test_the_default_size_fits_the_number_of_rollouts(name):
+    if name in OBJECTIVES:  # not for a baseline alone
+        make_objective(name, {}, 3)
+        size = ESTIMATORS[name].size
+        assert objective_defaults(name, 16)[size.name] == (4 if size.name == "k" else 15)
+        assert objective_defaults(name, 3)[size.name] == 3 - size.below_n
 
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):

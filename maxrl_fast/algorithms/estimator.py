@@ -58,7 +58,7 @@ class Size:
     def option(self) -> Option:
         what, default = "Order at which the series of maxrl is truncated", "N-1"
         if self.name == "k":
-            what, default = "Size of max@k, in rollouts", "4"
+            what, default = "Size of max@k, in rollouts", "4, or the largest that fits N"
         return Option(self.name, int, None, f"{what}: {self.wanted()}.", (Default(default),))
 
     def wanted(self, n: int | None = None) -> str:

@@ -256,8 +256,10 @@ def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
     defaults = {option: row.default for option, row in objective_options(name).items()}
     size = None if name in OWN else _row(name).size
     if size is not None:
-        largest_k = num_rollouts if is_custom(name) else DEFAULT_K
-        defaults[size.name] = min(DEFAULT_K, largest_k) if size.name == "k" else num_rollouts - 1
+        largest = num_rollouts - size.below_n
+        if size.name == "k":
+            largest = max(size.smallest, min(DEFAULT_K, largest))
+        defaults[size.name] = largest
     return defaults
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS
-from maxrl_fast.algorithms.options import Default, Option
+from maxrl_fast.config.options_page import default_text, escaped
 from maxrl_fast.training.objectives.registry import OBJECTIVES, OWN, objective_options
 
 OBJECTIVE_PAGES = Path(__file__).parent / "objectives"
@@ -17,22 +17,11 @@ HEADING = "## Facts"
 COLUMNS = ("name", "advantage", "weight W_N(p)", "needs", "options", "source")
 
 
-def escaped(text: str) -> str:
-    """Return text that Markdown shows as it is in a cell of a table."""
-    return re.sub(r"([*<\[\]|])", r"\\\1", text)
-
-
-def default_of(option: Option) -> str:
-    """Return the default as text: a number, or how it depends on the others."""
-    default = option.find(Default)
-    return default.text if default else str(option.default)
-
-
 def facts(name: str) -> list[str]:
-    """Return the cells of an objective's row, or of an estimator's that is no objective."""
+    """Return the cells of the row of an objective, or of an estimator that is only a baseline."""
     row = OWN[name] if name in OWN else ESTIMATORS[name]
     options = objective_options(name) if name in OBJECTIVES else {}
-    flags = [f"`{option.flag}` ({default_of(option)})" for option in options.values()]
+    flags = [f"`{option.flag}` ({default_text(option)})" for option in options.values()]
     weight = ESTIMATORS[name].weight if name in ESTIMATORS else "-"
     texts = [escaped(text) for text in (row.formula, weight, row.needs)]
     return [f"`{name}`", *texts, ", ".join(flags) or "-", escaped(row.source)]

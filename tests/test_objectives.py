@@ -47,13 +47,12 @@ def test_every_row_is_complete():
     }
 
 
-@pytest.mark.parametrize("name", [name for name, row in ESTIMATORS.items() if row.size])
+@pytest.mark.parametrize("name", [n for n in OBJECTIVES if n in ESTIMATORS and ESTIMATORS[n].size])
 def test_the_default_size_fits_the_number_of_rollouts(name):
-    if name in OBJECTIVES:  # not for a baseline alone
-        make_objective(name, {}, 3)
-        size = ESTIMATORS[name].size
-        assert objective_defaults(name, 16)[size.name] == (4 if size.name == "k" else 15)
-        assert objective_defaults(name, 3)[size.name] == 3 - size.below_n
+    make_objective(name, {}, 3)
+    size = ESTIMATORS[name].size
+    assert objective_defaults(name, 16)[size.name] == (4 if size.name == "k" else 15)
+    assert objective_defaults(name, 3)[size.name] == 3 - size.below_n
 
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):

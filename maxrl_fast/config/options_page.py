@@ -105,7 +105,7 @@ def _for_tyro(option: Option, values: Mapping[str, Any]) -> Any:
     if option.find(Default) is None and option.default is not None:
         return Annotated[kind, tyro.conf.arg(help=option.help)]
     default = option.find(Default)
-    text = default.chosen(values) if default and default.chosen else _default_text(option)
+    text = default.chosen(values) if default and default.chosen else default_text(option)
     hint = f"(default: {text})"
     return Annotated[
         kind, tyro.conf.arg(help=option.help, metavar=_metavar(option), help_behavior_hint=hint)
@@ -121,7 +121,7 @@ def _metavar(option: Option) -> str:
     )
 
 
-def _default_text(option: Option) -> str:
+def default_text(option: Option) -> str:
     default = option.find(Default)
     return (
         default.text
@@ -158,7 +158,7 @@ def page() -> str:
     """The whole page."""
     parts = [_HEAD]
     for name, purpose, rows in groups():
-        parts.append(f"## {name.capitalize()} options\n\n{_escaped(purpose)}\n\n{_table(rows)}")
+        parts.append(f"## {name.capitalize()} options\n\n{escaped(purpose)}\n\n{_table(rows)}")
     return "\n".join(parts)
 
 
@@ -181,7 +181,7 @@ def _row_of_objectives(options: Mapping[str, Option]) -> Row:
 def _row(option: Option) -> Row:
     flag, is_flag = f"`{option.flag}`", option.kind is bool
     default = (
-        f"`{option.default}`" if option.find(Default) is None else _escaped(_default_text(option))
+        f"`{option.default}`" if option.find(Default) is None else escaped(default_text(option))
     )
     if is_flag or option.default == "":
         default = "on" if option.default else "off" if is_flag else "none"
@@ -195,11 +195,11 @@ def _row(option: Option) -> Row:
         key="none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`",
         kind=kind,
         default=default if option.default is not None or option.of(Default) else "must be given",
-        help=_escaped(option.help),
+        help=escaped(option.help),
     )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown shows as it is, also in a table; what stands in backquotes is left
     alone.
     """

@@ -92,9 +92,8 @@ class DeviceDecoder:
         keys: [S] int64, which select the random numbers. budget: bytes of the KV cache and a step's
         tensors; the longest prompt and a response fit.
         """
-        is_gpu = (
-            self.device.type == "cuda"
-        )  # graphs are captured and replayed on the current device
+        # Graphs are captured and replayed on the current device.
+        is_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
             shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
             batch = self._batch_for(shape, budget)

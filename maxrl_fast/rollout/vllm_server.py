@@ -49,9 +49,8 @@ class VllmServerEngine:
     """Samples responses with a vLLM server. Random numbers depend on (seed, step, prompt id,
     sample).
 
-    model: the policy that the server was started with. url: such as http:
-
-    127.0.0.1:8000. ranks: the processes of the run, which all ask this server. filters_tokens: see
+    model: the policy that the server was started with. url: such as http://127.0.0.1:8000. ranks:
+    the processes of the run, which all ask this server. filters_tokens: see
     `vllm_shared.logprobs_mode`.
 
     Raises InputError if no server answers, or it has another version or other options.

@@ -179,8 +179,11 @@ def test_files_that_are_not_parquet_are_refused(tmp_path):
             jsonl.read_lines(path, "prompt")
 
 
+DEFAULTS = RewardOptions()
+
+
 @contextlib.contextmanager
-def scored(task, count, texts, options=RewardOptions()):  # noqa: B008
+def scored(task, count, texts, options=DEFAULTS):
     """Give the scorer, and its rewards of responses to the first prompts."""
     with contextlib.closing(build_scorer(options, task)) as scorer:
         given = Rollouts.given([task._text.encode_response(text) for text in texts])

@@ -158,7 +158,7 @@ def run(
 
     Raises:
         InputError: if an option is unknown or wrong, with the command line's message.
-        NonFiniteError, RewardError, StorageError, ServerError: if the run failed. The message names
+        NonFiniteError, RewardError, StorageError, EngineError: if the run failed. The message names
         the last checkpoint.
     """
     given: dict[str, Any] = (

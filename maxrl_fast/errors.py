@@ -29,12 +29,12 @@ class StorageError(RuntimeError):
     advice = "Free some disk space, or remove what is in the way; then continue with --resume."
 
 
-class ServerError(RuntimeError):
-    """A server that the run needs does not answer, or not as it should. The message says which and
-    how; exit code 1.
+class EngineError(RuntimeError):
+    """A rollout engine or its server does not answer, or returned what cannot be true. The message
+    says which and how; exit code 1.
     """
 
-    advice = "Start the server again, then continue with --resume."
+    advice = "Restart the server or mend the engine, then continue with --resume."
 
 
 class RewardError(RuntimeError):

@@ -13,7 +13,7 @@ from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, source_location
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.errors import InputError, ServerError, StorageError
+from maxrl_fast.errors import EngineError, InputError, StorageError
 from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.job.launch import Job, find_policy
@@ -27,7 +27,7 @@ from maxrl_fast.training.sharding import fills_half
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a
-    failing server; 2 on bad input; 129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of
+    failing engine; 2 on bad input; 129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of
     torchrun ends instead of returning."""
     protect_output()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = ending.code
     except KeyboardInterrupt:
         code = 130
-    except (StorageError, ServerError) as error:
+    except (StorageError, EngineError) as error:
         Screen().error(str(error))
         code = 1
     except torch.OutOfMemoryError as error:

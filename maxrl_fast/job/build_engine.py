@@ -6,6 +6,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout.checked import CheckedEngine
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
@@ -29,7 +30,7 @@ def build_engine(
     vllm_tensor_parallel: int = 1,
     vllm_url: str | None = None,
     filters_tokens: bool = False,
-) -> Engine:
+) -> CheckedEngine:
     """Build a rollout engine with the model's weights: "native", "vllm", or a custom class.
 
     vLLM samples `max_batch` responses at once, and must know at its start whether sampling
@@ -41,14 +42,17 @@ def build_engine(
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
+    engine: Engine
     if vllm_url is not None:
         from maxrl_fast.rollout.vllm_server import VllmServerEngine
 
-        return VllmServerEngine(model, dtype, vllm_url, ranks=ranks, filters_tokens=filters_tokens)
-    if name == "vllm":
+        engine = VllmServerEngine(
+            model, dtype, vllm_url, ranks=ranks, filters_tokens=filters_tokens
+        )
+    elif name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # not installed everywhere
 
-        return VllmEngine(
+        engine = VllmEngine(
             model,
             dtype,
             cache_bytes=cache_bytes,
@@ -57,21 +61,24 @@ def build_engine(
             tensor_parallel=vllm_tensor_parallel,
             filters_tokens=filters_tokens,
         )
-    if name not in ENGINES:
+    elif name not in ENGINES:
         offered = {"model": model, "dtype": dtype, "max_batch": max_batch}
         offered["ranks"] = ranks or Ranks()
         # an engine without this parameter refuses it
         limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        return build_plugin("rollout", name, Engine, offered, limit, hint)
-    engine: NativeEngine | TransformersEngine
-    if isinstance(model, HuggingFacePolicy):
-        engine = TransformersEngine(model, dtype, cache_bytes=cache_bytes)
+        engine = build_plugin("rollout", name, Engine, offered, limit, hint)
     else:
-        assert isinstance(model, Decoder)
-        engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
-    engine.sequence_bytes(task.prompt_length, max_new_tokens)  # refuses a cache that is too small
-    return engine
+        own: NativeEngine | TransformersEngine
+        if isinstance(model, HuggingFacePolicy):
+            own = TransformersEngine(model, dtype, cache_bytes=cache_bytes)
+        else:
+            assert isinstance(model, Decoder)
+            own = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+        # refuses a cache that is too small
+        own.sequence_bytes(task.prompt_length, max_new_tokens)
+        engine = own
+    return CheckedEngine(engine, name, model.config.vocab_size)
 
 
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
@@ -83,14 +90,14 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
     """
     if name not in ENGINES:
         engine.load_weights(model)
-    elif not isinstance(model, HuggingFacePolicy) or isinstance(engine, TransformersEngine):
+    elif name == "native" or not isinstance(model, HuggingFacePolicy):
         return ""
     return check_engine(model, engine, name)
 
 
 def build_run_engine(
     config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None
-) -> Engine:
+) -> CheckedEngine:
     options = config.rollout
     return build_engine(
         options.rollout,

@@ -13,7 +13,7 @@ from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.errors import InputError, NonFiniteError, RewardError, ServerError, StorageError
+from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.build import build_collector, build_evaluator, build_fingerprints, build_trainer
 from maxrl_fast.job.build_engine import build_run_engine, compare_engine
 from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
@@ -275,7 +275,7 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 def supervise(
     checkpoints: Checkpoints, progress: Progress, files: RunFiles, screen: Screen, is_alone: bool
 ) -> Iterator[ExitStatus]:
-    """Run the body, and record how it ended. With several ranks a StorageError or ServerError is
+    """Run the body, and record how it ended. With several ranks a StorageError or EngineError is
     raised, so that the others end too.
     """
     ending = ExitStatus()
@@ -287,7 +287,7 @@ def supervise(
             f"{files.out} resumes it"
         )
         ending.code = 128 + error.signal
-    except (NonFiniteError, RewardError, StorageError, ServerError) as error:
+    except (NonFiniteError, RewardError, StorageError, EngineError) as error:
         _finish_saving(checkpoints, screen)
         kept = (
             f"the last good checkpoint is {checkpoints.newest}"
@@ -295,7 +295,7 @@ def supervise(
             else "no checkpoint was written"
         )
         sentence = f"{error}; {kept}. {error.advice}"
-        if isinstance(error, StorageError | ServerError) and not is_alone:
+        if isinstance(error, StorageError | EngineError) and not is_alone:
             raise type(error)(sentence) from error
         ending.code, ending.error = 1, type(error)(sentence)
     except (KeyboardInterrupt, SystemExit):  # the second signal

@@ -5,25 +5,28 @@ For vLLM 0.32: `/inference/v1/generate` takes and returns token ids (--enable-sc
 transfer of weights needs NCCL.
 """
 
-import http.client
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import socket
 import tempfile
+import threading
 import time
-import urllib.error
-import urllib.request
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from maxrl_fast.errors import InputError, ServerError, StorageError
+from maxrl_fast.errors import EngineError, InputError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
@@ -35,11 +38,15 @@ from maxrl_fast.rollout.vllm_shared import (
     rollouts_of,
     sampling_parameters,
 )
+from maxrl_fast.runtime.files import is_locked, locked
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
 QUESTION_LIMIT = 30.0  # seconds that the server may take for a short answer
 WORK_LIMIT = 1800.0  # seconds that it may take to sample a prompt's responses or to load weights
+TOKEN_BYTES = 1000  # of the answer for each sampled token, several times what vLLM writes
+ANSWER_BYTES = 1 << 24  # of any other answer
+WEIGHTS = "maxrl_fast-weights-"  # folders in the temporary directory
 MAX_REQUESTS = 256  # prompts sent at a time
 
 T = TypeVar("T")
@@ -72,12 +79,12 @@ class VllmServerEngine:
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"vllm_url must begin with http:// or https://, got {url}")
         try:
-            self.version: str = self._ask("/version", lambda answer: answer["version"])
+            self.version: str = self._ask("/version", lambda answer: str(answer["version"]))
             options: dict[str, Any] = self._ask(
                 "/server_info?config_format=json",
                 lambda answer: dict(answer["vllm_config"]["model_config"]),
             )
-        except ServerError as error:
+        except EngineError as error:
             raise InputError(f"{error}; {start}") from error
         check_version(self.version)
         if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
@@ -86,8 +93,12 @@ class VllmServerEngine:
             raise InputError(f"{whose} needs {wanted}, got {mode}; {start}")
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
-            self._folder = Path(tempfile.mkdtemp(prefix="maxrl_fast-weights-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            _remove_abandoned(self._folder)
+            self._folder = Path(tempfile.mkdtemp(prefix=WEIGHTS))
+            held = contextlib.ExitStack()  # the kernel frees the lock of a killed run
+            held.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            held.enter_context(locked(self._folder))
+            weakref.finalize(self, held.close)
         self.load_weights(model)
 
     def describe(self) -> str:
@@ -111,13 +122,13 @@ class VllmServerEngine:
             self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
             if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
                 what = "could not clear its prefix cache: it has other requests"
-                raise ServerError(f"the vLLM server at {self.url} {what}")
+                raise EngineError(f"the vLLM server at {self.url} {what}")
         self._ranks.wait_for_all()  # before the others sample
 
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """See `Engine.generate`. Raises ServerError if the server fails, or takes longer than
+        """See `Engine.generate`. Raises EngineError if the server fails, or takes longer than
         WORK_LIMIT."""
         check_request(prompts, num_samples, sampling, self.config)
         start, parameters = time.perf_counter(), sampling_parameters(sampling, num_samples)
@@ -131,12 +142,15 @@ class VllmServerEngine:
             for (a, b), index in zip(itertools.pairwise(bounds), prompts.ids.tolist(), strict=True)
         ]
 
+        most_bytes = ANSWER_BYTES + parameters["n"] * sampling.max_new_tokens * TOKEN_BYTES
+
         def sampled(request: dict[str, Any]) -> list[Sample]:
             return self._ask(
                 "/inference/v1/generate",
                 lambda answer: _samples(answer, parameters["n"]),
                 request,
                 WORK_LIMIT,
+                most_bytes,
             )
 
         pool = ThreadPoolExecutor(min(len(requests), MAX_REQUESTS))
@@ -153,52 +167,91 @@ class VllmServerEngine:
         """Do nothing: the server's memory is not the trainer's."""
 
     def _ask(
-        self, path: str, read: Callable[[Any], T], body: Any = None, limit: float = QUESTION_LIMIT
+        self,
+        path: str,
+        read: Callable[[Any], T],
+        body: Any = None,
+        limit: float = QUESTION_LIMIT,
+        most_bytes: int = ANSWER_BYTES,
     ) -> T:
         """Return `read` of the JSON answer to a GET request, or to a POST with a body.
 
-        Raises ServerError if `read` fails, or there is no answer within `limit` seconds.
+        Raises EngineError if `read` fails, the answer has more than `most_bytes`, or it has not
+        come as a whole within `limit` seconds.
         """
-        who = f"the vLLM server at {self.url}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"}
-        )
-        try:
-            with _OPENER.open(request, timeout=limit) as reply:
-                text = reply.read()
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read(500).decode(errors="replace").split())
-            raise ServerError(f"{who} answered {path} with status {error.code}: {said}") from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise ServerError(f"{who} has not answered {path} for {limit:g} s") from error
-            cause = reason or type(error).__name__
-            raise ServerError(
+        who, start = f"the vLLM server at {self.url}", time.monotonic()
+        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        with contextlib.ExitStack() as stack:
+            try:
+                url = urlsplit(self.url)
+                # It knows no proxy, which would be for the internet.
+                kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+                connection = stack.enter_context(
+                    contextlib.closing(kind(url.netloc, timeout=limit))
+                )
+                connection.connect()
+                # the timeout above is that of each read, which a reply that drips keeps
+                timer = threading.Timer(
+                    limit - (time.monotonic() - start), _shut_down, [connection.sock]
+                )
+                stack.callback(timer.cancel)
+                timer.start()
+                connection.request(method, url.path + path, data, headers)
+                reply = connection.getresponse()
+                text, error = reply.read(most_bytes + 1), None
+            except (OSError, HTTPException, ValueError) as caught:
+                text, error = b"", caught
+        if isinstance(error, TimeoutError) or time.monotonic() - start >= limit:
+            raise EngineError(f"{who} has not answered {path} for {limit:g} s") from error
+        if error is not None:
+            cause = str(error) or type(error).__name__
+            raise EngineError(
                 f"{who} cannot be reached, or closed the connection: {cause}"
             ) from error
+        if len(text) > most_bytes:
+            raise EngineError(f"{who} answered {path} with more than {most_bytes / 1e6:.0f} MB")
+        if reply.status != 200:
+            said = " ".join(text[:500].decode(errors="replace").split())
+            raise EngineError(f"{who} answered {path} with status {reply.status}: {said}")
         try:
             return read(json.loads(text))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             what = "with something else than expected"
-            raise ServerError(f"{who} answered {path} {what}: {text[:200]!r}") from error
+            raise EngineError(f"{who} answered {path} {what}: {text[:200]!r}") from error
 
 
-# a proxy of the environment is for the internet
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _shut_down(connection: socket.socket) -> None:
+    """End what another thread reads from a connection, which may have been closed since."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(
+            connection, socket.SHUT_RDWR
+        )  # not TLS's own, which is not for threads
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of weights that killed runs of this user have left."""
+    for folder in parent.glob(f"{WEIGHTS}*"):
+        with contextlib.suppress(OSError, InputError):  # another start removes it, or it is a link
+            is_own = folder.lstat().st_uid == os.getuid() and (folder / "lock").exists()
+            if is_own and not is_locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
-    """Return the samples in an answer; raise ValueError where they are not complete."""
+    """Return the samples in an answer; raise ValueError where they are not what was asked for."""
     samples = list[Sample]()
-    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
-        tokens = [int(token) for token in choice["token_ids"]]
-        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        is_complete = 0 < len(tokens) == len(logprobs)
+    for index, choice in enumerate(sorted(answer["choices"], key=lambda choice: choice["index"])):
+        tokens = choice["token_ids"]
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        is_complete = type(choice["index"]) is int and choice["index"] == index
+        is_complete &= 0 < len(tokens) == len(logprobs)
+        is_complete &= all(type(token) is int and 0 <= token < 1 << 31 for token in tokens)
+        # JSON's integers have any size, and its true and false are numbers of Python
+        is_complete &= all(type(x) in (int, float) and abs(x) < 1e30 for x in logprobs)
         if not is_complete or choice["finish_reason"] not in ("stop", "length"):
             raise ValueError("a sample is not complete")
-        samples.append((tokens, logprobs, choice["finish_reason"] == "length"))
+        samples.append((tokens, [*map(float, logprobs)], choice["finish_reason"] == "length"))
     if len(samples) != num_samples:
         raise ValueError("samples are missing")
     return samples

@@ -1,11 +1,15 @@
 """--rollout vllm with --vllm-url. Tests marked vllm need the real server (`make test-vllm`)."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -17,10 +21,11 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
-from maxrl_fast.errors import ServerError
+from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm_server as module
+from maxrl_fast.rollout.checked import CheckedEngine
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
@@ -53,18 +58,20 @@ class FakeServer:
         return 200, '{"results": [null]}'
 
     def generate(self, request):
-        """Return samples i that repeat the prompt's first token i + 1 times, in the wrong order."""
-        token, choices = request["token_ids"][0], []
-        for i in reversed(range(request["sampling_params"]["n"])):
-            content = [
-                {"token_id": token, "logprob": -0.5 - j, "top_logprobs": []} for j in range(i + 1)
-            ]
-            reason = "stop" if i else "length"
+        """Return samples i of i + 1 tokens in the wrong order: the prompt's first token, repeated,
+        and a stop token; sample 0 is cut off before it.
+        """
+        parameters = request["sampling_params"]
+        stop, choices = parameters["stop_token_ids"][0], []
+        token = request["token_ids"][0] if request["token_ids"][0] != stop else stop + 1
+        for i in reversed(range(parameters["n"])):
+            tokens = [token] * i + [stop if i else token]
+            content = [{"logprob": -0.5 - j, "top_logprobs": []} for j in range(i + 1)]
             choices.append(
                 {
                     "index": i,
-                    "finish_reason": reason,
-                    "token_ids": [token] * (i + 1),
+                    "finish_reason": "stop" if i else "length",
+                    "token_ids": tokens,
                     "logprobs": {"content": content},
                 }
             )
@@ -102,7 +109,7 @@ def server():
 def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):
     engine = VllmServerEngine(tiny_decoder(), torch.float32, server.url + "/")
     rollouts = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
-    assert rollouts.tokens.tolist() == [5, 5, 5, 9, 9, 9, 9, 9, 9]
+    assert rollouts.tokens.tolist() == [5, 5, 3, 9, 9, 3, 9, 9, 3]
     assert rollouts.lengths.tolist() == [1, 2] * 3
     assert rollouts.logprobs.tolist() == [-0.5, -0.5, -1.5] * 3
     assert rollouts.truncated.tolist() == [True, False] * 3
@@ -219,7 +226,7 @@ def test_failures_while_sampling_are_sentences(server, monkeypatch):
 
     def fails(answer, message):
         server.answers["/inference/v1/generate"] = answer
-        with pytest.raises(ServerError, match=message):
+        with pytest.raises(EngineError, match=message):
             engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
 
     fails(
@@ -240,8 +247,96 @@ def test_failures_while_sampling_are_sentences(server, monkeypatch):
         "has not answered /inference/v1/generate for 0.2 s",
     )
     server.answers["/reset_prefix_cache"] = (200, '{"success": false}')
-    with pytest.raises(ServerError, match="could not clear its prefix cache"):
+    with pytest.raises(EngineError, match="could not clear its prefix cache"):
         engine.load_weights(tiny_decoder())
+
+
+def choice(**changes):
+    """Return the answer of one sample, 5 and the stop token, with other values for some keys."""
+    content = [{"logprob": -0.5}, {"logprob": -0.5}]
+    whole = {"index": 0, "finish_reason": "stop", "token_ids": [5, 3]}
+    return json.dumps({"choices": [whole | {"logprobs": {"content": content}} | changes]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (choice(token_ids=[-1, 3]), "something else than expected"),
+        (choice(token_ids=[10**30, 3]), "something else than expected"),
+        (choice(token_ids=[1.7, 3]), "something else than expected"),
+        (choice(token_ids=["1", 3]), "something else than expected"),
+        (choice(token_ids=[10**6, 3]), "a token outside the vocabulary of 32: token 0 of sample 0"),
+        (choice(token_ids=[5]), "something else than expected"),
+        (choice(token_ids="53"), "something else than expected"),
+        (choice(index=1), "something else than expected"),
+        (choice(index=False), "something else than expected"),
+        (choice(logprobs={"content": [{"logprob": True}] * 2}), "something else than expected"),
+        (choice(logprobs={"content": [{"logprob": 10**400}] * 2}), "something else than expected"),
+        (choice(logprobs={"content": [{"logprob": 5.0}] * 2}), "a log-prob above 0: token 0 of"),
+        (choice(logprobs=None), "something else than expected"),
+        (choice(token_ids=[5, 5]), "a wrong `truncated`"),
+        (choice(token_ids=[3, 3]), "a stop token before the last token: token 0 of sample 0"),
+        (choice(finish_reason="length"), "a wrong `truncated`"),
+        (choice(finish_reason="abort"), "something else than expected"),
+        (
+            choice(token_ids=[5] * 998 + [3], logprobs={"content": [{"logprob": -1.0}] * 999}),
+            "999 tokens for sample 0 of prompt 0, wanted 1 to 8",
+        ),
+        ('{"choices": [' + choice()[13:-2] + "," + choice()[13:-2] + "]}", "something else than"),
+        ("[" * 100_000, "something else than expected"),
+        ("[]", "something else than expected"),
+        ("\\x00", "something else than expected"),
+    ],
+)
+def test_what_a_server_cannot_have_sampled_is_refused(server, answer, message):
+    model = tiny_decoder()
+    engine = VllmServerEngine(model, torch.float32, server.url)
+    checked = CheckedEngine(engine, "vllm", model.config.vocab_size)
+    server.answers["/inference/v1/generate"] = (200, answer)
+    with pytest.raises(EngineError, match=message):
+        checked.generate(PROMPTS.take(0, 1), 1, SAMPLING, seed=0, step=1)
+    server.answers["/inference/v1/generate"] = (200, choice())
+    assert checked.generate(PROMPTS.take(0, 1), 1, SAMPLING, seed=0, step=1).tokens.tolist() == [
+        5,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_reply_that_drips_or_is_too_large_ends(head, monkeypatch):
+    """The rows drip a reply's header, and its body; the second one then sends without end."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        connection, _ = listening.accept()
+        with contextlib.suppress(OSError), connection:  # the engine closes it
+            connection.sendall(head)
+            while True:
+                connection.sendall(b"1" if drips else b"1" * 65536)
+                time.sleep(0.02 * drips)
+
+    engine = VllmServerEngine.__new__(VllmServerEngine)
+    engine.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    for drips in (True, False) if head else (True,):
+        threading.Thread(target=serve, daemon=True).start()
+        message = "has not answered /x for 0.5 s" if drips else "answered /x with more than 1 MB"
+        with pytest.raises(EngineError, match=message):
+            engine._ask("/x", str, limit=0.5 if drips else 30.0, most_bytes=10**6)
+    listening.close()
+
+
+def test_weights_of_a_killed_run_are_removed_by_the_next(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
+    live = engine._folder
+    killed, stranger = tmp_path / f"{module.WEIGHTS}killed", tmp_path / f"{module.WEIGHTS}x"
+    for folder in (killed, stranger):
+        shutil.copytree(live, folder)
+    (stranger / "lock").unlink()  # not a folder of ours, or one that is just being made
+    VllmServerEngine(tiny_decoder(), torch.float32, server.url)
+    assert live.exists()
+    assert stranger.exists()
+    assert not killed.exists()
 
 
 def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_path, capsys):
@@ -267,7 +362,7 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
         "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint "
         "is" in error
     )
-    assert "Start the server again, then continue with --resume." in error
+    assert "Restart the server or mend the engine, then continue with --resume." in error
     server.answers["/inference/v1/generate"] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

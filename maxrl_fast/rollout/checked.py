@@ -1,0 +1,113 @@
+"""What an engine returned, checked before anything reads it: the same way for every engine."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.errors import EngineError
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rollout import Engine, RolloutStatistics, Sampling
+
+ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
+DTYPES = {
+    "tokens": torch.int64,
+    "cu_seqlens": torch.int64,
+    "logprobs": torch.float32,
+    "truncated": torch.bool,
+}
+
+
+@dataclass
+class CheckedEngine:
+    """An engine whose rollouts are checked. `name` is the engine's in error messages."""
+
+    engine: Engine
+    name: str
+    vocab_size: int
+    statistics: RolloutStatistics = field(default_factory=RolloutStatistics, init=False)
+
+    def describe(self) -> str:
+        return self.engine.describe()
+
+    def load_weights(self, model: PolicyModel) -> None:
+        self.engine.load_weights(model)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def generate(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+    ) -> Rollouts:
+        """See `Engine.generate`. Raises EngineError on rollouts that cannot be true."""
+        rollouts = self.engine.generate(prompts, num_samples, sampling, seed=seed, step=step)
+        self.statistics = self.engine.statistics
+        wrong = find_wrong(rollouts, prompts, num_samples, sampling, self.vocab_size)
+        if wrong:
+            raise EngineError(f"step {step}: the rollout engine {self.name} returned {wrong}")
+        return rollouts
+
+
+def find_wrong(
+    rollouts: Rollouts, prompts: Prompts, num_samples: int, sampling: Sampling, vocab_size: int
+) -> str:
+    """Return what is wrong with an engine's answer to a request, with prompt and sample; "" if
+    nothing is.
+
+    Log-probs may be NaN, which an engine returns where it does not know them.
+    """
+    device, num_sequences = prompts.tokens.device, len(prompts) * num_samples
+    sizes = dict.fromkeys(DTYPES) | {"cu_seqlens": num_sequences + 1, "truncated": num_sequences}
+    for name, dtype in DTYPES.items():
+        value, size = getattr(rollouts, name, None), sizes[name]
+        if not isinstance(value, Tensor):
+            return f"{name} of {type(value).__name__}, wanted a tensor of Rollouts"
+        if value.dtype != dtype or value.ndim != 1 or value.device.type != device.type:
+            return (
+                f"{name} {value.dtype} {[*value.shape]} on {value.device.type}, wanted {dtype} of "
+                f"one dimension on {device.type}"
+            )
+        sizes["logprobs"] = len(value) if name == "tokens" else sizes["logprobs"]
+        if size is not None and len(value) != size:
+            return f"{len(value)} values of {name}, wanted {size}"
+    if not num_sequences:
+        return ""
+    tokens, cu_seqlens, logprobs = rollouts.tokens, rollouts.cu_seqlens, rollouts.logprobs
+    lengths = rollouts.lengths
+    bounds = torch.stack([cu_seqlens[0], cu_seqlens[-1], lengths.amin(), lengths.amax()]).tolist()
+    first, end, shortest, longest = bounds
+    if (first, end) != (0, len(tokens)):
+        return f"cu_seqlens from {first} to {end}, wanted 0 to the {len(tokens)} tokens"
+    if shortest < 1 or longest > sampling.max_new_tokens:
+        wrong = (lengths < 1) | (lengths > sampling.max_new_tokens)
+        s = int(wrong.nonzero()[0])
+        whose = _sample(prompts, num_samples, s)
+        return f"{int(lengths[s])} tokens for {whose}, wanted 1 to {sampling.max_new_tokens}"
+    #     tokens   7 2 | 5 5 5 | 8 2      with the stop token 2 and max_new_tokens 3
+    #     stops    . x | . . . | . x      only a last token may be one
+    #     truncated  . |     x |   .      a response without one was truncated
+    is_last = torch.zeros_like(tokens, dtype=torch.bool)
+    is_last[cu_seqlens[1:] - 1] = True
+    stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+    stops = torch.isin(tokens, stop_ids)
+    ended = stops[cu_seqlens[1:] - 1]
+    sequence = torch.repeat_interleave(lengths, output_size=len(tokens))  # [T]
+    rules = {
+        f"a token outside the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
+        "a log-prob above 0": logprobs > ROUNDING,
+        "a stop token before the last token": stops & ~is_last,
+        "a wrong `truncated`, which is true exactly where no stop token ends a response": is_last
+        & (rollouts.truncated == ended)[sequence],
+    }
+    if not torch.stack([broken.any() for broken in rules.values()]).any():
+        return ""
+    rule, broken = next((rule, broken) for rule, broken in rules.items() if broken.any())
+    t = int(broken.nonzero()[0])
+    s = int(sequence[t])
+    place, value = t - int(cu_seqlens[s]), f"{int(tokens[t])} with log-prob {float(logprobs[t]):g}"
+    return f"{rule}: token {place} of {_sample(prompts, num_samples, s)}, {value}"
+
+
+def _sample(prompts: Prompts, num_samples: int, sequence: int) -> str:
+    return f"sample {sequence % num_samples} of prompt {int(prompts.ids[sequence // num_samples])}"

@@ -1,0 +1,90 @@
+"""What a user's own engine may return by mistake, and the sentence that it gets."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from maxrl_fast.records import Rollouts, pack
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.checked import find_wrong
+from tests.batches import make_prompts
+
+PROMPTS = make_prompts([[5, 6], [9]])
+SAMPLING = Sampling(1.0, 3, (2,))
+
+
+def answer(responses=((7, 2), (5, 5, 5), (8, 2), (2,)), **changes):
+    """Return the rollouts of two responses to each prompt, with other values for some fields."""
+    tokens, cu_seqlens = pack(responses)
+    truncated = torch.tensor([response[-1:] != (2,) for response in responses])
+    return replace(
+        Rollouts(tokens, cu_seqlens, torch.full((len(tokens),), -0.5), truncated), **changes
+    )
+
+
+def wrong(rollouts, prompts=PROMPTS, sampling=SAMPLING):
+    return find_wrong(rollouts, prompts, 2, sampling, vocab_size=10)
+
+
+def test_what_is_right_passes():
+    assert wrong(answer()) == ""
+    assert wrong(answer(logprobs=torch.full((8,), math.nan))) == ""  # not known
+    assert wrong(answer(logprobs=torch.full((8,), 9e-4))) == ""  # rounding
+    every = answer(truncated=torch.ones(4, dtype=torch.bool))
+    assert wrong(every, sampling=replace(SAMPLING, stop_ids=())) == ""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    none = Rollouts(nothing, torch.zeros(1, dtype=torch.int64), torch.zeros(0), torch.zeros(0) > 0)
+    assert wrong(none, PROMPTS.take(0, 0)) == ""
+
+
+TOKENS = answer().tokens
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        (None, "tokens of NoneType, wanted a tensor of Rollouts"),
+        ({"tokens": TOKENS}, "tokens of NoneType, wanted a tensor of Rollouts"),
+        (answer(tokens=TOKENS.tolist()), "tokens of list, wanted a tensor of Rollouts"),
+        (answer(tokens=TOKENS.int()), "tokens torch.int32 [8] on cpu, wanted torch.int64 of one"),
+        (answer(tokens=TOKENS.view(2, 4)), "tokens torch.int64 [2, 4] on cpu, wanted"),
+        (answer(tokens=TOKENS.to("meta")), "tokens torch.int64 [8] on meta, wanted"),
+        (answer(logprobs=torch.zeros(8).double()), "logprobs torch.float64 [8] on cpu, wanted"),
+        (answer(logprobs=torch.zeros(7)), "7 values of logprobs, wanted 8"),
+        (answer(truncated=torch.zeros(3) > 0), "3 values of truncated, wanted 4"),
+        (answer(((7, 2), (5, 5, 5))), "3 values of cu_seqlens, wanted 5"),
+        (answer(cu_seqlens=torch.tensor([0, 2, 5, 7, 9])), "cu_seqlens from 0 to 9, wanted 0 to"),
+        (answer(cu_seqlens=torch.tensor([1, 2, 5, 7, 8])), "cu_seqlens from 1 to 8, wanted 0 to"),
+        (answer(cu_seqlens=torch.tensor([0, 2, 2, 5, 8])), "0 tokens for sample 1 of prompt 0"),
+        (answer(cu_seqlens=torch.tensor([0, 2, 1, 4, 8])), "-1 tokens for sample 1 of prompt 0"),
+        (
+            answer(((7, 2), (5, 5, 5), (8, 8, 8, 2), (2,))),
+            "4 tokens for sample 0 of prompt 1, wanted 1 to 3",
+        ),
+        (
+            answer(((7, 2), (5, 5, 10), (8, 2), (2,))),
+            "a token outside the vocabulary of 10: token 2 of sample 1 of prompt 0, 10 with "
+            "log-prob -0.5",
+        ),
+        (answer(((-1, 2), (5, 5, 5), (8, 2), (2,))), "a token outside the vocabulary of 10"),
+        (
+            answer(logprobs=torch.tensor([-1.0] * 6 + [0.01, -1.0])),
+            "a log-prob above 0: token 1 of sample 0 of prompt 1, 2 with log-prob 0.01",
+        ),
+        (answer(logprobs=torch.full((8,), math.inf)), "a log-prob above 0"),
+        (
+            answer(((7, 2), (5, 2, 5), (8, 2), (2,))),
+            "a stop token before the last token: token 1 of sample 1 of prompt 0",
+        ),
+        (
+            answer(truncated=torch.tensor([False, True, True, False])),
+            "a wrong `truncated`, which is true exactly where no stop token ends a response: token "
+            "1 of sample 0 of prompt 1",
+        ),
+        (answer(truncated=torch.zeros(4) > 0), "a wrong `truncated`"),
+    ],
+)
+def test_what_cannot_be_true_is_named(rollouts, message):
+    assert wrong(rollouts).startswith(message)

@@ -194,7 +194,7 @@ class Caller:
         """
         try:
             if self._style == ROW:
-                return [to_result(self._function(**arguments), self._is_optional)]
+                return [result_of(self._function(**arguments), self._is_optional)]
             if self._style == ROWS:
                 return self._loop.run_until_complete(self._call_rows(arguments))
             result = self._function(**arguments)
@@ -216,10 +216,8 @@ class Caller:
 
         async def call(row: dict[str, Any]) -> dict[str, Any]:
             try:
-                return to_result(await self._function(**row), self._is_optional)
-            except self._asyncio.CancelledError:
-                raise
-            except BaseException as error:
+                return result_of(await self._function(**row), self._is_optional)
+            except BaseException as error:  # a CancelledError of its own too
                 return failure_of(error, self._file)
 
         tasks = [self._asyncio.ensure_future(call(row)) for row in rows]
@@ -247,25 +245,23 @@ class Caller:
                 else SHORT_REPR.repr(result)
             )
             raise InvalidReward(f"{wanted}, got {given}")
-        results = []
-        for item in listed:
-            try:
-                results.append(to_result(item, self._is_optional))
-            except InvalidReward as error:
-                results.append(failure_of(error, self._file))
-        return results
+        return [result_of(item, self._is_optional) for item in listed]
 
 
-def to_result(result: Any, is_optional: bool = False) -> dict[str, Any]:
-    """Return the result that what a function returned for a response means.
+def result_of(value: Any, is_optional: bool = False) -> dict[str, Any]:
+    """Return what a function, a judge or a classifier gave for a response as a result: a reward
+    that is a finite float32, or a failure of kind "invalid" with its reason.
 
     A dict of components has its reward under "reward", else it is their sum. Components that are
-    None or NaN are left out.
-
-    Raises:
-        InvalidReward: if it is not a float32 number or a dict of them. None and NaN are allowed if
-        it is optional.
+    None or NaN are left out. If the reward is optional, None and NaN mean that it does not apply.
     """
+    try:
+        return _reward_of(value, is_optional)
+    except InvalidReward as error:
+        return failure_of(error)
+
+
+def _reward_of(result: Any, is_optional: bool) -> dict[str, Any]:
     if not isinstance(result, dict):
         value = to_number(result)
         if value is None and not is_optional:
@@ -295,13 +291,13 @@ def to_result(result: Any, is_optional: bool = False) -> dict[str, Any]:
         )
     if reward is None and not is_optional:
         raise InvalidReward(
-            f"the function must return a reward, got a dict without one: {SHORT_REPR.repr(result)}"
+            f"a dict of components must have a reward, got {SHORT_REPR.repr(result)}"
         )
     return {"reward": reward, "components": components}
 
 
-_NO_NUMBER = "the function must return a number, got {} of type {}"
-_NOT_FINITE = "the function must return a finite number of float32, got {}"
+_NO_NUMBER = "a reward must be a number, got {} of type {}"
+_NOT_FINITE = "a reward must be a finite number of float32, got {}"
 
 
 def to_number(result: Any, where: str = "") -> float | None:
@@ -332,7 +328,7 @@ def to_number(result: Any, where: str = "") -> float | None:
     return number
 
 
-def failure_of(error: BaseException, file: str) -> dict[str, Any]:
+def failure_of(error: BaseException, file: str = "") -> dict[str, Any]:
     """Return the kind and message of a failure as a result."""
     if isinstance(error, InvalidReward):
         return {"kind": "invalid", "message": str(error)}

@@ -29,10 +29,12 @@ from maxrl_fast.rewards import (
     no_progress,
     power_of_two,
 )
+from maxrl_fast.rewards.function import result_of
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
-SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+)"  # as in "Score: 8/10" or "8"
+# as in "Score: 8/10", "8" or "1e-3"; not the 8 of "8,5" or the 1 of "1,000"
+SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+(?:e[-+]?\d+)?)(?![.,_]?\d)"
 TRIES = 4  # of a request
 PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds after the first try, doubled after each other; the longest
 REPLY_BYTES, SHOWN = 1 << 20, 200
@@ -124,7 +126,7 @@ class Judge(RewardSource):
                 while not stop.is_set():
                     question = waiting.popleft()
                     try:
-                        outcomes.put((question, {"reward": self._answer(question, stop)}))
+                        outcomes.put((question, self._answer(question, stop)))
                     except RequestError as error:
                         outcomes.put((question, {"kind": error.kind, "message": error.cause}))
                     except Exception as error:  # raised below
@@ -156,11 +158,12 @@ class Judge(RewardSource):
             self._template,
         )
 
-    def _answer(self, question: str, stop: Event) -> float:
-        """Return the score of a question, from the cache or the server.
+    def _answer(self, question: str, stop: Event) -> dict[str, Any]:
+        """Return the result for a question, from the cache or the server. Replies without a score
+        are not kept.
 
         Raises:
-            RequestError: if there is none.
+            RequestError: if there is no reply.
         """
         identity = hashlib.sha256(
             json.dumps([self._url, self._model, question]).encode()
@@ -168,27 +171,26 @@ class Judge(RewardSource):
         path = self._cache / identity[:2] / f"{identity}.txt"
         try:
             if path.exists():
-                return self._parse(path.read_text(encoding="utf-8"))
+                return self._parse(path.read_bytes().decode("utf-8", "surrogatepass"))
             reply = self._ask(question, stop)
-            score = self._parse(reply)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}-{get_ident()}")
-            temporary.write_text(reply, encoding="utf-8")
-            temporary.rename(path)
+            result = self._parse(reply)
+            if "reward" in result:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_suffix(f".{os.getpid()}-{get_ident()}")
+                # JSON may hold half of a surrogate pair
+                temporary.write_bytes(reply.encode("utf-8", "surrogatepass"))
+                temporary.rename(path)
         except OSError as error:
             raise StorageError(f"cannot use the judge's cache {self._cache}: {error}") from error
-        return score
+        return result
 
-    def _parse(self, reply: str) -> float:
+    def _parse(self, reply: str) -> dict[str, Any]:
         found = [*self._pattern.finditer(reply)]
         with suppress(ValueError, TypeError):  # the group has no number, or has not matched
-            if found and math.isfinite(score := float(found[-1][1])):
-                return score
-        raise RequestError(
-            "invalid",
-            "the judge's reply must have a score as --judge-score finds it, got "
-            f"{reply[-SHOWN:]!r}",
-        )
+            if found:
+                return result_of(float(found[-1][1]))
+        message = "the judge's reply must have a score as --judge-score finds it, got "
+        return {"kind": "invalid", "message": f"{message}{reply[-SHOWN:]!r}"}
 
     def _ask(self, question: str, stop: Event) -> str:
         """Return the reply to a question, after several tries if need be."""
@@ -431,13 +433,7 @@ class Classifier(RewardSource):
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             on_progress()
             for i, reward in zip(batch, self._forward([encoded[i] for i in batch]), strict=True):
-                wrong = {
-                    "kind": "invalid",
-                    "message": f"the reward model must give a finite number, got {reward}",
-                }
-                scores.add(
-                    range(i, i + 1), [{"reward": reward} if math.isfinite(reward) else wrong]
-                )
+                scores.add(range(i, i + 1), [result_of(reward)])
         return scores
 
     def _encode(self, row: dict[str, Any]) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
+from maxrl_fast.rewards.function import result_of
 from maxrl_fast.runtime.ranks import Ranks
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
@@ -344,14 +345,11 @@ class WeightedRewards(RewardSource):
                     components[i] |= {
                         f"{name}.{part}": x for part, x in scores.components[i].items()
                     }
+        none = "no reward applies to this response: all are None or NaN"
         for i, reward in enumerate(sums):
-            if math.isnan(reward):
-                failures.setdefault(
-                    i,
-                    Failure(
-                        i, "invalid", "no reward applies to this response: all are None or NaN"
-                    ),
-                )
+            result = {"message": none} if math.isnan(reward) else result_of(reward)
+            if "message" in result:
+                failures.setdefault(i, Failure(i, "invalid", result["message"]))
         rewards = [0.0 if i in failures else reward for i, reward in enumerate(sums)]
         return Scores(rewards, [failures[i] for i in sorted(failures)], 0, components)
 

@@ -29,7 +29,7 @@ def step_metrics(
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
     is_zero = advantages.view(batch.rewards.shape) == 0
     means = {
-        "reward_mean": known.mean(),
+        "reward_mean": known.double().mean(),  # a sum of large rewards overflows float32
         "pass_at_1": (known > 0.5).float().mean(),
         "frac_prompts_solved": solved.any(1).float().mean(),
         "frac_groups_zero_variance": is_zero.all(1).float().mean(),

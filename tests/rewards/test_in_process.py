@@ -2,6 +2,7 @@
 and nothing contained.
 """
 
+import asyncio
 import json
 import math
 import threading
@@ -79,6 +80,17 @@ def test_what_is_no_reward_fails_alone(result, kind):
 
     scores = source(score).score(ROWS)
     assert [(failure.index, failure.kind) for failure in scores.failures] == [(2, kind)]
+    assert scores.rewards == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_cancelled_async_call_fails_alone():
+    async def score(prompt, response, **columns):
+        if response == "xx":
+            raise asyncio.CancelledError
+        return 1.0
+
+    scores = source(score).score(ROWS)
+    assert [(failure.index, failure.kind) for failure in scores.failures] == [(2, "exception")]
     assert scores.rewards == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 
 

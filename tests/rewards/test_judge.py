@@ -101,6 +101,33 @@ def test_the_question_is_the_template_and_the_score_is_parsed(server, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("Score: 1e-3", 1e-3),
+        ("-2.5E+1 points", -25.0),
+        ("Score: 8, as the 2nd step is wrong", 8.0),
+        ("8/10.", 8.0),
+        ("Score: 1,000", "must have a score as --judge-score finds it"),
+        ("Score: 8,5", "must have a score as --judge-score finds it"),
+        ("1.2.3", "must have a score as --judge-score finds it"),
+        ("9" * 300, "a reward must be a finite number of float32, got 1e+300"),
+        ("Score: 1e39", "a reward must be a finite number of float32, got 1e+39"),
+        ("Score: 3 \ud800", 3.0),
+        ("\udfff", "must have a score as --judge-score finds it"),
+    ],
+)
+def test_a_reply_gives_a_reward_of_float32_or_a_reason(server, tmp_path, reply, reward):
+    server.reply = lambda question: reply
+    for _ in range(2):  # the second time from the cache, if it is there
+        scores = judge(server, tmp_path).score(rows("\udc80"))
+        if isinstance(reward, str):
+            assert reward in scores.failures[0].message
+        else:
+            assert (scores.rewards, scores.failures) == ([reward], [])
+    assert len(server.requests) == (2 if isinstance(reward, str) else 1)
+
+
 def test_requests_run_together_up_to_the_limit(server, tmp_path):
     """Each request waits until three are there; the server never sees a fourth."""
     together, running = threading.Barrier(3), []

@@ -181,13 +181,13 @@ def test_numbers_are_rewards(patient, action, arguments, reward):
 @pytest.mark.parametrize(
     ("action", "arguments", "message"),
     [
-        ("number", {"text": "nan"}, "must return a finite number of float32, got nan"),
-        ("number", {"text": "inf"}, "must return a finite number of float32, got inf"),
-        ("number", {"text": "-inf"}, "must return a finite number of float32, got -inf"),
-        ("number", {"text": "1e39"}, "must return a finite number of float32, got 1e+39"),
-        ("", {"x": "text"}, "must return a number, got 'text' of type str"),
-        ("", {"x": None}, "must return a number, got None of type NoneType"),
-        ("", {"x": [1.0]}, "must return a number, got [1.0] of type list"),
+        ("number", {"text": "nan"}, "must be a finite number of float32, got nan"),
+        ("number", {"text": "inf"}, "must be a finite number of float32, got inf"),
+        ("number", {"text": "-inf"}, "must be a finite number of float32, got -inf"),
+        ("number", {"text": "1e39"}, "must be a finite number of float32, got 1e+39"),
+        ("", {"x": "text"}, "must be a number, got 'text' of type str"),
+        ("", {"x": None}, "must be a number, got None of type NoneType"),
+        ("", {"x": [1.0]}, "must be a number, got [1.0] of type list"),
         ("", {"x": "x" * 1_000_000}, "of type str"),
         ("array", {"values": [0.25, 0.5]}, "of type Array"),
         ("array", {"values": ["text"]}, "of type Array"),
@@ -254,7 +254,7 @@ def test_large_requests(patient):
     text = "é\n" * 2_500_000
     start = time.monotonic()
     failure = fails(patient, "", x=text)
-    assert failure.message.startswith(r"the function must return a number, got 'é\né\n")
+    assert failure.message.startswith(r"a reward must be a number, got 'é\né\n")
     assert time.monotonic() - start < 30
 
 

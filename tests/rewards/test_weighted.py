@@ -113,7 +113,7 @@ def test_a_function_that_fails_fails_the_response_and_is_named(functions):
 def test_without_another_reward_none_is_a_failure_and_names_must_be_text(functions):
     with pytest.raises(
         RuntimeError,
-        match=r"invalid 4\), for example: the function must return a number, got None of type None",
+        match=r"invalid 4\), for example: a reward must be a number, got None of type None",
     ):
         scored(functions, "never")
     with pytest.raises(RuntimeError, match="components must have at most 32 names"):
@@ -126,6 +126,18 @@ def test_names_are_short_and_tell_rewards_apart():
     assert short_names(["x/a.py:f", "y/a.py:f"]) == ["a.f_1", "a.f_2"]
     with refused(r"--reward must name each function once, got a\.py:f twice"):
         short_names(["a.py:f", "a.py:f"])
+
+
+def test_a_sum_beyond_float32_is_a_failure():
+    class Large:
+        name = "a:f"
+
+        def score(self, rows, *_):
+            return Scores([3e38, 1.0], [], 0, [{}, {}])
+
+    scores = WeightedRewards([Large()], [2.0]).score([{}, {}])
+    assert scores.rewards == [0.0, 2.0]
+    assert scores.failures[0].message == "a reward must be a finite number of float32, got 6e+38"
 
 
 class Timed:

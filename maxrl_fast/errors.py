@@ -42,8 +42,11 @@ class RewardError(RuntimeError):
     exit code 1.
     """
 
-    advice = (
-        "Raise --reward-seconds, --reward-memory-gb or --max-reward-error-rate and continue with "
-        "--resume; or fix the function "
-        "and continue with --resume --allow-changes."
-    )
+    def __init__(
+        self,
+        message: str,
+        advice: str = "Mend the reward and continue with --resume --allow-changes, or raise "
+        "--max-reward-error-rate and continue with --resume.",
+    ) -> None:
+        super().__init__(message)
+        self.advice = advice

@@ -4,9 +4,9 @@ options alone, and all others are refused."""
 from collections.abc import Mapping
 from typing import Any
 
+from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
-from maxrl_fast.algorithms.options import nearest
 from maxrl_fast.config.metadata import When, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import JUDGE
@@ -34,7 +34,7 @@ def loss_of(name: str) -> TokenLoss:
     if not is_file(name) and not is_installed("loss", name):
         raise InputError(
             f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got "
-            f"{name!r}{nearest(name, LOSSES)}"
+            f"{name!r:.80}{method_hint(name, LOSSES)}"
         )
     try:
         return find_loss(load_plugin("loss", name, "FUNCTION"))

@@ -33,6 +33,7 @@ OTHER_NAMES = {
     for other in option.of(Aka)
     for name in other.names
 }
+SAME = {"bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}  # as others call a choice
 _TEXT = "text without null bytes or half characters"
 
 
@@ -88,6 +89,7 @@ def _convert(kind: Any, value: Any) -> Any:
     text = str(value)
     if kind in (int, float):
         return kind(text)
+    text = SAME.get(text, text) if SAME.get(text) in get_args(kind) else text
     # which raises on half characters
     if text not in get_args(kind) if get_args(kind) else b"\0" in os.fsencode(text):
         raise ValueError

@@ -5,6 +5,11 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 STEPS = 10  # a condition must hold over this many steps
+FIRST_STEPS = 3  # after which a reward that never differs is reported
+EQUAL = (
+    f"in each group of the first {FIRST_STEPS} steps all rewards were equal, so nothing is learned "
+    "yet: look at some responses and their rewards"
+)
 Record = dict[str, float]
 
 
@@ -30,6 +35,8 @@ class Health:
         """Return the warnings that start at this step, after ten steps without them."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
+        if len(self._recent) == FIRST_STEPS and _has_equal_rewards(self._recent):
+            return [HealthWarning("equal_rewards", record["reward_mean"], EQUAL)]
         if len(self._recent) < STEPS:
             return []
         present = broken_rules(self._first, self._recent)
@@ -85,6 +92,10 @@ class SlowRewards:
         return None
 
 
+def _has_equal_rewards(records: list[Record]) -> bool:
+    return all(record["frac_groups_zero_variance"] >= 1 for record in records)
+
+
 def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[float, str]]:
     """Return the value and the message of each rule that the last ten steps break."""
     last = recent[-STEPS:]
@@ -93,7 +104,7 @@ def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[f
         return fmean(record[name] for record in records)
 
     found: dict[str, tuple[float, str]] = {}
-    has_equal_rewards = all(record["frac_groups_zero_variance"] >= 1 for record in last)
+    has_equal_rewards = _has_equal_rewards(last)
     if has_equal_rewards and all(record["reward_mean"] == 0 for record in last):
         message = (
             f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "

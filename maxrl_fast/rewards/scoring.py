@@ -36,6 +36,12 @@ class ScoredTask(Protocol):
         """Return a prompt or a response as text."""
 
 
+CURES = {
+    "timeout": "Raise --reward-seconds and continue with --resume.",
+    "memory": "Raise --reward-memory-gb and continue with --resume.",
+}
+
+
 class MetricAccumulator:
     """Sums and counts of the components of rewards, by name."""
 
@@ -272,7 +278,9 @@ class Scorer:
         )
         if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
             limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
-            raise RewardError(warning + limit * (self._max_error_rate < 1))
+            sentence = warning + limit * (self._max_error_rate < 1)
+            cure = CURES.get(max(FAILURE_KINDS, key=by_kind.__getitem__))  # of the most frequent
+            raise RewardError(sentence, cure) if cure else RewardError(sentence)
         return by_kind, warning
 
     def describe(self) -> str:

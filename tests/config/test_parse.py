@@ -341,6 +341,12 @@ def test_an_evaluation_has_hints_too(words, message):
         evaluation.parse(words.split())
 
 
+def test_choices_have_the_names_that_others_give_them():
+    run = parse("--dtype bf16 --device gpu".split()).run
+    assert (run.dtype, run.device) == ("bfloat16", "cuda")
+    assert parse(["--dtype=fp32"]).run.dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     table(r"""
@@ -349,8 +355,20 @@ def test_an_evaluation_has_hints_too(words, message):
     --lr | --lr needs a value
     --compile=yes | --compile must be given without a value, got 'yes'
     --seed 1 2 | unknown option 2: options begin with two dashes
-    --objective maxpoo | objective must be one of maxpo, .*, maxrl, .*, got 'maxpoo'; did you
-        mean 'maxpo'?
+    --objective maxpoo | objective must be one that `python -m maxrl_fast.objectives` lists, such
+        as maxpo, maxrl, pacs, grpo and ppo, or FILE.py:FUNCTION, got 'maxpoo'; did you mean
+        'maxpo'?
+    --objective GRPO | got 'GRPO'; did you mean 'grpo'?
+    --objective gspo | got 'gspo'; did you mean --objective grpo --loss gspo?
+    --objective Dr.GRPO | got 'Dr.GRPO'; did you mean 'dr_grpo'?
+    --objective cispo | got 'cispo'; did you mean --objective grpo --loss cispo?
+    --objective ppo-clip | got 'ppo-clip'; did you mean --objective ppo?
+    --objective DAPO | got 'DAPO'; did you mean --objective grpo --loss ppo --clip-high 0.28
+        --dynamic-sampling 4 --overlong-buffer INT?
+    --loss dapo | got 'dapo'; did you mean --objective grpo --loss ppo --clip-high 0.28
+        --dynamic-sampling 4 --overlong-buffer INT?
+    --loss GRPO | got 'GRPO'; did you mean --objective grpo?
+    --dtype fp16 | --dtype must be one of auto, float32, bfloat16, got 'fp16'
     --k 16 | maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16
     --objective pkpo --k 1 | pkpo needs 2 <= k <= N = 16
     --objective rloo --rollouts 1 | rloo needs at least 2 rollouts per prompt, got 1

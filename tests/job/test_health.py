@@ -53,6 +53,14 @@ def observed(health, records):
     return [(i, warning) for i, record in enumerate(records) for warning in health.observe(record)]
 
 
+def test_rewards_that_are_equal_from_the_start_warn_after_three_steps():
+    equal = HEALTHY | {"frac_groups_zero_variance": 1.0}
+    [(step, warning)] = observed(Health(), [equal] * 5)
+    assert (step, warning.kind, warning.value) == (2, "equal_rewards", 0.3)
+    assert "all rewards were equal" in warning.message
+    assert observed(Health(), [equal, equal, HEALTHY, equal, equal]) == []
+
+
 def test_a_healthy_run_gets_no_warning():
     assert (
         observed(Health(), [HEALTHY | {"grad_norm": 0.1 + 0.09 * (i % 10)} for i in range(60)])
@@ -102,7 +110,8 @@ def test_groups_of_equal_rewards_of_any_value_have_zero_variance(reward):
         "frac_groups_zero_variance": 1.0,
     }
     assert [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)] == [
-        "zero_variance_groups"
+        "equal_rewards",
+        "zero_variance_groups",
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from maxrl_fast.algorithms.estimator import Ddof, Eps
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
+from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.options import (
     WORKED_OUT,
     Aka,
@@ -19,7 +20,6 @@ from maxrl_fast.algorithms.options import (
     Positive,
     UnitInterval,
     check_options,
-    nearest,
     options_of,
 )
 from maxrl_fast.errors import InputError
@@ -238,8 +238,9 @@ def objective_options(name: str) -> dict[str, Option]:
     """
     if name not in OBJECTIVES and not is_custom(name):
         raise InputError(
-            f"objective must be one of {', '.join(OBJECTIVES)}, got "
-            f"{name!r}{nearest(name, OBJECTIVES)}"
+            "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, "
+            f"maxrl, pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
+            f"{method_hint(name, OBJECTIVES)}"
         )
     if name in OWN:
         return OWN[name].options

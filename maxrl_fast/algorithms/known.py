@@ -1,0 +1,36 @@
+"""What to write for methods that the field knows by one name, and that are options here."""
+
+import re
+from collections.abc import Iterable
+
+from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.algorithms.losses.registry import LOSSES
+from maxrl_fast.algorithms.options import nearest
+
+METHODS = {
+    "dapo": "--objective grpo --loss ppo --clip-high 0.28 --dynamic-sampling 4 --overlong-buffer "
+    "INT",
+    "ppo_clip": "--objective ppo",
+    "drgrpo": "--objective dr_grpo",
+    "reinforce++": "--objective reinforce_pp",
+    "reinforce_plus_plus": "--objective reinforce_pp",
+    "verl_grpo": "--objective grpo_verl",
+    "trl_grpo": "--objective grpo_trl",
+    "max_k": "--objective maxpo",
+    "pass_k": "--objective passk_training",
+}
+
+
+def method_hint(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean ...?" for what is not one of these objectives or losses: the name in
+    other letters, the options that make the method, or the most similar name.
+    """
+    plain = re.sub(r"[-. @]+", "_", name.lower())
+    if plain in names:
+        return f"; did you mean {plain!r}?"
+    flags = METHODS.get(plain, "")
+    if not flags and plain in LOSSES:
+        flags = f"--objective grpo --loss {plain}"
+    elif not flags and plain in ESTIMATORS:
+        flags = f"--objective {plain}"
+    return f"; did you mean {flags}?" if flags else nearest(plain, names)

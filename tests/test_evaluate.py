@@ -277,6 +277,9 @@ def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
         f"--baseline must be another checkpoint than {first.resolve()}" in capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
+    shutil.copytree(first, tmp_path / "copy")
+    assert run(first, "--baseline", tmp_path / "copy", "--out", tmp_path / "out") == 2
+    assert "which has the same weights" in " ".join(capsys.readouterr().err.split())
     assert run(trained, "--baseline", first, "--out", tmp_path / "out") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "step-000003, the policy after step 3 of 3; task maze" in said

@@ -216,12 +216,25 @@ def _baseline(
             settings_of(config.flat(), contents_of(task, measure.split, measure.prompts)), settings
         )
         baseline = _policy(config, source, task, policy)
+        if _have_equal_weights(policy.model, baseline.model):
+            raise InputError(
+                f"--baseline must be another policy than {policy.source.checkpoint}, got "
+                f"{source.checkpoint}, which has the same weights"
+            )
     if found:
         raise InputError(
             f"--baseline {path} must be of the same prompts, samples and sampling; it differs in "
             f"{'; '.join(found)}"
         )
     return baseline
+
+
+def _have_equal_weights(one: PolicyModel, other: PolicyModel) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        x.shape == theirs[name].shape and torch.equal(x, theirs[name].to(x))
+        for name, x in ours.items()
+    )
 
 
 def _introduction(

@@ -189,10 +189,12 @@ def test_a_run_records_the_commit_and_resumes_with_it(hub, tmp_path, monkeypatch
 
 def test_an_evaluation_samples_a_model_of_the_hub(hub, tmp_path, capfd):
     flags = [*job(tmp_path)[:4], *"--prompts 2 --samples 2 --max-new-tokens 5 --threads 1".split()]
-    command = ["hf://org/tiny", *flags, "--out", str(tmp_path / "out"), "--baseline"]
-    assert evaluate.main([*command, NAME]) == 2  # another name of the same commit
+    command = ["hf://org/tiny", *flags, "--out", str(tmp_path / "out")]
+    assert evaluate.main([*command, "--baseline", NAME]) == 2  # another name of the same commit
     assert "--baseline must be another checkpoint" in capfd.readouterr().err
-    assert evaluate.main([*command, f"hf://org/tiny@{LATER}"]) == 0
+    assert evaluate.main([*command, "--baseline", f"hf://org/tiny@{LATER}"]) == 2
+    assert "which has the same weights" in capfd.readouterr().err
+    assert evaluate.main(command) == 0
     results = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (results["name"], COMMIT in results["checkpoint"]) == ("tiny", True)
     assert evaluate.main(["hf://org/none", *flags, "--out", str(tmp_path / "none")]) == 2

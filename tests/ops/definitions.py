@@ -299,18 +299,34 @@ def gdpo(groups, reward_parts, reward_weights, eps=1e-4, ddof=1):
 def hero(groups, reward_parts, reward_weights, score_range=0.05, eps=1e-6, ddof=1):
     verifier, *scores = reward_parts
     weighted = list(zip(reward_weights[1:], scores, strict=True))
-    d = [
-        [sum(w * (part[g][i] or 0) for w, part in weighted) for i in range(len(group))]
-        for g, group in enumerate(groups)
-    ]
-    spreads = [std([Fraction(x) for x in group], ddof) for group in d]
+
+    def score_of(g, i):
+        """The sum of the scores that apply to a response; None if none does."""
+        own = [w * part[g][i] for w, part in weighted if part[g][i] is not None]
+        return sum(own) if own else None
+
+    d = [[score_of(g, i) for i in range(len(group))] for g, group in enumerate(groups)]
+    known = [[Fraction(x) for x in group if x is not None] for group in d]
+    spreads = [std(group, ddof) if group else 0.0 for group in known]
     advantages = []
     for v, score, spread in zip(verifier, d, spreads, strict=True):
+        shares = {}  # of responses with a score, by verdict
+        for verdict in set(v):
+            own = {
+                i: x
+                for i, (other, x) in enumerate(zip(v, score, strict=True))
+                if other == verdict and x is not None
+            }
+            low, high = min(own.values(), default=0), max(own.values(), default=0)
+            shares[verdict] = {
+                i: float((x - low) / (high - low + eps)) if high > low else 0.0
+                for i, x in own.items()
+            }
         ranged = []
-        for verdict, x in zip(v, score, strict=True):
-            own = [y for other, y in zip(v, score, strict=True) if other == verdict]
-            share = (x - min(own)) / (max(own) - min(own) + eps) if max(own) > min(own) else 0
-            ranged.append(Fraction(verdict - score_range + 2 * score_range * float(share)))
+        for i, verdict in enumerate(v):
+            own = shares[verdict]
+            otherwise = sum(own.values()) / len(own) if own else 0.0
+            ranged.append(Fraction(verdict - score_range + 2 * score_range * own.get(i, otherwise)))
         weight = 0.5 + 1.5 / (1 + exp(-5 * (spread - sum(spreads) / len(spreads))))
         advantages.append([weight * float(x - mean(ranged)) for x in ranged])
     return advantages

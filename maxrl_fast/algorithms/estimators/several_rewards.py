@@ -69,14 +69,19 @@ def hero(
     other = g.valid & (verified != 0) & (verified != 1)
     if is_host_readable(other) and bool(other.any()):
         raise ValueError(f"the verifier of hero must give 0 or 1, got {float(verified[other][0])}")
+    scored = g.valid & ~reward_parts[1:].isnan().all(0)
     score = share = torch.zeros_like(g.rewards)
     for part, part_weight in zip(scores, reward_weights[1:], strict=True):
         score = score + part_weight * part
     for verdict in (0, 1):
-        same = Group(score, g.valid & (verified == verdict))
+        same = Group(score, scored & (verified == verdict))
         low, high = same.smallest(score), same.largest(score)
-        share = torch.where(same.valid & (high > low), (score - low) / (high - low + eps), share)
-    spread = torch.where(g.n > ddof, g.std(score, ddof), 0.0)  # [G, 1]
+        own = torch.where(same.valid & (high > low), (score - low) / (high - low + eps), 0.0)
+        # a response to which no score applies takes the mean of those with its verdict
+        own = torch.where(same.valid, own, same.mean(own))
+        share = torch.where(verified == verdict, own, share)
+    of_scores = Group(score, scored)
+    spread = torch.where(of_scores.n > ddof, of_scores.std(score, ddof), 0.0)  # [G, 1]
     weight = 0.5 + 1.5 * torch.sigmoid(5 * (spread - spread.sum() / (g.n > 0).sum()))
     x = torch.where(other, torch.nan, verified) - score_range + 2 * score_range * share
     return weight * g.centre(x)

@@ -118,7 +118,8 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     """
     flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
     hidden = {*inapplicable_options(Config, flat), "dry_run"}
-    lines = ["configuration"]
+    *table, answer = memory_table(estimate_memory(config, task, model, machine), machine, config)
+    lines = [answer, "configuration"]
     lines += [
         f"  {name} = {value}"
         for name, value in flat.items()
@@ -126,7 +127,7 @@ def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Ma
     ]
     adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
     lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
-    lines += memory_table(estimate_memory(config, task, model, machine), machine, config)
+    lines += table
     if config.rollout.rollout not in ENGINES:
         lines += [
             f"  The memory of the engine {config.rollout.rollout} is not known and not in the "

@@ -59,6 +59,11 @@ def estimate_memory(
     memory = {f"{name}{sharded}": phases for name, phases in state.items()} | _of_engine(
         config, task, model, machine
     )
+    options = config.rollout
+    responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
+    # every process has all of them: a token in int64 and its log-prob in float32
+    kept = 12 * responses * options.max_new_tokens
+    memory["rollouts of a step, at their limit"] = _scaled(kept, (0, 1, 1))
     memory |= {
         name: _scaled(value, (0, 0, 1))
         for name, value in _of_update(config, model, machine).items()
@@ -252,7 +257,8 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
 
 
 def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedConfig) -> list[str]:
-    """Return the lines of --dry-run on the memory: a table, and a sentence on whether it fits."""
+    """Return the lines of --dry-run on the memory: a table, and at last a sentence on whether it
+    fits."""
     totals = tuple(map(sum, zip(*memory.values(), strict=True)))
     most, usable = max(totals), (1 - FREE_SHARE) * machine.memory
     unit, scale = ("GB (1e9 bytes)", 1e9) if most >= 1e9 else ("MB (1e6 bytes)", 1e6)
@@ -270,7 +276,7 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
         f"{usable / 1e9:.1f} GB, nine tenths of the memory",
     )
     if most <= usable:
-        return [*lines, f"  It fits: it needs at most {needed}, within {limit}."]
+        return [*lines, f"It fits: it needs at most {needed}, within {limit}."]
     hidden, options = (
         inapplicable_options(ResolvedConfig, config.flat()),
         options_of(ResolvedConfig),
@@ -284,7 +290,7 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
     advice = [note.advice.format(flag) for flag, note in notes if phase in note.phases]
     said = " or ".join(filter(None, [", ".join(advice[:-1]), *advice[-1:]]))
     less = f"; {said} needs less" if said else ""
-    return [*lines, f"  It does not fit: it needs {needed}, more than {limit}{less}."]
+    return [*lines, f"It does not fit: it needs {needed}, more than {limit}{less}."]
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

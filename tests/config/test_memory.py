@@ -281,6 +281,15 @@ def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
     assert "--vllm-tensor-parallel" not in capsys.readouterr().out
 
 
+def test_a_dry_run_counts_the_rollouts_of_a_step_and_answers_first(capsys):
+    flags = "--prompts 1000000 --rollouts 512 --max-new-tokens 64 --dry-run 1x80"
+    assert train.main(flags.split()) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("It does not fit: it needs ")  # 3.3e10 tokens of 12 bytes
+    [rollouts] = [line.split() for line in lines if "rollouts of a step, at their" in line]
+    assert rollouts[-3:] == ["-", "393.2", "393.2"]
+
+
 @pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "8x80GB", "8x-1"])
 def test_other_names_of_machines_are_refused(text, capsys):
     assert train.main([f"--dry-run={text}"]) == 2

@@ -240,9 +240,11 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     )
 
 
-def test_a_recipe_without_its_model_is_refused(capsys):
+def test_a_recipe_names_its_model_of_the_hub(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert train.main(["--config", str(EXAMPLES / "polaris_qwen3.toml"), "--dry-run"]) == 2
-    assert "models/" in capsys.readouterr().err
+    assert "hf://Qwen/Qwen3-1.7B-Base" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ class NaiveEngine:
         )
 
     def _logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits [N, V] of the token behind each sequence [N, L]."""
+        """Return the logits [N, V] of the token after each sequence [N, L]."""
         count, length = tokens.shape
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [N * L, heads, D]

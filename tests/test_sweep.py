@@ -128,7 +128,7 @@ def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_pa
             "error: the run of lr -0.1: lr must be a finite number above 0, got -0.1",
         ),
         ("--seeds 0 0", "runs/sweep/maxpo_seed-0 is of two runs of the grid"),
-        ("--lr 0.1 --lr 0.2", "--lr must be given once, with all its values behind it"),
+        ("--lr 0.1 --lr 0.2", "--lr must be given once, with all its values after it"),
         ("--seeds 0 --seed 1", "--seed must be given once"),
         ("--resume runs/x", "a sweep does not use --resume: the same command resumes it"),
         ("maxrl --seeds 0", "a sweep takes --option VALUE [VALUE ...], got maxrl"),

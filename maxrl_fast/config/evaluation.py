@@ -190,7 +190,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         and len(rewards := flags["reward"].value) > 1
         and ":" not in rewards[-1]
     ):
-        words = [rewards.pop()]  # a CHECKPOINT behind the rewards, each of which has a colon
+        words = [rewards.pop()]  # a CHECKPOINT after the rewards, each of which has a colon
     training.refuse_unknown(flags, words[1:], options)
     values = {name: training.convert(options[name], x) for name, x in flags.items()}
     config = EvaluationConfig().replace(**values, checkpoint=words[0] if words else None)

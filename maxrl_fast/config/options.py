@@ -194,7 +194,7 @@ class RewardOptions:
     """
     judge_score: Annotated[
         str,
-        Default("the last number behind the word score, or at the start", "REGEX"),
+        Default("the last number after the word score, or at the start", "REGEX"),
         when.WITH_JUDGE,
     ] = SCORE
     """The first group of the last match in the judge's reply is the score."""

@@ -219,7 +219,7 @@ def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
 
 
 def _new_folder(name: str) -> Path:
-    """Return runs/NAME, with a number behind it where a run of the same second has that folder."""
+    """Return runs/NAME, with a number after it where a run of the same second has that folder."""
     names = (name if i == 1 else f"{name}-{i}" for i in itertools.count(1))
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 

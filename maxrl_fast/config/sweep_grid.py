@@ -37,7 +37,7 @@ def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
                 raise InputError(f"a sweep takes --option VALUE [VALUE ...], got {argument}")
             options[list(options)[-1]].append(argument)
         elif name in options:
-            raise InputError(f"{flag} must be given once, with all its values behind it")
+            raise InputError(f"{flag} must be given once, with all its values after it")
         elif name in ("resume", "allow_changes"):
             raise InputError(f"a sweep does not use {flag}: the same command resumes it")
         else:

@@ -217,7 +217,7 @@ class Caller:
         async def call(row: dict[str, Any]) -> dict[str, Any]:
             try:
                 return result_of(await self._function(**row), self._is_optional)
-            except BaseException as error:  # a CancelledError of its own too
+            except BaseException as error:  # also a CancelledError that the function raises
                 return failure_of(error, self._file)
 
         tasks = [self._asyncio.ensure_future(call(row)) for row in rows]

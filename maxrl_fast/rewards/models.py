@@ -284,7 +284,7 @@ class Judge(RewardSource):
 
 
 def _parse_name(name: str) -> tuple[str, str]:
-    """Return the URL and the model of openai:URL/MODEL, where a model may have slashes behind a URL
+    """Return the URL and the model of openai:URL/MODEL, where a model may have slashes after a URL
     that ends with /v1.
     """
     place = name.removeprefix(JUDGE)

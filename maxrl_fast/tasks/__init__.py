@@ -58,7 +58,7 @@ class ReferenceAnswer:
 
     # tokens of the reasoning, from the start of the response; None: it does not lead to an answer
     length: int | None
-    # tokens that lead to the answer, to be put behind a response that does not; [] where none are
+    # tokens that lead to the answer, to be put after a response that does not; [] where none are
     # needed
     lead: list[int]
     answer: list[int]  # at least one token
@@ -72,7 +72,7 @@ class AnsweredTask(Task, Protocol):
         """Return the reference answer to each of the S responses, N to each prompt.
 
         Where the reasoning ends must not depend on the tokens that follow it: the policy samples it
-        up to there, and the probability of the answer behind it is then an unbiased estimate of the
+        up to there, and the probability of the answer after it is then an unbiased estimate of the
         probability of a response that gives it.
 
         Raises:

@@ -234,7 +234,7 @@ class DatasetTask:
         raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the answer of each response's line, behind the first box that the response opens.
+        """Return the answer of each response's line, after the first box that the response opens.
 
         Raises:
             InputError: if only the reward function knows the answers, or an answer has a control

@@ -169,7 +169,7 @@ class GymTask:
         raise InputError(f"{self.name} is scored in worker processes, by {self.reward}")
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the data set's answer behind the first answer tag that each response opens.
+        """Return the data set's answer after the first answer tag that each response opens.
 
         Raises:
             InputError: if a question has no answer as text.

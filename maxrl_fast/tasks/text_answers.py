@@ -14,13 +14,13 @@ from maxrl_fast.tasks.text_codec import TextCodec
 def text_answers(
     text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
 ) -> list[ReferenceAnswer]:
-    """Return the reference answer, the column "answer" of each prompt, behind the first marker of
+    """Return the reference answer, the column "answer" of each prompt, after the first marker of
     each response.
 
     The reasoning consists of the sampled tokens up to the first at which the text has the marker.
     Where this token reaches beyond the marker, its text must begin the answer, and the rest of the
     answer follows. The tokens of the answer are the tokenizer's for the marker and the answer
-    together, without those of the marker. A response without the marker, or that goes on otherwise
+    together, without those of the marker. A response without the marker, or that continues otherwise
     within a token, does not lead to the answer; the lead is then the marker.
 
     Raises:

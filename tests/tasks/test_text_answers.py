@@ -1,4 +1,4 @@
-"""Reference answers in text: where reasoning ends, and the answer's tokens behind it, with
+"""Reference answers in text: where reasoning ends, and the answer's tokens after it, with
 tokenizers that merge across it.
 """
 

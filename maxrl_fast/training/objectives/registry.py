@@ -209,7 +209,7 @@ OWN: dict[str, ObjectiveRow] = {
         lambda _: VerifreeObjective(),
         formula="rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the "
         "reference answer y* put "
-        "behind it",
+        "after it",
         needs="N >= 2; a task with reference answers; one more forward pass",
         source="VeriFree, Zhou et al. 2025, arXiv:2505.21493, as the authors' code",
         loss=VerifreeObjective.loss,

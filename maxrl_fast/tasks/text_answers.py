@@ -20,8 +20,8 @@ def text_answers(
     The reasoning consists of the sampled tokens up to the first at which the text has the marker.
     Where this token reaches beyond the marker, its text must begin the answer, and the rest of the
     answer follows. The tokens of the answer are the tokenizer's for the marker and the answer
-    together, without those of the marker. A response without the marker, or that continues otherwise
-    within a token, does not lead to the answer; the lead is then the marker.
+    together, without those of the marker. A response without the marker, or that continues
+    otherwise within a token, does not lead to the answer; the lead is then the marker.
 
     Raises:
         InputError: if a prompt has no answer, or an answer has a control token.

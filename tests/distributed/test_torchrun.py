@@ -610,7 +610,10 @@ def test_bad_input_is_reported_once(tmp_path):
     process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = finished(process, 100)
     assert process.returncode != 0
-    assert output.count("prompts must be at least the number of processes, 2, got 1") == 1, output
+    sentence = "prompts must be at least the number of processes, 2, got 1"
+    assert output.count(f"error: rank 0: {sentence}") == 1, output
+    # A rank that is still connecting says why it stops.
+    assert output.count(sentence) == 1 + output.count(f"{sentence}; rank 1 stops"), output
 
 
 def test_an_unknown_flag_is_reported_once():

@@ -600,7 +600,8 @@ def test_warnings_are_the_same_after_resuming(tmp_path, monkeypatch):
     job = [*JOB, *"--objective rloo --reward-workers 1 --steps 14".split(), *flags]
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     assert [record["kind"] for record in read(tmp_path / "whole" / "warnings.jsonl")] == [
-        "no_reward"
+        "equal_rewards",
+        "no_reward",
     ]
     stop_and_resume(monkeypatch, tmp_path / "stopped", job, "step 12")
     assert_same(tmp_path / "whole", tmp_path / "stopped")

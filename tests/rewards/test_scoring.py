@@ -249,7 +249,10 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     assert (
         "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     )
-    assert error.endswith("or fix the function and continue with --resume --allow-changes.\n")
+    assert error.endswith(
+        "Mend the reward and continue with --resume --allow-changes, or raise "
+        "--max-reward-error-rate and continue with --resume.\n"
+    )
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
     assert train.main(["--resume", str(out), "--allow-changes"]) == 0
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2, 3]

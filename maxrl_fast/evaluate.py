@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from maxrl_fast.config.evaluation import check, parse
-from maxrl_fast.errors import InputError, NonFiniteError, RewardError, StorageError
+from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.evaluate import compare_evaluations, evaluate_checkpoint
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.output import protect_output
@@ -17,8 +17,8 @@ from maxrl_fast.runtime.version import FLAG, version_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Return 0; 1 on failing rewards, non-finite values or a full disk; 2 on
-    bad input; 130 on Ctrl-C.
+    """Run the command line. Return 0; 1 on failing rewards, a failing engine, non-finite values or
+    a full disk; 2 on bad input; 130 on Ctrl-C.
     """
     protect_output()
     screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         screen.error(f"{str(error).partition('. ')[0]}; a lower --kv-cache-gb needs less")
         return 1
-    except (NonFiniteError, RewardError, StorageError) as error:
+    except (EngineError, NonFiniteError, RewardError, StorageError) as error:
         screen.error(f"{error}; nothing was kept")
         return 1
     except InputError as error:

@@ -269,6 +269,22 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
     ]
 
 
+def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(trained, tmp_path, capsys):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import dataclasses\n"
+        "from examples.naive_engine import NaiveEngine\n"
+        "class Broken(NaiveEngine):\n"
+        "    def generate(self, *arguments, **options):\n"
+        "        rollouts = super().generate(*arguments, **options)\n"
+        "        return dataclasses.replace(rollouts, logprobs=rollouts.logprobs + 50)\n"
+    )
+    flags = ("--rollout", f"{file}:Broken", "--samples", "1", "--out", tmp_path / "out")
+    assert run(trained, *flags) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"the rollout engine {file}:Broken returned a log-prob above 0: token 0 of" in error
+
+
 def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
     """`best` may be a checkpoint from before training; `latest` is said with its step."""
     first = trained / "checkpoints" / "step-000000"

@@ -163,7 +163,7 @@ class Judge(RewardSource):
         are not kept.
 
         Raises:
-            RequestError: if there is no reply.
+            RequestError: if the judge gives no reply.
         """
         identity = hashlib.sha256(
             json.dumps([self._url, self._model, question]).encode()

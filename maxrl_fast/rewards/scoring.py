@@ -21,6 +21,10 @@ from maxrl_fast.rewards.function import result_of
 from maxrl_fast.runtime.ranks import Ranks
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
+CURES = {
+    "timeout": "Raise --reward-seconds and continue with --resume.",
+    "memory": "Raise --reward-memory-gb and continue with --resume.",
+}
 
 
 class ScoredTask(Protocol):
@@ -34,12 +38,6 @@ class ScoredTask(Protocol):
 
     def decode(self, tokens: list[int]) -> str:
         """Return a prompt or a response as text."""
-
-
-CURES = {
-    "timeout": "Raise --reward-seconds and continue with --resume.",
-    "memory": "Raise --reward-memory-gb and continue with --resume.",
-}
 
 
 class MetricAccumulator:

@@ -96,7 +96,7 @@ gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on
 gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table (at most 9 minutes a call)
 	$(PYTHON) -m bench.gpu --part maze
 
-gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` uses beside torch, for a machine without a network: MAXRL_FAST_WHEELS there (10 MB)
+gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` needs besides torch, for a machine without a network: MAXRL_FAST_WHEELS there (10 MB)
 	rm -rf build/gpu-wheels
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(RUN) -m bench.gpu_build --for-python $(GPU_PYTHON_PATH) --to build/gpu-wheels
 	$(PYTHON) -m pip download -q --disable-pip-version-check -d build/gpu-wheels --no-deps --only-binary=:all: \
@@ -112,7 +112,7 @@ bench: $(STAMP)  ## benchmarks of advantages, token losses, rollout and a traini
 	$(RUN) -m bench.rollout
 	$(RUN) -m bench.train_step
 
-peers: $(STAMP) $(PEERS_STAMP)  ## a training step beside TRL's, in an environment with TRL
+peers: $(STAMP) $(PEERS_STAMP)  ## a training step against TRL's, in an environment with TRL
 	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m bench.peers
 
 clean:  ## remove the environments and everything that was built

@@ -1,4 +1,4 @@
-"""`python -m bench.advantages`: every group advantage, beside other implementations and beside the
+"""`python -m bench.advantages`: every group advantage, against other implementations and the
 cost of any operator.
 
 The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups as in verl, and view,

@@ -1,4 +1,4 @@
-"""`python -m bench.against COMMIT`: this tree beside another commit on a CPU, built here with the
+"""`python -m bench.against COMMIT`: this tree against another commit on a CPU, built here with the
 same interpreter.
 
 The commit is checked out into a folder under build/, which is removed at the end; --checkout takes
@@ -13,7 +13,7 @@ time to ours. Cases:
     update17    the same of the MaxRL paper's policy (3.9M parameters), 17x17 mazes, 2 x 64
     rollout     the native engine's rollouts of bench.rollout: the paper's policy on 7x7 and 17x17
                 mazes, the default job's
-    attention   bench.attention: this tree's kernel beside the FlashAttention calls that the commit
+    attention   bench.attention: this tree's kernel against the FlashAttention calls that the commit
                 made
     operators   the operators that a layer of the default job calls in a forward and a backward
                 pass, by the profiler

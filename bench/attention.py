@@ -1,4 +1,4 @@
-"""`python -m bench.attention`: shared-prompt attention on a CPU, our kernel beside FlashAttention
+"""`python -m bench.attention`: shared-prompt attention on a CPU, our kernel against FlashAttention
 calls and a merge.
 
 Both compute the same packed stream in turn, in one process, after their results were compared. The

@@ -1,4 +1,4 @@
-"""`python -m bench.peers`: a training step beside the same step of TRL's GRPOTrainer.
+"""`python -m bench.peers`: a training step against the same step of TRL's GRPOTrainer.
 
 Both train the same warm-started policy with GRPO: on a CPU 8 prompts x 16 rollouts of 7x7 mazes in
 float32, on a GPU 32 x 128 of 17x17 mazes in bfloat16. They sample with transformers or the native

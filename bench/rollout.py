@@ -1,4 +1,4 @@
-"""`python -m bench.rollout`: sampling by the native engine beside transformers' generate and vLLM,
+"""`python -m bench.rollout`: sampling by the native engine against transformers' generate and vLLM,
 where these are installed.
 
 Each engine samples the same number of responses to the same prompts with the same weights, all up
@@ -11,7 +11,7 @@ to the length limit, in turn with the native one, in one process. Cases:
                             each
 
 All compute in --dtype; on a CPU with --dtype bfloat16 the native engine also runs in float32,
-beside itself.
+against itself.
 
 The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured
 GEMM throughput. The native engine comes first, and another one that fails is reported. The last

@@ -1,5 +1,5 @@
-"""`python -m bench.token_loss`: the token losses, forward and backward, beside other
-implementations and beside a copy.
+"""`python -m bench.token_loss`: the token losses, forward and backward, against other
+implementations and a copy.
 
 All run in one process, each timed in turn with ours, after their gradients were compared. The floor
 is one read and one write of the logits at the measured bandwidth of a copy of as many bytes. Peers

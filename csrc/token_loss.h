@@ -220,7 +220,7 @@ MAXRL_HOST_DEVICE inline TokenLoss cispo(const LossTerms& terms, const Token& x)
   return {-weight * x.advantage * x.logp, -weight * x.advantage, x.ratio<low, x.ratio> high};
 }
 
-// One thread of a row comes here, so that the switch costs nothing beside reading the row.
+// One thread of a row comes here, so that the switch costs nothing next to reading the row.
 MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, const Token& x) {
   switch (terms.loss) {
     case Loss::kPpo:

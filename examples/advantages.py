@@ -1,4 +1,4 @@
-"""Advantages without the trainer, for a training loop of your own: `python examples/advantages.py`.
+"""Advantages without the trainer, for your own training loop: `python examples/advantages.py`.
 It takes seconds.
 """
 

@@ -1,4 +1,4 @@
-"""A group advantage of your own, in the operators (this script, in seconds) and in the trainer:
+"""Your own group advantage, in the operators (this script, in seconds) and in the trainer:
 
 python examples/custom_advantage.py
 python -m maxrl_fast.train --objective examples/custom_advantage.py:short_and_right

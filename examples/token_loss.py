@@ -1,4 +1,4 @@
-"""Losses without the trainer, for a training loop of your own: `python examples/token_loss.py`.
+"""Losses without the trainer, for your own training loop: `python examples/token_loss.py`.
 
 A policy, which is one matrix, answers eight prompts with one token each; one token of 64 is
 correct. It is trained by MaxRL with the PPO loss, and then from scratch by PACS, in seconds.

@@ -72,7 +72,7 @@ class SoftmaxRow {
   static_assert(kStep <= kLargestStep && kBlock % kStep == 0);
   static constexpr Real kNothing = -std::numeric_limits<Real>::infinity();
 
-  // A piece of the row before or behind the target.
+  // A piece of the row before or after the target.
   struct Block {
     int64_t index, begin, end;
     int64_t shift;  // of its stored exponentials: the last step before the target is stored in full

@@ -151,7 +151,7 @@ def _of_engine(
 
 
 def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> dict[str, float]:
-    """Return what a forward and backward pass over --token-budget tokens needs beside the training
+    """Return what a forward and backward pass over --token-budget tokens needs besides the training
     state.
 
     - activations: `layer_numbers` of every layer, and half of one layer's for its gradients; with

@@ -98,7 +98,7 @@ class TaskOptions:
     "max_terms": 2}.
     """
     task_args: Annotated[str, when.CUSTOM_TASK, Note.JSON] = ""
-    """Arguments of the class of your own task or an installed one as a JSON object, such as
+    """Arguments of your own or an installed task's class as a JSON object, such as
     {"length": 6}.
     """
     data: Annotated[
@@ -636,7 +636,7 @@ class EvaluationOptions:
         Aka("report_to logger"),
         Aka("use_wandb wandb wandb_project", value="wandb"),
     ] = None
-    """Send metrics to wandb or trackio too, beside TensorBoard's files."""
+    """Send metrics to wandb or trackio too, in addition to TensorBoard's files."""
 
 
 @dataclass(frozen=True)
@@ -712,7 +712,7 @@ class RunOptions:
         Aka("save_total_limit max_ckpt_num max_actor_ckpt_to_keep"),
         Note.SELDOM,
     ] = 3
-    """Newest checkpoints to keep, beside the best one and the one after the warm start; 0: all."""
+    """Newest checkpoints to keep, besides the best one and the one after the warm start; 0: all."""
     stall_limit: Annotated[Positive, Resume.FREE, Note.SELDOM] = 1800.0
     """Seconds that a stage of a step may take without progress; then the run prints the stacks of
     its processes and ends.

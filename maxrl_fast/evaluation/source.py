@@ -77,7 +77,7 @@ def free_folder(out: Path | None, name: str) -> Path:
     """
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        # The files that a stopped evaluation leaves behind are overwritten.
+        # The files that a stopped evaluation leaves are overwritten.
         is_free = not out.exists() or (
             out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
         )

@@ -1,4 +1,4 @@
-// The fibers, the barriers and the device behind include/cuda_runtime.h.
+// The fibers, the barriers and the device of include/cuda_runtime.h.
 //
 // With MAXRL_RACES defined, ThreadSanitizer takes every fiber for a thread (test_races.py). What
 // orders the memory accesses of two fibers is then a barrier, or an atomic between two fences; an
@@ -220,7 +220,7 @@ void run_block(Block& block, size_t shared_bytes) {
   }
   for (size_t i = 0; i < kFence; ++i)
     if (maxrl::cuda::storage[shared_bytes + i] != kPattern)
-      stop("a write behind the shared memory of a block");
+      stop("a write past the shared memory of a block");
 }
 
 // All blocks of one rank in some clusters, whose first blocks are `begin` to `end`.

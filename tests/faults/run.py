@@ -1,7 +1,7 @@
 """Plants faults in a copy of this checkout, one at a time, and runs the tests that should fail:
 `python tests/faults/run.py`.
 
-Every *.toml beside this file, or the one given by --file, is a list of
+Every *.toml in this folder, or the one given by --file, is a list of
 
     [[fault]]
     name = "sapo: tau of the wrong sign of A"
@@ -164,9 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--file", type=Path, help="read this file instead of those beside the script"
-    )
+    parser.add_argument("--file", type=Path, help="read this file instead of those in this folder")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="plant the faults of these names alone"
     )

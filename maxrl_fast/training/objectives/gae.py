@@ -26,12 +26,12 @@ def gae_advantages(
     """
     lengths, size = cu_seqlens.diff(), len(values)
     # [T] number of later tokens in the same response
-    behind = (
+    tokens_left = (
         cu_seqlens[1:].repeat_interleave(lengths, output_size=size)
         - 1
         - torch.arange(size, device=values.device)
     )
-    values, is_last = values.double(), behind == 0
+    values, is_last = values.double(), tokens_left == 0
     given = rewards.double().repeat_interleave(lengths, output_size=size)
     sums = torch.where(is_last, given, gamma * values.roll(-1)) - values  # [T], delta_t
     # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places
@@ -39,7 +39,7 @@ def gae_advantages(
     longest = int(lengths.max()) if size else 0
     shift, factor = 1, gamma * gae_lambda
     while shift < longest:
-        sums = sums + torch.where(behind >= shift, factor * sums.roll(-shift), 0.0)
+        sums = sums + torch.where(tokens_left >= shift, factor * sums.roll(-shift), 0.0)
         shift, factor = 2 * shift, factor * factor
     return sums
 

@@ -108,7 +108,7 @@ def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
         "warning: standard output cannot be written to (Broken pipe); the run continues, and what "
         "it prints there is lost\n",
     )
-    arguments = [*"--prompts 4 --samples 2 --out".split(), str(tmp_path / "evaluated")]
+    arguments = [*"--eval-prompts 4 --samples 2 --out".split(), str(tmp_path / "evaluated")]
     assert run_into_closed_pipe("evaluate", str(run), *arguments) == (0, "")
     assert run_into_closed_pipe("report", str(run), "--out", str(page)) == (0, "")
     assert all(

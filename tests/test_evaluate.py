@@ -24,7 +24,8 @@ from tests import brute_force
 from tests.models import save_checkpoint, tiny_decoder
 
 RUNTIME = (*"--threads 1 --dtype float32".split(),)
-SMALL = (*RUNTIME, *"--prompts 7 --samples 6 --bootstrap 40".split())
+MAZE5 = ("--task", "maze", "--maze-size", "5")
+SMALL = (*RUNTIME, *"--eval-prompts 7 --samples 6 --bootstrap 40".split())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_a_full_disk_gives_one_sentence(untrained, tmp_path, monkeypatch, capfd)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("maxrl_fast.runtime.files.os.pwrite", full)
-    assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 1
+    assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 1
     wanted = (
         f"error: cannot write to --out {tmp_path / 'out'}: [Errno 28] No space left on device; "
         "nothing was kept\n"
@@ -112,7 +113,7 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(trained, finished):
         "task_seed": 4,
         "max_new_tokens": 9,
         "samples": 6,
-        "prompts": 7,
+        "eval_prompts": 7,
     }
     assert wanted.items() <= options.items()
     assert options["k"] == [1, 2, 4]
@@ -224,7 +225,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
 
 def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, untrained, tmp_path):
     shutil.copytree(trained / "latest", tmp_path / "good")
-    flags = (*"--maze-size 5 --max-new-tokens 9 --task-seed 4 --k 1".split(),)
+    flags = (*MAZE5, *"--max-new-tokens 9 --task-seed 4 --k 1".split())
     assert run(untrained, *flags, "--baseline", tmp_path / "good", "--out", tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert results["run"] is None
@@ -256,7 +257,7 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
     assert same == other
     # a run's folder means its latest checkpoint
     assert read(tmp_path / "again")["checkpoint"] == str(latest)
-    assert run(latest, "--out", tmp_path / "third", "--prompts", "3") == 0
+    assert run(latest, "--out", tmp_path / "third", "--eval-prompts", "3") == 0
     third = (tmp_path / "third" / "samples.jsonl").read_bytes()
     assert third
     assert same.startswith(third)  # a sample does not depend on how many prompts there are
@@ -322,7 +323,7 @@ def test_flags_override_the_runs_options(trained, tmp_path, capsys):
 
 
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
-    assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 0
+    assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     assert {
         "seed": 0,
@@ -415,8 +416,9 @@ REFUSALS = {
     ),
     "a file": (("{untrained}/config.json",), "which is not a directory"),
     "an empty folder": (("{tmp}",), "which has no config.json"),
+    "no task": (("{untrained}",), "a checkpoint that is not in the folder of a run needs --task,"),
     "no samples": (("{run}", "--samples", "0"), "samples must be at least 1, got 0"),
-    "no prompts": (("{run}", "--prompts", "0"), "prompts must be at least 1, got 0"),
+    "no prompts": (("{run}", "--eval-prompts", "0"), "eval_prompts must be at least 1, got 0"),
     "no resamples": (("{run}", "--bootstrap", "0"), "bootstrap must be at least 1, got 0"),
     "all confidence": (
         ("{run}", "--confidence", "1"),
@@ -528,7 +530,7 @@ def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, caps
         )
         == 0
     )
-    assert read(tmp_path / "out")["options"]["prompts"] == 5
+    assert read(tmp_path / "out")["options"]["eval_prompts"] == 5
 
 
 @pytest.mark.parametrize(
@@ -574,8 +576,7 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
         "ValueError('odd')\n    return -len(response)\n"
     )
     flags = (
-        "--maze-size",
-        "5",
+        *MAZE5,
         "--reward",
         f"{tmp_path}/reward.py:score",
         "--max-reward-error-rate",
@@ -603,8 +604,7 @@ def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys)
         "def score(prompt, response):\n    raise ValueError('no idea')\n"
     )
     flags = (
-        "--maze-size",
-        "5",
+        *MAZE5,
         "--reward",
         f"{tmp_path}/reward.py:score",
         "--out",
@@ -624,7 +624,7 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Evaluator, "evaluate", stop)
-    assert run(untrained, "--maze-size", "5", "--out", tmp_path / "out") == 130
+    assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 130
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
     assert "stopped; nothing was kept" in capsys.readouterr().err
 
@@ -632,7 +632,7 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
 @pytest.mark.slow
 def test_sigint_ends_the_process_with_130(untrained, tmp_path):
     flags = [
-        *"--maze-size 5 --prompts 2000 --samples 64".split(),
+        *"--task maze --maze-size 5 --eval-prompts 2000 --samples 64".split(),
         *RUNTIME,
         "--out",
         str(tmp_path / "out"),

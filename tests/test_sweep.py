@@ -78,7 +78,9 @@ def test_rewards_are_of_every_run_and_no_side(capsys):
 
 def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
     own = f"{ROOT}/examples/custom_advantage.py:short_and_right"
-    commands = printed(capsys, "--objective", "rloo", own, "--model", "models/a", "/b/c d")
+    commands = printed(
+        capsys, *"--task maze --objective rloo".split(), own, "--model", "models/a", "/b/c d"
+    )
     names = [after(x, "--out").removeprefix("runs/sweep/") for x in commands]
     assert names == [
         f"{x}_model-{y}_seed-0" for x in ("rloo", "short_and_right") for y in ("models-a", "b-c-d")

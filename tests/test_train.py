@@ -262,7 +262,7 @@ def test_training_a_checkpoint_of_another_family(tmp_path, family):
     assert (
         run(
             tmp_path / "run",
-            "--model",
+            *"--task maze --model".split(),
             str(tmp_path / "start"),
             "--checkpoint-activations",
             "--sft-steps",
@@ -316,7 +316,16 @@ def base():
 
 @pytest.mark.slow
 def test_training_from_a_checkpoint(finished, tmp_path):
-    assert run(tmp_path / "more", "--model", str(finished / "latest"), "--sft-steps", "0") == 0
+    assert (
+        run(
+            tmp_path / "more",
+            *"--task maze --model".split(),
+            str(finished / "latest"),
+            "--sft-steps",
+            "0",
+        )
+        == 0
+    )
     first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
     assert torch.equal(
         first["model.norm.weight"],
@@ -423,8 +432,9 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
         ("--layers 1000000000", "GB of weights, this machine"),
         ("--hidden-size 8000000000000000000", "got"),
         ("--kv-cache-gb 1e-6", "kv_cache_gb must hold the longest prompt and a response"),
+        ("--model /nowhere", "--model needs --task, which says what it shall answer: gsm8k, "),
         (
-            "--model /nowhere",
+            "--task maze --model /nowhere",
             "--model must be the folder of a checkpoint, got /nowhere, which is not there",
         ),
     ],
@@ -446,7 +456,16 @@ def test_the_folder_of_another_run_is_refused_and_unchanged(finished, capsys):
 
 
 def test_a_checkpoint_that_does_not_fit_the_task_is_refused(finished, tmp_path, capsys):
-    assert run(tmp_path / "run", "--model", str(finished / "latest"), "--maze-size", "31") == 2
+    assert (
+        run(
+            tmp_path / "run",
+            *"--task maze --model".split(),
+            str(finished / "latest"),
+            "--maze-size",
+            "31",
+        )
+        == 2
+    )
     assert "positions" in capsys.readouterr().err
 
 

@@ -19,6 +19,11 @@ from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from maxrl_fast.training.policy_reward import LIKELIHOODS
 
+TASK_IS_MISSING = (
+    "--task, which says what it shall answer: gsm8k, math, dataset with --data FILE, maze or "
+    "another (--help lists them)"
+)
+
 
 def check(config: Config) -> None:
     """Refuse everything that can be known to be wrong before any work.

@@ -12,7 +12,7 @@ from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.config.resolve import default_rates
+from maxrl_fast.config.resolve import default_rates, evaluation_schedule
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
@@ -79,6 +79,7 @@ def describe_run(
         *_describe_critic(config, model),
         f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in "
         f"{config.run.out}",
+        str(evaluation_schedule(config)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
 

@@ -26,7 +26,7 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
 )
 from maxrl_fast.config import given as training
-from maxrl_fast.config.checks import check_reward_weights, check_task
+from maxrl_fast.config.checks import TASK_IS_MISSING, check_reward_weights, check_task
 from maxrl_fast.config.metadata import Groups, Note, check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
 from maxrl_fast.config.options_page import show_help, split_help
@@ -46,7 +46,7 @@ class MeasureOptions:
 
     checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
     """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
-    prompts: Annotated[Count, Default("256, or all that are held out"), Aka("eval_prompts")] = (
+    eval_prompts: Annotated[Count, Default("256, or all that are held out"), Aka("prompts")] = (
         WORKED_OUT
     )
     """Number of prompts: the first of the split."""
@@ -208,6 +208,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
             "--compare)"
         )
     source = find_source(words[0])
+    if source.run is None and "task" not in values:
+        raise InputError(f"a checkpoint that is not in the folder of a run needs {TASK_IS_MISSING}")
     of_run = {} if source.run is None else training.read_run(source.run, flags)
     names = [name for group in (TaskOptions, RewardOptions) for name in vars(group())]
     taken = {name: of_run[name] for name in (*names, "max_new_tokens", "seed") if name in of_run}
@@ -276,7 +278,7 @@ def resolve(
     available = task.num_test_prompts if measure.split == "test" else None
     device, dtype = resolve_place(place.device, place.dtype)
     worked_out = {
-        "prompts": num_held_out(measure.prompts, available, "prompts"),
+        "eval_prompts": num_held_out(measure.eval_prompts, available, "eval_prompts"),
         "k": tuple(sorted(set(measure.k))) or tuple(powers_of_two(measure.samples)),
         "max_new_tokens": response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
         "seed": sampling.seed or 0,

@@ -606,11 +606,14 @@ class EvaluationOptions:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: Annotated[
-        CountOrZero,
+        CountOrZero | None,
+        Default("a quarter of the steps, on a part of the prompts"),
         Resume.FREE,
         Aka("eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq"),
-    ] = 0
-    """Steps between evaluations; 0: only before the first step and after the last."""
+    ] = None
+    """Steps between evaluations; 0: only before the first step and after the last. By default there
+    are three between them, on as many prompts as need at most 5% of the samples of training; none
+    if those are fewer than 32."""
     eval_prompts: Annotated[
         Count,
         Default("256, or all that are held out"),

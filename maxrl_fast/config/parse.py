@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.algorithms.options import Option
+from maxrl_fast.config.checks import TASK_IS_MISSING
 from maxrl_fast.config.given import (
     ANY_OBJECTIVES,
     OPTIONS,
@@ -109,6 +110,8 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     for key in [key for key in given if key not in options]:
         raise _inapplicable(key, given[key], f"is not used by objective {name}", options)
     values = {key: convert(options[key], x) for key, x in given.items()}
+    if "model" in values and "task" not in values:
+        raise InputError(f"{given['model'].place}{given['model'].name} needs {TASK_IS_MISSING}")
     hidden = inapplicable_options(Config, Config().replace(**values).flat())
     for key in hidden:
         if key in file or key in flags:

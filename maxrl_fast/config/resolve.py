@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.training.objectives.registry import objective_defaults
+
+# of the default evaluations between the first step and the last: their samples, relative to those
+# of training, and the prompts below which pass@k is too noisy to be worth them
+EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 
 
 def resolve(
@@ -198,6 +203,36 @@ def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
             f"{name} must be at most the {available} prompts that are held out, got {number}"
         )
     return number
+
+
+@dataclass(frozen=True)
+class EvaluationSchedule:
+    """When a run evaluates between its first step and its last."""
+
+    every: int  # steps; 0: never
+    num_prompts: int  # of such an evaluation
+
+    def __str__(self) -> str:
+        if not self.every:
+            return "evaluations before the first step and after the last"
+        return (
+            "evaluations before the first step, after the last, and every "
+            f"{self.every} steps on {self.num_prompts} prompts"
+        )
+
+
+def evaluation_schedule(config: ResolvedConfig) -> EvaluationSchedule:
+    """Return the schedule of --eval-every, or the default one, whose cost is counted in samples: a
+    sample of training costs more than one of an evaluation, because it is also learned from.
+    """
+    options, steps = config.evaluation, config.optimizer.steps
+    if options.eval_every is not None:
+        return EvaluationSchedule(options.eval_every, options.eval_prompts)
+    trained = steps * config.rollout.prompts * config.rollout.rollouts
+    affordable = int(EVALUATION_SHARE * trained / (3 * options.eval_samples))
+    if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
+        return EvaluationSchedule(0, 0)
+    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
 
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:

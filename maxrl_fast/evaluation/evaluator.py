@@ -23,6 +23,7 @@ class Evaluation:
     response_length_mean: float  # tokens
     truncated: float  # fraction of responses cut off at the length limit
     num_tokens: int  # number of sampled tokens
+    num_prompts: int
     reward_errors: float = 0.0  # fraction of responses whose reward failed, which count as wrong
 
     @classmethod
@@ -106,5 +107,6 @@ class Evaluator:
             response_length_mean=float(num_tokens.double().mean()),
             truncated=float(num_truncated.double().mean()),
             num_tokens=int(num_tokens.sum()),
+            num_prompts=self.num_prompts,
             reward_errors=float(num_failed.double().mean()),
         )

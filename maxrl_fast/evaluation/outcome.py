@@ -22,7 +22,16 @@ MOST_SAMPLES = 1 << 20  # per prompt; real evaluations have about a thousandth o
 RESULTS_BYTES = 1 << 28
 # Options that must be equal for two evaluations to be compared prompt by prompt.
 MATCHED = (
-    *("prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p", "max_new_tokens"),
+    *(
+        "eval_prompts",
+        "samples",
+        "split",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "max_new_tokens",
+    ),
     *("task", "maze_size", "chain_length", "gym_config", "reward", "reward_threshold"),
 )
 # Options that must be equal too, and are settings only where they are given.

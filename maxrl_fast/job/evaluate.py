@@ -80,7 +80,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     )
     config = resolve(parsed, source, task, screen.warning)
     torch.set_num_threads(config.place.threads)
-    contents = contents_of(task, config.measure.split, config.measure.prompts)
+    contents = contents_of(task, config.measure.split, config.measure.eval_prompts)
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
@@ -181,7 +181,7 @@ def _policy(
         task,
         getattr(torch, config.place.dtype),
         max_new_tokens=sampling.max_new_tokens,
-        max_batch=min(measure.prompts, _chunk(config)) * measure.samples,
+        max_batch=min(measure.eval_prompts, _chunk(config)) * measure.samples,
         kv_cache_gb=sampling.kv_cache_gb,
     )
     return Policy(source, task, model, engine)
@@ -213,7 +213,8 @@ def _baseline(
             config.task, config.place.task_seed, source.checkpoint, config.reward.reward
         )
         found = differences(
-            settings_of(config.flat(), contents_of(task, measure.split, measure.prompts)), settings
+            settings_of(config.flat(), contents_of(task, measure.split, measure.eval_prompts)),
+            settings,
         )
         baseline = _policy(config, source, task, policy)
         if _have_equal_weights(policy.model, baseline.model):
@@ -262,12 +263,12 @@ def _introduction(
     how = ", ".join([f"temperature {sampling.temperature:g}", *limits])
     distinct = (
         ""
-        if num_distinct == measure.prompts
+        if num_distinct == measure.eval_prompts
         else f" ({num_distinct} distinct: intervals take all for distinct)"
     )
     yield (
-        f"{measure.prompts} {measure.split} prompts{distinct} x {measure.samples} samples, {how}; "
-        f"{policy.engine.describe()}"
+        f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
+        f"{how}; {policy.engine.describe()}"
     )
     if baseline is not None:
         named = baseline.source.describe() if isinstance(baseline, Policy) else measure.baseline
@@ -297,18 +298,18 @@ def _sample(
         policy.task,
         scorer,
         Sampling(options.temperature, options.max_new_tokens, policy.task.stop_ids, *limits),
-        num_prompts=measure.prompts,
+        num_prompts=measure.eval_prompts,
         num_samples=measure.samples,
         seed=options.seed,
         device=device,
         split=measure.split,
         chunk=_chunk(config),
     )
-    with screen.stage(name, measure.prompts) as stage:
+    with screen.stage(name, measure.eval_prompts) as stage:
 
         def after_chunk(done: int) -> None:
             stage.advance(done)
-            if warning := scorer.failures(Ranks(), f"prompt {done} of {measure.prompts}")[1]:
+            if warning := scorer.failures(Ranks(), f"prompt {done} of {measure.eval_prompts}")[1]:
                 screen.warning(warning)
 
         return evaluator.evaluate(after_chunk, tally)

@@ -13,6 +13,7 @@ from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
+from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.build import build_collector, build_evaluator, build_fingerprints, build_trainer
 from maxrl_fast.job.build_engine import build_run_engine, compare_engine
@@ -217,7 +218,7 @@ class Job:
                 screen,
                 clock,
                 ranks,
-                config.evaluation.eval_every,
+                evaluation_schedule(config),
                 config.evaluation.diagnose_every,
                 config.evaluation.keep_rollouts,
             )
@@ -327,7 +328,12 @@ def close(
             screen.error(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
+    evaluations = list(progress.evaluations.values())
+    whole = max((evaluation.num_prompts for evaluation in evaluations), default=0)
     screen.closing_tables(
-        list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing()
+        [x for x in evaluations if x.num_prompts == whole],
+        clock.seconds,
+        progress.tokens,
+        files.listing(),
     )
     return ending

@@ -1,10 +1,11 @@
 """The loop around the training step: warm start, steps, evaluations, checkpoints, logs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from maxrl_fast.config.resolve import EvaluationSchedule
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
@@ -29,7 +30,7 @@ from maxrl_fast.training.warm_start import WarmStart
 class RunLoop:
     """Does the part of a run that `progress` says is left.
 
-    With `eval_every` 0 it evaluates only before the first step and after the last. Every
+    It evaluates before the first step, after the last, and as `schedule` says between them. Every
     `diagnose_every` steps (0: never) a second backward pass gives a line of diagnostics.jsonl.
     `keep_rollouts` rollouts per step are written to rollouts.jsonl.
     """
@@ -43,7 +44,7 @@ class RunLoop:
     screen: Screen
     clock: Stopwatch
     ranks: Ranks
-    eval_every: int = 0
+    schedule: EvaluationSchedule
     diagnose_every: int = 0
     keep_rollouts: int = 0
     health: Health = field(default_factory=Health)
@@ -146,10 +147,12 @@ class RunLoop:
         self.screen.warning(f"step {n}: {warning.message}")
 
     def _evaluate_if_due(self) -> None:
-        step, evaluator = self.progress.step, self.evaluator
-        is_due = step in (0, self.num_steps) or (self.eval_every and step % self.eval_every == 0)
-        if not is_due or step in self.progress.evaluations:
+        step, evaluator, every = self.progress.step, self.evaluator, self.schedule.every
+        is_end = step in (0, self.num_steps)
+        if step in self.progress.evaluations or not (is_end or (every and step % every == 0)):
             return
+        if not is_end:
+            evaluator = replace(evaluator, num_prompts=self.schedule.num_prompts)
         scorer, learner = evaluator.scorer, self.trainer.learner
         with (
             self.clock("evaluation"),
@@ -180,12 +183,15 @@ class RunLoop:
             scorer.take_answers(), self.ranks
         ) | scorer.pop_components().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
-        self.files.write(
-            "pass_rates", {"step": step, **counts.record(self.ranks, evaluator.device)}
-        )
+        counted = counts.record(self.ranks, evaluator.device)  # all ranks take part
+        is_whole = evaluator.num_prompts == self.evaluator.num_prompts
+        if is_whole:  # those of a part are not compared by prompt
+            self.files.write("pass_rates", {"step": step, **counted})
         self.files.write_samples(kept.records, step)
         self.screen.info(
             f"step {step}: "
             + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items())
+            + f"  ({evaluator.num_prompts} of {self.evaluator.num_prompts} prompts)"
+            * (not is_whole)
         )
         self.checkpoints.mark_best(self.progress, learner)

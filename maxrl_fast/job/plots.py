@@ -30,7 +30,9 @@ def draw_curves(
     entropy.set_ylim(bottom=0)
 
     shades = ("0.65", "tab:blue")
-    first_and_last = [*evaluations[:1], *evaluations[1:][-1:]]
+    # those on a part of the prompts are not comparable
+    whole = [x for x in evaluations if x["num_prompts"] == evaluations[0]["num_prompts"]]
+    first_and_last = [*whole[:1], *whole[1:][-1:]]
     for record, shade in zip(first_and_last, shades, strict=False):
         ks = [int(k) for k in record["pass_at_k"]]
         when = f"step {record['step']}" if record["step"] else "before (warm start)"

@@ -30,12 +30,15 @@ class Progress:
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:
-        """Return whether the evaluation at `step` has a higher pass@1 than every earlier one."""
-        score = self.evaluations[step].pass_at_k[1]
+        """Return whether the evaluation at `step` has a higher pass@1 than every earlier one. One
+        on a part of the prompts is not comparable, and never the best.
+        """
+        own = self.evaluations[step]
+        earlier = [evaluation for at, evaluation in self.evaluations.items() if at < step]
         return all(
-            score > evaluation.pass_at_k[1]
-            for at, evaluation in self.evaluations.items()
-            if at < step
+            own.num_prompts >= other.num_prompts
+            and (own.pass_at_k[1] > other.pass_at_k[1] or own.num_prompts > other.num_prompts)
+            for other in earlier
         )
 
     @classmethod

@@ -25,7 +25,7 @@ MOST_COUNTS = 200_000  # correct samples of a prompt in an evaluation
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
 _TIMED = ("rollout_seconds", "train_seconds")
 _NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
-_OF_TRAINING = ("prompts", "samples", "k")  # options with another meaning in an evaluation
+_OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
 
 
 @dataclass
@@ -101,6 +101,11 @@ def _read_run(path: Path, folder: Folder) -> None:
     folder.eval_steps, folder.eval_metrics, records = _columns(
         path / "eval.jsonl", folder, ("pass_at_k",)
     )
+    sizes = [size or 0 for size in folder.eval_metrics.get("num_prompts", [])]
+    if parts := [i for i, size in enumerate(sizes) if size < max(sizes)]:
+        folder.notes.append(f"{len(parts)} evaluations on a part of the prompts are not shown")
+        for values in (folder.eval_steps, records, *folder.eval_metrics.values()):
+            values[:] = [value for i, value in enumerate(values) if i not in parts]
     for step, record in zip(folder.eval_steps, records, strict=True):
         if rows := coverage_rows(record.get("pass_at_k")):
             folder.coverage.append({"step": step, "rows": rows})

@@ -320,7 +320,7 @@ def test_a_dry_run_reads_no_weights(tmp_path, capsys):
     """Its directory has config.json alone; a run with it is refused."""
     model = Decoder(DecoderConfig(**{**SIZES, "vocab_size": MazeTask(9).vocab_size}, **HEADS))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(model.config)))
-    flags = ["--model", str(tmp_path), "--out", str(tmp_path / "run")]
+    flags = ["--task", "maze", "--model", str(tmp_path), "--out", str(tmp_path / "run")]
     for value in ([], ["1x24"]):
         assert train.main([*flags, "--dry-run", *value]) == 0
         assert (

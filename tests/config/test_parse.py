@@ -13,7 +13,7 @@ from maxrl_fast.config.given import OTHER_NAMES, hint
 from maxrl_fast.config.metadata import options_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, parse_options
-from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.resolve import evaluation_schedule, resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config
@@ -35,6 +35,24 @@ NONE = ("none", None)
 def correction(*flags):
     options = resolved(*flags)
     return options["correction"], options["importance_cap"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("", (23, 48)),  # 3 x 48 x 16 of 90 x 512 samples
+        ("--steps 59", (0, 0)),  # 31 prompts
+        ("--steps 60", (15, 32)),
+        ("--steps 4000", (1000, 256)),
+        ("--eval-prompts 40", (23, 40)),
+        ("--steps 60 --eval-prompts 8 --eval-samples 64", (15, 8)),
+        ("--eval-every 7", (7, 256)),
+        ("--eval-every 0", (0, 256)),
+    ],
+)
+def test_evaluations_between_the_ends_cost_a_twentieth_of_the_samples(flags, wanted):
+    schedule = evaluation_schedule(resolve(parse(flags.split()), MazeTask(9)))
+    assert (schedule.every, schedule.num_prompts) == wanted
 
 
 def test_defaults_are_resolved():
@@ -110,9 +128,9 @@ def checkpoint(tmp_path):
     [
         ("", (2e-3, 3e-4)),
         ("--lora-rank 4", (2e-3, 3e-4)),
-        ("--model CHECKPOINT", (1e-5, 1e-6)),
-        ("--model CHECKPOINT --lora-rank 4", (1e-4, 1e-5)),
-        ("--model CHECKPOINT --lr 2e-5 --sft-lr 3e-5", (3e-5, 2e-5)),
+        ("--task maze --model CHECKPOINT", (1e-5, 1e-6)),
+        ("--task maze --model CHECKPOINT --lora-rank 4", (1e-4, 1e-5)),
+        ("--task maze --model CHECKPOINT --lr 2e-5 --sft-lr 3e-5", (3e-5, 2e-5)),
     ],
 )
 def test_a_checkpoint_changes_the_default_learning_rates(flags, rates, checkpoint):
@@ -121,8 +139,10 @@ def test_a_checkpoint_changes_the_default_learning_rates(flags, rates, checkpoin
 
 
 def test_a_checkpoint_has_no_warm_start_unless_asked(checkpoint):
-    assert resolved("--model", checkpoint)["sft_steps"] == 0
-    assert resolved("--model", checkpoint, "--sft-steps", "3")["sft_steps"] == 3
+    assert resolved(*"--task maze --model".split(), checkpoint)["sft_steps"] == 0
+    assert (
+        resolved(*"--task maze --model".split(), checkpoint, "--sft-steps", "3")["sft_steps"] == 3
+    )
 
 
 def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(checkpoint):
@@ -131,7 +151,7 @@ def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(che
     def limit(*flags, most=1000):
         task.max_new_tokens = most
         return resolve(
-            parse(["--model", checkpoint, *flags]), task, warn=said.append
+            parse(["--task", "maze", "--model", checkpoint, *flags]), task, warn=said.append
         ).rollout.max_new_tokens
 
     assert (limit(most=418), said) == (418, [])
@@ -331,7 +351,7 @@ def test_values_that_look_like_options_are_values(values):
     ("words", "message"),
     table("""
     runs/a --num-generations 8 | unknown option --num-generations; did you mean --samples?
-    runs/a --eval-prompts 8 | did you mean --prompts?
+    runs/a --prompts 8 | did you mean --eval-prompts?
     runs/a --max-tokens 8 | did you mean --max-new-tokens?
     --model runs/a | CHECKPOINT is given without a flag
     """),

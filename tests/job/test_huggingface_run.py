@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 TASK = MazeTask(5, 0)
 JOB = [
-    *("--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20 --lr 1e-3").split(),
+    *"--task maze --maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20".split(),
+    *"--lr 1e-3".split(),
     *(
         "--sft-batch 8 --sft-lr 5e-3 --eval-prompts 4 --eval-samples 2 --threads 1 --save-every 2"
     ).split(),
@@ -87,7 +88,7 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     out = tmp_path / "evaluated"
     assert (
         evaluate.main(
-            [str(latest), *"--prompts 4 --samples 2 --out".split(), str(out), "--threads", "1"]
+            [str(latest), *"--eval-prompts 4 --samples 2 --out".split(), str(out), "--threads", "1"]
         )
         == 0
     )

@@ -708,7 +708,14 @@ def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole_r
         (start / name).write_text(json.dumps(wanted[name]))
     assert (
         train.main(
-            [*SMALL, "--out", str(out), "--model", str(start), *"--sft-steps 0 --steps 1".split()]
+            [
+                *SMALL,
+                "--out",
+                str(out),
+                *"--task maze --model".split(),
+                str(start),
+                *"--sft-steps 0 --steps 1".split(),
+            ]
         )
         == 0
     )
@@ -768,11 +775,42 @@ def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkey
 
 
 def test_the_best_evaluation_is_the_earliest_with_the_highest_pass_at_1():
-    passes = {0: 0.5, 2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7}
+    """One on a part of the prompts, at steps 3 and 5, is never the best."""
+    passes = {0: 0.5, 2: 0.5, 3: 0.9, 4: 0.7, 5: 0.95, 6: 0.6, 8: 0.7}
     progress = Progress(
-        evaluations={step: SimpleNamespace(pass_at_k={1: p}) for step, p in passes.items()}
+        evaluations={
+            step: SimpleNamespace(pass_at_k={1: p}, num_prompts=8 if step in (3, 5) else 16)
+            for step, p in passes.items()
+        }
     )
     assert [step for step in passes if progress.is_best(step)] == [0, 4]
+
+
+def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, capfd, monkeypatch):
+    """33 of 64 prompts, 3 x 33 x 1 of at most 100 samples. The first evaluation's samples of these
+    prompts have the same random numbers, and a killed run resumes with the same evaluations.
+    """
+    few = "--maze-size 5 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2 --kv-heads 1"
+    job = [*few.split(), *"--sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()]
+    job += [*"--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()]
+    assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
+    assert "and every 2 steps on 33 prompts" in capfd.readouterr().out
+    evaluations = read(tmp_path / "whole" / "eval.jsonl")
+    assert [(x["step"], x["num_prompts"]) for x in evaluations] == [
+        (0, 64),
+        (2, 33),
+        (4, 33),
+        (5, 64),
+    ]
+    by_step = {x["step"]: x for x in read(tmp_path / "whole" / "pass_rates.jsonl")}
+    assert sorted(by_step) == [0, 5]
+    # at this learning rate the policy stays as it is
+    assert evaluations[1]["pass_at_k"]["1"] == sum(by_step[0]["num_correct"][:33]) / 33
+    stop_at(monkeypatch, "step 3")
+    assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
+    monkeypatch.undo()
+    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
+    assert read(tmp_path / "stopped" / "eval.jsonl") == evaluations
 
 
 def command(*arguments):

@@ -123,10 +123,10 @@ def test_missing_folders_are_refused_without_a_network(hub, tmp_path, monkeypatc
     (tmp_path / "models" / "file").touch()
     wanted = "error: --model must be the folder of a checkpoint, got"
     for model in f"qwen models/qwen ./org/tiny {tmp_path}/none a/b/c hf:// hf://a/b/c".split():
-        assert train.main(["--model", model]) == 2
+        assert train.main(["--task", "maze", "--model", model]) == 2
         assert f"{wanted} {model}" in (error := " ".join(capfd.readouterr().err.split()))
         assert error.endswith("a model of the hub is hf://ORG/NAME or hf://ORG/NAME@REVISION")
-    assert train.main(["--model", "models/file"]) == 2
+    assert train.main(["--task", "maze", "--model", "models/file"]) == 2
     assert f"{wanted} models/file, which is not a directory" in capfd.readouterr().err
     assert not hub.asked
 
@@ -188,7 +188,10 @@ def test_a_run_records_the_commit_and_resumes_with_it(hub, tmp_path, monkeypatch
 
 
 def test_an_evaluation_samples_a_model_of_the_hub(hub, tmp_path, capfd):
-    flags = [*job(tmp_path)[:4], *"--prompts 2 --samples 2 --max-new-tokens 5 --threads 1".split()]
+    flags = [
+        *job(tmp_path)[:4],
+        *"--eval-prompts 2 --samples 2 --max-new-tokens 5 --threads 1".split(),
+    ]
     command = ["hf://org/tiny", *flags, "--out", str(tmp_path / "out")]
     assert evaluate.main([*command, "--baseline", NAME]) == 2  # another name of the same commit
     assert "--baseline must be another checkpoint" in capfd.readouterr().err

@@ -20,7 +20,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.job.plots import draw_weights
 from maxrl_fast.job.screen import wrapped
 from maxrl_fast.ops.effective_weight import effective_weight
-from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.output import CommandParser, protect_output
 from maxrl_fast.runtime.plugins import installed, owner
 from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
@@ -62,7 +62,7 @@ _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return 0, or 2 on bad input."""
     protect_output()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m maxrl_fast.objectives",
         description="Print every objective: the formula of its advantage, its effective weight, "
         "what it needs, and its source; "
@@ -95,7 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if FLAG in arguments:
         print(version_text())
         return 0
-    options = parser.parse_args(arguments)
+    try:
+        return _show(parser.parse_args(arguments))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _show(options: argparse.Namespace) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.weights is None:
         if console.width < _TABLE_WIDTH:
@@ -107,25 +114,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(_table(_LOSS_COLUMNS, _losses(), _LOSS_NOTATION))
             console.print(_table(_CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION))
         return 0
+    grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
+    curves = {name: (grid, _weight(name, options.rollouts, grid)) for name in options.estimators}
+    numbers = {
+        name: _weight(name, options.rollouts, torch.tensor(_PASS_RATES))
+        for name in options.estimators
+    }
     try:
-        grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
-        curves = {
-            name: (grid, _weight(name, options.rollouts, grid)) for name in options.estimators
-        }
-        numbers = {
-            name: _weight(name, options.rollouts, torch.tensor(_PASS_RATES))
-            for name in options.estimators
-        }
-        try:
-            draw_weights(curves, options.rollouts, options.weights)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"--weights must be a picture file that can be written, got {options.weights}: "
-                f"{error}"
-            ) from error
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        draw_weights(curves, options.rollouts, options.weights)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--weights must be a picture file that can be written, got {options.weights}: {error}"
+        ) from error
     table = Table("p =", title=f"W_N(p), N = {options.rollouts} rollouts")
     for p in _PASS_RATES:
         table.add_column(f"{p:g}", justify="right", no_wrap=True)

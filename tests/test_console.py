@@ -131,3 +131,25 @@ def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed
         [sys.executable, "-c", code], preexec_fn=lambda: os.closerange(0, 3), timeout=60, check=True
     )
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("train --lr x", "train --objectiv maxpo", "train --dtype int8", "train --sharding x"),
+        *("train --loss nope", "evaluate", "evaluate /none --split both", "report --foo", "report"),
+        *("sweep --seeds a", "sweep --foo", "objectives --weights", "objectives --rollouts x"),
+        *("objectives --foo", "train --objective nope", "nothing"),
+    ],
+)
+def test_errors_are_one_line_without_a_box(words, capsys):
+    """A usage, a box, or a list of choices in another order each time is not a sentence."""
+    outputs = []
+    for _ in range(2):
+        assert console.main(words.split()) == 2
+        outputs.append(capsys.readouterr())
+    assert outputs[0] == outputs[1]
+    assert outputs[0].out == ""
+    assert outputs[0].err.startswith("error: ")
+    assert outputs[0].err.count("\n") == 1
+    assert outputs[0].err.isascii()

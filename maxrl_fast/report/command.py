@@ -3,45 +3,17 @@
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.runtime.files import atomic_file, shown
-from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.output import CommandParser, protect_output
 from maxrl_fast.runtime.version import FLAG, version_text
 
 MOST_RUNS = 24
-
-
-@dataclass(frozen=True)
-class Options:
-    """Show runs and evaluations as one web page: curves, pass@k, weights, samples with their
-    rewards.
-
-    The page is a single file that needs no network: open it in any browser, send it, or keep it
-    with the run. It can be made while a run is still in progress.
-
-    Examples: python -m maxrl_fast.report runs/maxpo-20261121-192256
-
-    python -m maxrl_fast.report runs/maxpo runs/grpo evaluations/maxpo --out compared.html
-    """
-
-    runs: Annotated[
-        tuple[Path, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN...", help_behavior_hint="(1 to 24)"),
-    ]
-    """Folders of training runs (OUT of `python -m maxrl_fast.train`) or of evaluations (of `python
-    -m maxrl_fast.evaluate`). Several are drawn on the same axes."""
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE.html")] = Path("report.html")
-    """The file to write; an existing file is replaced."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,9 +23,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if FLAG in arguments:
         screen.info(version_text())
         return 0
-    options = tyro.cli(Options, args=arguments, prog="python -m maxrl_fast.report")
+    parser = CommandParser(
+        prog="python -m maxrl_fast.report",
+        description="Show runs and evaluations as one web page: curves, pass@k, weights, samples "
+        "with their rewards. The page is a single file that needs no network: open it in any "
+        "browser, send it, or keep it with the run. It can be made while a run is in progress.",
+        epilog="Example: python -m maxrl_fast.report runs/maxpo runs/grpo --out compared.html",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="1 to 24 folders of training runs (OUT of `python -m maxrl_fast.train`) or of "
+        "evaluations (of `python -m maxrl_fast.evaluate`), drawn on the same axes",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE.html",
+        help="the file to write; an existing file is replaced (default: %(default)s)",
+    )
     try:
-        _check(options)
+        options = parser.parse_args(arguments)
+        _check(options.runs, options.out)
         folders = [
             read_folder(path, name)
             for path, name in zip(options.runs, _names(options.runs), strict=True)
@@ -75,11 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check(options: Options) -> None:
+def _check(runs: Sequence[Path], out: Path) -> None:
     """Refuse bad options before any file is read."""
-    if not 1 <= len(options.runs) <= MOST_RUNS:
-        raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(options.runs)}")
-    out = options.out
+    if not 1 <= len(runs) <= MOST_RUNS:
+        raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(runs)}")
     if out.suffix.lower() not in (".html", ".htm"):  # a typing error must not replace a run's log
         raise InputError(f"--out must be a file that ends in .html, got {shown(out)}")
     try:

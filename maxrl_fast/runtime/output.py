@@ -1,10 +1,13 @@
 """Keeps a closed pipe, a lost terminal or a full disk from stopping a command."""
 
+import argparse
 import contextlib
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
+
+from maxrl_fast.errors import InputError
 
 _STREAMS = {1: "stdout", 2: "stderr"}  # by file descriptor
 _NAMES = {1: "standard output", 2: "standard error"}
@@ -60,6 +63,13 @@ def protect_output() -> None:
             line_buffering=stream is None or stream.line_buffering or stream.write_through,
         )
         setattr(sys, name, wrapped)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a small command, which raises InputError in place of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message.removeprefix('argument ')}; --help lists the options")
 
 
 def take_errors() -> list[tuple[str, OSError]]:

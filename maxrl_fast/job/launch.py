@@ -28,6 +28,7 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.hub import HUB, find_model
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.device import Machine
@@ -121,8 +122,15 @@ class Job:
             # otherwise the checkpoint's weights are loaded later
             has_weights = saved is None or saved.decoder is None
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
+            output = held.enter_context(contextlib.closing(RewardOutput()))
             scorer = build_scorer(
-                config.reward, task, device, dtype_of(config), self.functions, ranks.size
+                config.reward,
+                task,
+                device,
+                dtype_of(config),
+                self.functions,
+                ranks.size,
+                output if ranks.is_first else None,
             )
             held.enter_context(contextlib.closing(scorer))
             if not saved and (error := self._check_rewards(config, engine, scorer)):
@@ -132,6 +140,7 @@ class Job:
             files = RunFiles(
                 out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved
             )
+            output.open(out, is_resumed)
             for log in files.missing:
                 screen.warning(
                     f"{log} is missing: a new one begins, without the lines from before the "

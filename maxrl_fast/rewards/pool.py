@@ -46,6 +46,7 @@ from maxrl_fast.rewards.function import (
     signature_of,
     work_items,
 )
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.supervisor import WROTE, describe_exit
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
@@ -91,7 +92,7 @@ class RewardPool(RewardSource):
         environment: names of variables that the function sees in addition to `ENVIRONMENT`.
         concurrency: calls of an async function that one process makes at a time. is_optional:
         whether None and NaN mean that the function does not apply to a response; otherwise they are
-        failures.
+        failures. output: gets what the function prints; None: it is discarded.
 
     Raises:
         InputError: if the function cannot be loaded, a number is not positive and finite, or a
@@ -110,6 +111,7 @@ class RewardPool(RewardSource):
         environment: Sequence[str] = (),
         concurrency: int = 16,
         is_optional: bool = False,
+        output: RewardOutput | None = None,
     ) -> None:
         module, _, attribute = function.rpartition(":")
         if not module or not attribute:
@@ -150,7 +152,7 @@ class RewardPool(RewardSource):
             "trainer": os.getpid(),
             "ready": None,  # what the first supervisor says, where loading starts threads
         }
-        self._numbers, self._is_closed = itertools.count(), False
+        self._output, self._numbers, self._is_closed = output, itertools.count(), False
         self._supervisor: subprocess.Popen[bytes] | None = None
         try:
             ready = self._start()
@@ -257,7 +259,7 @@ class RewardPool(RewardSource):
                 self._supervisor = subprocess.Popen(
                     [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+                    stdout=self._output.fileno() if self._output else subprocess.DEVNULL,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C does not reach it

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import math
 import os
 import re
@@ -51,7 +52,7 @@ from os import (
     waitpid,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from maxrl_fast.rewards.function import ROWS, Caller, signature_of
 from maxrl_fast.runtime.loading import LoadError, load
@@ -95,7 +96,11 @@ def main() -> None:
     # and kills all groups.
     end_with(settings["trainer"])
     stderr = os.dup(2)
-    os.dup2(1, 2)  # what the function prints is discarded
+    os.dup2(1, 2)
+    # Whole lines, which those of other processes do not cut, and which are there if the process is
+    # killed afterwards.
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True, write_through=False)
     # A scheduler sends SIGTERM and SIGINT to the whole job. The trainer stops its workers itself,
     # when it has no more calls.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):

@@ -19,6 +19,7 @@ from maxrl_fast.job.build_engine import build_run_engine, compare_engine
 from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.checkpoints import Checkpoints
+from maxrl_fast.job.closing_tables import closing_tables
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
@@ -336,7 +337,7 @@ def close(
             screen.error(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
-    screen.closing_tables(
-        list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing()
+    closing_tables(
+        screen, list(progress.evaluations.values()), clock.seconds, progress.tokens, files.listing()
     )
     return ending

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.metadata import inapplicable_options
+from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
@@ -19,6 +19,7 @@ from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import TensorBoard, Tracker
+from maxrl_fast.job.weights import weight_of
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, open_regular, refused, storing, write_json
 
@@ -162,6 +163,7 @@ class RunFiles:
                 self.out / "config.json",
                 {**self.options, "versions": versions(), "command": sys.argv},
             )
+            write_json(self.out / "weight.json", weight_of(self.options))
 
     def write(self, log: str, record: dict[str, Any]) -> None:
         """Append a record to a log, and to TensorBoard and the tracker."""

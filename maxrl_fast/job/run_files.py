@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -65,7 +66,7 @@ class LogFile:
         self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record).encode() + b"\n"
+        line = json.dumps(_json_value(record), allow_nan=False).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
         self._size += len(line)
@@ -222,7 +223,16 @@ class RunFiles:
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
-    return {f"{log}/{name}": value for name, value in flat(record).items()}
+    return {f"{log}/{name}": value for name, value in flat(record).items() if value is not None}
+
+
+def _json_value(value: Any) -> Any:
+    """Return the value with null in place of infinite numbers and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _json_value(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:

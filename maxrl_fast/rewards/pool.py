@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Literal
 
 from maxrl_fast.errors import InputError, RewardError
@@ -42,6 +41,7 @@ from maxrl_fast.rewards.function import (
     Caller,
     Signature,
     WorkItem,
+    late,
     mismatch,
     signature_of,
     work_items,
@@ -123,8 +123,9 @@ class RewardPool(RewardSource):
             "number of workers": workers,
             "time limit": time_limit,
             "memory limit": memory_limit,
+            "concurrency": concurrency,
         }
-        for name, value in (limits | {"concurrency": concurrency}).items():
+        for name, value in limits.items():
             if not 0 < value < math.inf:
                 raise InputError(
                     f"the {name} of the reward pool must be positive and finite, got {value}"
@@ -175,12 +176,7 @@ class RewardPool(RewardSource):
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def score(
@@ -374,12 +370,8 @@ class InProcessReward(RewardSource):
     def __init__(
         self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False
     ):
-        self.name, self._function, self._time_limit, self._is_optional = (
-            name,
-            function,
-            time_limit,
-            is_optional,
-        )
+        self.name, self._function = name, function
+        self._time_limit, self._is_optional = time_limit, is_optional
         self._signature, self._num_hung = signature_of(function), 0
         # to and from the thread
         self._queues: tuple[SimpleQueue[Any], SimpleQueue[list[dict[str, Any]]]] | None = None
@@ -430,7 +422,7 @@ class InProcessReward(RewardSource):
                 return outcomes.get(timeout=min(left, PROGRESS_INTERVAL))
         self.close()
         self._num_hung += 1
-        return [{"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}]
+        return [late(self._time_limit)]
 
     def _make_calls(
         self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]

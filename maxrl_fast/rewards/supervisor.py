@@ -53,7 +53,7 @@ from os import (
 from pathlib import Path
 from typing import Any, cast
 
-from maxrl_fast.rewards.function import ROWS, Caller, signature_of
+from maxrl_fast.rewards.function import ROWS, Caller, late, signature_of
 from maxrl_fast.runtime.loading import LoadError, load
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
@@ -221,11 +221,8 @@ class Supervisor:
             try:
                 os.setpgid(0, 0)
                 end_with(parent)
-                for connection in (
-                    ours,
-                    self._trainer,
-                    *(child.connection for child in self._children.values()),
-                ):
+                others = [child.connection for child in self._children.values()]
+                for connection in (ours, self._trainer, *others):
                     connection.close()
                 os.close(self._stderr)
                 serve(self._settings, theirs, self._function, self._ready)
@@ -290,7 +287,8 @@ class Supervisor:
             elif line.startswith(b"error ") and not child.is_ready:
                 raise LoadError(loads(line[6:]))
             else:
-                self._fail(child, "crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
+                message = f"{WROTE}: {line[:80].decode(errors='replace')}"
+                self._fail(child, {"kind": "crash", "message": message})
                 return
         if data:
             return
@@ -299,12 +297,12 @@ class Supervisor:
             self._num_unread[number] += 1
             self._replace(child)
         else:
-            self._fail(child, "crash")
+            self._fail(child)
 
     def _look_at(self, child: Child, now: float) -> None:
         """Replace a child that has ended while others keep its connection open, or that is late."""
         if waitid(P_PID, child.pid, WEXITED | WNOHANG | WNOWAIT):
-            self._fail(child, "crash")
+            self._fail(child)
         elif child.deadline <= now and not child.is_ready:
             raise LoadError(f"loading it took longer than {self._settings['start_limit']:g} s")
         elif child.deadline <= now and child.call:
@@ -313,21 +311,17 @@ class Supervisor:
             place = (
                 f", in {own[0][2]} ({os.path.basename(own[0][0])}, line {own[0][1]})" if own else ""
             )
-            self._fail(
-                child,
-                "timeout",
-                f"the call ran longer than {self._settings['time_limit']:g} s{place}",
-            )
+            self._fail(child, late(self._settings["time_limit"], place))
 
-    def _fail(self, child: Child, kind: str, message: str = "") -> None:
+    def _fail(self, child: Child, failure: dict[str, Any] | None = None) -> None:
         """Fail the call that a child makes, by default because the child has ended, and replace the
         child.
         """
         call, child.call = child.call, None
         code = self._replace(child)
         if call:
-            message = message or f"the worker process {describe_exit(code)}"
-            self._results += call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode()
+            ended = {"kind": "crash", "message": f"the worker process {describe_exit(code)}"}
+            self._results += call[0] + f" {dumps([failure or ended])}\n".encode()
 
     def _replace(self, child: Child) -> int:
         """Kill a child with its process group and start another, and return its exit code. Its

@@ -124,22 +124,15 @@ class RolloutCollector:
         """
         batches: list[RolloutBatch] = []
         errors = Counter[str]()
-        answers = Counter[str]()
-        components = MetricAccumulator()
+        of_rewards = MetricAccumulator()
         num_mixed = 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
-            batch = self._sample(
-                step, first_prompt + len(batches) * self.num_prompts, answers, components
-            )
+            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, of_rewards)
             batches.append(batch)
             errors.update(batch.metrics)
             if self.max_batches > 1:
                 num_mixed += int(is_mixed(batch.sampled_rewards).sum())
-        metrics = (
-            dict(errors)
-            | self.scorer.answer_rates(answers, self.ranks)
-            | components.over(self.ranks)
-        )
+        metrics = dict(errors) | of_rewards.over(self.ranks)
         if self.max_batches == 1:
             return self._with_texts(self._shaped(replace(batches[0], metrics=metrics)))
         warnings = [batch.warning for batch in batches if batch.warning]
@@ -188,10 +181,8 @@ class RolloutCollector:
             metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())},
         )
 
-    def _sample(
-        self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator
-    ) -> RolloutBatch:
-        """Return one batch; add its answers to `answers`, its components to `components`."""
+    def _sample(self, step: int, first_prompt: int, of_rewards: MetricAccumulator) -> RolloutBatch:
+        """Return one batch; add the metrics of its rewards to `of_rewards`."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
@@ -205,10 +196,9 @@ class RolloutCollector:
             check_finite(rollouts, prompts, step)
         if self.policy_reward is not None:
             return self._by_policy(
-                self.policy_reward, step, prompts, rollouts, lap.seconds, components
+                self.policy_reward, step, prompts, rollouts, lap.seconds, of_rewards
             )
-        scorer.take_answers()  # drop the answers of an evaluation, or of greedy responses
-        scorer.pop_components()
+        scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(
                 len(prompts), self.num_rollouts
@@ -217,8 +207,7 @@ class RolloutCollector:
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[before:after] = scorer.components
         each_reward = self._each_reward(rewards) if self.needs_parts else None
-        answers.update(scorer.take_answers())
-        components.update(scorer.pop_components())
+        of_rewards.update(scorer.pop_metrics())
         greedy_rewards = None
         if self.needs_greedy:
             with clock("rollout"):
@@ -238,7 +227,7 @@ class RolloutCollector:
         prompts: Prompts,
         rollouts: Rollouts,
         rollout_seconds: float,
-        components: MetricAccumulator,
+        of_rewards: MetricAccumulator,
     ) -> RolloutBatch:
         with self.clock("reward"):
             scores = reward.score(prompts, rollouts)
@@ -246,7 +235,7 @@ class RolloutCollector:
         start, stop = first * self.num_rollouts, (first + own) * self.num_rollouts
         for parts in scores.components[start:stop]:
             for name, value in parts.items():
-                components.add(name, value)
+                of_rewards.add(f"reward/{name}", value)
         rewards = scores.rewards.view(len(prompts), self.num_rollouts)
         batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
         parts_of_all = tuple(

@@ -27,6 +27,8 @@ def serving(*parts, received=None):
                 connection, _ = listening.accept()
                 with connection:
                     asked = connection.recv(1 << 16)
+                    while b"Content-Length" in asked and not asked.endswith(b"}"):
+                        asked += connection.recv(1 << 16)  # the body may come later
                     if received is not None:
                         received.append(asked)
                     for part in parts:

@@ -5,6 +5,7 @@ python -m maxrl_fast.train --objective examples/custom_advantage.py:short_and_ri
 """
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
@@ -26,8 +27,29 @@ def short_and_right(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tenso
     return value - value.mean(dim=-1, keepdim=True)
 
 
+def new_texts(
+    rewards: torch.Tensor,
+    texts: Sequence[Sequence[str]],
+    components: Sequence[Sequence[dict[str, float]]],
+) -> torch.Tensor:
+    """A reward is shared by the responses of a group with the same text, and the component
+    "format" counts a tenth; minus the mean of the group.
+    """
+    counts = [[group.count(text) for text in group] for group in texts]
+    formats = [[parts.get("format", 0.0) for parts in group] for group in components]
+    value = rewards / rewards.new_tensor(counts) + 0.1 * rewards.new_tensor(formats)  # [G, N]
+    return value - value.mean(dim=-1, keepdim=True)
+
+
+def discounted(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """r - mean, times .98 for each token that follows in the response: [T], for every token."""
+    value = rewards - rewards.mean(dim=-1, keepdim=True)  # [G, N]
+    each = zip(value.flatten(), lengths.flatten().tolist(), strict=True)
+    return torch.cat([v * 0.98 ** torch.arange(n - 1, -1, -1, device=v.device) for v, n in each])
+
+
 def main() -> None:
-    """Register both, and print the advantages of two groups of five."""
+    """Register them, and print the advantages of two groups of five."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -35,6 +57,7 @@ def main() -> None:
     # error here.
     ops.register_estimator("above_median", above_median)
     ops.register_estimator("short_and_right", short_and_right)
+    ops.register_estimator("discounted", discounted)
     rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0, 4.0], [1.0, 1.0, 1.0, 1.0, 1.0]])  # [G, N]
     lengths = torch.tensor([[10, 20, 30, 40, 50], [10, 20, 30, 40, 50]])
     for name, advantages in {
@@ -47,6 +70,8 @@ def main() -> None:
             f"{name:<15}",
             *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()),
         )
+    tokens = ops.group_advantage(rewards, "discounted", lengths=lengths)  # [T]
+    print(f"{'discounted':<15}", len(tokens), "tokens, the last ones", tokens[148:151].tolist())
 
 
 if __name__ == "__main__":

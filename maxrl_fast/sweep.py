@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from maxrl_fast.config.changes import OF_ONE_START, changes
+from maxrl_fast.config.changes import changes
+from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.sweep_grid import Run, options_of, sweep_grid
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import ops, train
+from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.checkpoint import load_checkpoint
@@ -54,6 +55,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_its_files(finished):
     config = json.loads((finished / "config.json").read_text())
+    weight = json.loads((finished / "weight.json").read_text())
+    assert weight["values"] == pytest.approx([1 - p for p in PASS_RATES])  # of maxpo with k = 2
     assert (config["objective"], config["k"], config["seed"], config["max_new_tokens"]) == (
         "maxpo",
         2,

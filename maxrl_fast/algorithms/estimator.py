@@ -31,7 +31,7 @@ from maxrl_fast.algorithms.options import (
 )
 
 # What estimators take besides the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
-# sequence of G.
+# sequence of G, texts and components are one of G sequences of N.
 INPUTS = (
     "lengths",
     "logprobs",
@@ -40,7 +40,11 @@ INPUTS = (
     "reward_parts",
     "prompts",
     "log_ratios",
+    "texts",
+    "components",
 )
+# as groups have them: a function may ask for them, and nothing checks them
+OBJECTS = ("prompts", "texts", "components")
 ENUMERATED = "no closed form: --weights"
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxrl_fast.config.metadata import Resume, names_with, options_of
+from maxrl_fast.config.metadata import Resume, options_of
 from maxrl_fast.config.options import Config
-
-OF_ONE_START = names_with(Config, Resume.START)
 
 
 @dataclass(frozen=True)

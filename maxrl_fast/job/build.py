@@ -145,6 +145,8 @@ def build_collector(
         needs_greedy=needs.greedy,
         needs_binary=needs.binary,
         needs_parts=needs.parts,
+        needs_texts=needs.texts,
+        needs_components=needs.components,
         policy_reward=policy_reward,
         length_penalty=build_length_penalty(config),
         make_prompts=PromptPrefetcher(task).take if is_ahead else None,

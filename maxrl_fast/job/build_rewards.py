@@ -9,6 +9,7 @@ from maxrl_fast.config.options import ResolvedConfig, RewardOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.models import CLASSIFIER, JUDGE, Classifier, Judge, default_cache
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import MajorityVote, Scorer, WeightedRewards
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
@@ -29,11 +30,13 @@ def build_scorer(
     dtype: torch.dtype = torch.float32,
     functions: Mapping[str, Callable[..., Any]] | None = None,
     num_ranks: int = 1,
+    output: RewardOutput | None = None,
 ) -> Scorer:
     """Build the scorer: the task, functions in worker processes, a reward model, or a judge.
 
     `functions` of this process are by their names among the rewards. Each of `num_ranks` processes
-    scores a part of the responses. Raises InputError if a reward cannot be loaded.
+    scores a part of the responses. `output` gets what worker processes print. Raises InputError if
+    a reward cannot be loaded.
     """
     names = reward_names(options, task)
     if not names:
@@ -47,7 +50,7 @@ def build_scorer(
                     InProcessReward(functions[name], name, options.reward_seconds, is_optional)
                 )
             else:
-                sources.append(_build_source(options, name, is_optional, device, dtype))
+                sources.append(_build_source(options, name, is_optional, device, dtype, output))
             on_error.callback(sources[-1].close)
         weights = options.reward_weights or [1.0] * len(names)
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
@@ -65,7 +68,12 @@ def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
 
 
 def _build_source(
-    options: RewardOptions, name: str, is_optional: bool, device: torch.device, dtype: torch.dtype
+    options: RewardOptions,
+    name: str,
+    is_optional: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    output: RewardOutput | None,
 ) -> RewardSource:
     environment = [
         variable.strip() for variable in options.reward_env.split(",") if variable.strip()
@@ -94,6 +102,7 @@ def _build_source(
         environment=environment,
         concurrency=options.reward_concurrency,
         is_optional=is_optional,
+        output=output,
     )
 
 

@@ -128,7 +128,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         estimates = summary.content(diversity, tally, evaluation.num_tokens) | {
             "num_distinct_prompts": num_distinct
         }
-        estimates |= scorer.pop_components().over(Ranks())
+        estimates |= scorer.pop_metrics().over(Ranks())
         content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():

@@ -20,6 +20,7 @@ from maxrl_fast.job.build_engine import build_run_engine, compare_engine
 from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.checkpoints import Checkpoints
+from maxrl_fast.job.closing_tables import closing_tables
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
@@ -29,6 +30,7 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.hub import HUB, find_model
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.device import Machine
@@ -122,8 +124,15 @@ class Job:
             # otherwise the checkpoint's weights are loaded later
             has_weights = saved is None or saved.decoder is None
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
+            output = held.enter_context(contextlib.closing(RewardOutput()))
             scorer = build_scorer(
-                config.reward, task, device, dtype_of(config), self.functions, ranks.size
+                config.reward,
+                task,
+                device,
+                dtype_of(config),
+                self.functions,
+                ranks.size,
+                output if ranks.is_first else None,
             )
             held.enter_context(contextlib.closing(scorer))
             if not saved and (error := self._check_rewards(config, engine, scorer)):
@@ -133,6 +142,7 @@ class Job:
             files = RunFiles(
                 out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved
             )
+            output.open(out, is_resumed)
             for log in files.missing:
                 screen.warning(
                     f"{log} is missing: a new one begins, without the lines from before the "
@@ -330,7 +340,8 @@ def close(
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
     evaluations = list(progress.evaluations.values())
     whole = max((evaluation.num_prompts for evaluation in evaluations), default=0)
-    screen.closing_tables(
+    closing_tables(
+        screen,
         [x for x in evaluations if x.num_prompts == whole],
         clock.seconds,
         progress.tokens,

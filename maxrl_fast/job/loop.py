@@ -158,8 +158,7 @@ class RunLoop:
             self.clock("evaluation"),
             self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage,
         ):
-            scorer.take_answers()
-            scorer.pop_components()
+            scorer.pop_metrics()
             kept, counts = KeptSamples(evaluator.task, step), PassCounts(evaluator.num_samples)
 
             def keep(
@@ -179,9 +178,7 @@ class RunLoop:
             for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
                 self.files.write("eval_prompts", prompt)
         self.progress.evaluations[step] = evaluation
-        rates = scorer.answer_rates(
-            scorer.take_answers(), self.ranks
-        ) | scorer.pop_components().over(self.ranks)
+        rates = scorer.pop_metrics().over(self.ranks)
         self.files.write("eval", {"step": step, **vars(evaluation), **rates})
         counted = counts.record(self.ranks, evaluator.device)  # all ranks take part
         is_whole = evaluator.num_prompts == self.evaluator.num_prompts

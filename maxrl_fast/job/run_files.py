@@ -3,14 +3,15 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.metadata import inapplicable_options
+from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
@@ -19,6 +20,7 @@ from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import TensorBoard, Tracker
+from maxrl_fast.job.weights import weight_of
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, open_regular, refused, storing, write_json
 
@@ -64,7 +66,7 @@ class LogFile:
         self.close = self._file.close
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record).encode() + b"\n"
+        line = json.dumps(_json_value(record), allow_nan=False).encode() + b"\n"
         self._file.write(line)
         self._file.flush()
         self._size += len(line)
@@ -162,6 +164,7 @@ class RunFiles:
                 self.out / "config.json",
                 {**self.options, "versions": versions(), "command": sys.argv},
             )
+            write_json(self.out / "weight.json", weight_of(self.options))
 
     def write(self, log: str, record: dict[str, Any]) -> None:
         """Append a record to a log, and to TensorBoard and the tracker."""
@@ -220,7 +223,16 @@ class RunFiles:
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
-    return {f"{log}/{name}": value for name, value in flat(record).items()}
+    return {f"{log}/{name}": value for name, value in flat(record).items() if value is not None}
+
+
+def _json_value(value: Any) -> Any:
+    """Return the value with null in place of infinite numbers and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _json_value(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The output of a run: progress on a terminal, plain lines elsewhere, and tables at the end."""
+"""The output of a run: progress on a terminal, and plain lines elsewhere."""
 
 import sys
 import textwrap
@@ -20,9 +20,6 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
-
-from maxrl_fast.evaluation.evaluator import Evaluation
-from maxrl_fast.evaluation.tables import new_table
 
 _BAR_WIDTH = 24
 
@@ -139,26 +136,6 @@ class Screen:
                 flush=True,
             )
 
-    def closing_tables(
-        self,
-        evaluations: list[Evaluation],
-        seconds: dict[str, float],
-        tokens: dict[str, int],
-        files: dict[str, str],
-    ) -> None:
-        """Print the first and last evaluation, each stage's seconds, and the files."""
-        if len(evaluations) > 1:
-            self.console.print(_evaluation_table(evaluations[0], evaluations[-1]))
-        table = new_table("stage", "seconds", "share", "tokens/s")
-        total = sum(seconds.values())
-        for stage, value in seconds.items():
-            speed = f"{tokens[stage] / value:,.0f}" if tokens.get(stage) else ""
-            table.add_row(stage, f"{value:.1f}", f"{value / max(total, 1e-9):.0%}", speed)
-        table.add_row("total", f"{total:.1f}", "", "")
-        self.console.print(table)
-        for name, path in files.items():
-            self.info(f"{name:<12}{path}")
-
 
 def wrapped(text: str, width: int) -> str:
     """Wrap long lines between words; continuation lines are indented. A longer word, such as a
@@ -175,21 +152,3 @@ def wrapped(text: str, width: int) -> str:
         )
         lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)
-
-
-def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:
-    table = new_table("held-out prompts", "before", "after", "change")
-    rows = {
-        f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f")
-        for k in before.pass_at_k
-        if k in after.pass_at_k
-    }
-    rows["response length, tokens"] = (
-        before.response_length_mean,
-        after.response_length_mean,
-        ".1f",
-    )
-    rows["truncated"] = (before.truncated, after.truncated, ".3f")
-    for name, (x, y, form) in rows.items():
-        table.add_row(name, f"{x:{form}}", f"{y:{form}}", f"{y - x:+{form}}")
-    return table

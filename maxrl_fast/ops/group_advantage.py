@@ -16,7 +16,7 @@ from maxrl_fast.algorithms.arguments import (
     is_host_readable,
     is_integer,
 )
-from maxrl_fast.algorithms.estimator import INPUTS
+from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.ops import dispatch
@@ -49,6 +49,8 @@ def group_advantage(
     reward_weights: Sequence[float] | None = None,
     prompts: Sequence[Any] | None = None,
     log_ratios: Tensor | None = None,
+    texts: Sequence[Any] | None = None,
+    components: Sequence[Any] | None = None,
     scale_by_k: bool = False,
     max_group_size: int | None = None,
     **options: float,
@@ -67,7 +69,7 @@ def group_advantage(
         greedy_correct, greedy_rewards: of the prompt's greedy response, [G] or like rewards.
         reward_parts: [R, *rewards.shape], whose weighted sum is `rewards`; NaN: does not apply.
         reward_weights: R weights of the parts, default 1.
-        prompts: one per group, for a custom function that asks for them.
+        prompts, texts, components: given to a custom function that asks for them as they are.
         log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy
             mu, clamped to [-20, 20]; the gradient is that of pi.
         scale_by_k: multiply by k, so that the mean gradient is that of max@k (maxpo, EI, L2O).
@@ -79,7 +81,8 @@ def group_advantage(
 
     Returns:
         Advantages like rewards, float32 if these are not floating; not differentiable. In groups
-        of one, centred estimators give 0. Uneven groups with too few rollouts for k get 0.
+        of one, centred estimators give 0. Uneven groups with too few rollouts for k get 0. A custom
+        function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
 
     Raises:
         ValueError: if an argument is unknown, missing, unexpected, out of range or does not fit. On
@@ -102,7 +105,8 @@ def group_advantage(
     except TypeError:  # an argument is not hashable: _resolve raises an error that names it
         size, numbers = _resolve(*asked)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
-    inputs = _inputs(row, dict(zip(INPUTS, given, strict=True)), reward_weights)
+    known = dict(zip(INPUTS, (*given, texts, components), strict=True))
+    inputs = _inputs(row, known, reward_weights)
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
     width = 0
     if max_group_size is not None:
@@ -143,7 +147,10 @@ def group_advantage(
     if advantages.dtype != dtype:
         advantages = advantages.to(dtype)
     _check_fit(row.name, advantages)
-    return advantages if advantages.shape == shape else advantages.view(shape)
+    # of tokens, or flat as the rewards
+    return (
+        advantages if advantages.shape == shape or advantages.dim() == 1 else advantages.view(shape)
+    )
 
 
 def find_estimator(estimator: str | Estimator) -> Estimator:
@@ -196,7 +203,7 @@ def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]
 
 def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
     for name, value in given.items():
-        if value is None or name == "prompts":
+        if value is None or name in OBJECTS:
             continue
         check_tensor(name, value, rewards.device, "the rewards are")
         kind = _KINDS.get(name)
@@ -260,14 +267,19 @@ def _by_function(
     advantages = row.compute(group, **values, **options)
     if not isinstance(advantages, Tensor):
         raise ValueError(f"{row.name} must return a tensor, got {type(advantages).__name__}")
-    is_like = advantages.shape == rewards.shape and advantages.device == rewards.device
+    shapes = [rewards.shape]
+    if advantages.shape != rewards.shape and "lengths" in values and padded.index is None:
+        shapes.append(torch.Size([int(values["lengths"].sum())]))  # waits for the device
+    is_like = advantages.shape in shapes and advantages.device == rewards.device
     if not is_like or not advantages.is_floating_point():
+        either = " or, for the tokens of its lengths, ".join(str(tuple(x)) for x in shapes)
         raise ValueError(
-            f"{row.name} must return a floating tensor of shape {tuple(rewards.shape)} on "
-            f"{rewards.device}, got {advantages.dtype} of shape {tuple(advantages.shape)} on "
-            f"{advantages.device}"
+            f"{row.name} must return a floating tensor of shape {either} on {rewards.device}, got "
+            f"{advantages.dtype} of shape {tuple(advantages.shape)} on {advantages.device}"
         )
     advantages = advantages.double()
+    if advantages.shape != rewards.shape:
+        return advantages if unusable is None else advantages.masked_fill(unusable.any(), torch.nan)
     if row.size is not None and size:
         advantages = advantages.masked_fill(group.n < size + row.size.below_n, 0.0)
     if unusable is not None:

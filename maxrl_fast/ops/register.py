@@ -1,4 +1,5 @@
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -53,25 +54,28 @@ def own_estimator(function: Callable[..., Any]) -> Estimator:
 
 def try_out(
     row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any
-) -> None:
-    """Compute the advantages of a small example; raise ValueError if that fails."""
+) -> torch.Tensor:
+    """Return the advantages of a small example, [4, N] or [T]; raise ValueError if that fails."""
     rewards = torch.zeros(4, num_rollouts)
     rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
     rewards[1, : (num_rollouts + 1) // 2] = 1
     rewards[3] = 1
     counted = torch.arange(1, rewards.numel() + 1).view(rewards.shape)
     known: dict[str, Any] = {
-        "lengths": counted,
+        "lengths": 1 + counted % 7,
         "logprobs": -counted / rewards.numel(),
         "greedy_correct": rewards[:, 0] == 1,
         "greedy_rewards": rewards[:, 0],
         "reward_parts": torch.stack([rewards, counted.float()]),
         "prompts": list(range(len(rewards))),
         "log_ratios": counted / rewards.numel() - 0.5,
+        "texts": [[f"Response {i}." for i in row] for row in counted.tolist()],
+        # every component that it looks for is there
+        "components": [[defaultdict(float) for _ in row] for row in counted],
     }
     inputs = {name: known[name] for name in row.inputs}
     try:
-        group_advantage(rewards, estimator, **inputs, **options)
+        return group_advantage(rewards, estimator, **inputs, **options)
     except ValueError as error:
         raise ValueError(f"{error}, on a small example") from error
     except Exception as error:

@@ -1,18 +1,15 @@
 """The page: data, style and scripts in one HTML file that makes no network requests."""
 
 import base64
-import dataclasses
 import hashlib
 import json
 from importlib.resources import files
 from typing import Any
 
-from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.config.names import OF_ONE_START, OF_TASK, PASS_RATES
 from maxrl_fast.report.reading import Folder
 from maxrl_fast.report.samples import in_columns, packed
 from maxrl_fast.report.seeds import groups_of
-from maxrl_fast.report.weights import PASS_RATES, weight_of
 
 KEY_OPTIONS = (
     *("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed"),
@@ -52,9 +49,6 @@ def render(folders: list[Folder]) -> str:
 
 def page_data(folders: list[Folder]) -> dict[str, Any]:
     """Return the data that the scripts read."""
-    for folder in folders:
-        if folder.kind == "run":
-            folder.weight = weight_of(folder.options)
     key_options, differing = _shown_options(folders)
     shown = [*key_options, *differing]
     return {
@@ -92,7 +86,7 @@ def _prompt_set(folder: Folder) -> str:
     options = folder.options
     if not options:
         return folder.name
-    own = [options.get(field.name) for field in dataclasses.fields(TaskOptions)]
+    own = [options.get(name) for name in OF_TASK]
     seed = options.get("task_seed", options.get("seed"))
     return hashlib.sha256(
         json.dumps([*own, options.get("split", "test"), seed]).encode()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
 from maxrl_fast.report.samples import Thinned, read_samples
 from maxrl_fast.report.values import Number, finite, is_count, is_number, text_of
@@ -23,6 +24,7 @@ EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for ea
 MOST_POINTS = 100_000  # diagnosed prompts of one run
 MOST_COUNTS = 200_000  # correct samples of a prompt in an evaluation
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
+_REASON = 200  # characters
 _TIMED = ("rollout_seconds", "train_seconds")
 _NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
 _OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
@@ -54,7 +56,9 @@ class Folder:
     in_files: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_from: str = ""
-    weight: dict[str, Any] = field(default_factory=dict)  # W_N(p) of the objective, from weights.py
+    weight: dict[str, Any] = field(
+        default_factory=dict
+    )  # W_N(p) of the objective, or why there is none
     notes: list[str] = field(default_factory=list)  # data that was skipped
 
 
@@ -109,6 +113,7 @@ def _read_run(path: Path, folder: Folder) -> None:
     for step, record in zip(folder.eval_steps, records, strict=True):
         if rows := coverage_rows(record.get("pass_at_k")):
             folder.coverage.append({"step": step, "rows": rows})
+    _read_weight(path, folder)
     _read_pass_rates(path, folder)
     _read_warnings(path, folder)
     _read_points(path, folder)
@@ -375,6 +380,18 @@ def _read_seconds(path: Path, folder: Folder) -> None:
             key.removesuffix("_seconds"): value for key, value in sums.items() if value > 0
         }
         folder.seconds_from = "metrics.jsonl"
+
+
+def _read_weight(path: Path, folder: Folder) -> None:
+    """Read W_N(p) of the objective, or the reason why there is none, from weight.json."""
+    content = _object(path / "weight.json", folder)
+    values = content.get("values")
+    numbers = [*map(finite, values)] if isinstance(values, list) else []
+    if len(numbers) == len(PASS_RATES) and None not in numbers:
+        folder.weight = {"values": values}
+    else:
+        reason, _ = text_of(content.get("reason", "weight.json does not have it"), _REASON)
+        folder.weight = {"reason": reason}
 
 
 def _durations(stages: Any) -> dict[str, float]:

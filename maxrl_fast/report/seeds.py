@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from maxrl_fast.config.changes import OF_ONE_START
+from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.report.reading import Folder
 
 _NAMED_OPTIONS = 3

@@ -224,8 +224,7 @@ class Caller:
         done, pending = await self._asyncio.wait(tasks, timeout=self._time_limit)
         for task in pending:
             task.cancel()
-        late = {"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}
-        return [task.result() if task in done else late for task in tasks]
+        return [task.result() if task in done else late(self._time_limit) for task in tasks]
 
     def _split(self, result: Any, count: int) -> list[dict[str, Any]]:
         """Return the result for each response of a function's list.
@@ -326,6 +325,11 @@ def to_number(result: Any, where: str = "") -> float | None:
     if not abs(number) <= LARGEST_FLOAT32:
         raise InvalidReward(where + _NOT_FINITE.format(number))
     return number
+
+
+def late(seconds: float, place: str = "") -> dict[str, Any]:
+    """Return the failure of a call that exceeds its time limit."""
+    return {"kind": "timeout", "message": f"the call ran longer than {seconds:g} s{place}"}
 
 
 def failure_of(error: BaseException, file: str = "") -> dict[str, Any]:

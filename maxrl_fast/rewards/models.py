@@ -1,9 +1,7 @@
 """Models that score responses: a judge behind an HTTP server, and a reward model in the trainer."""
 
 import hashlib
-import http.client
 import json
-import math
 import os
 import re
 import time
@@ -30,6 +28,7 @@ from maxrl_fast.rewards import (
     power_of_two,
 )
 from maxrl_fast.rewards.function import result_of
+from maxrl_fast.runtime.http import SHOWN, RequestError, request_json
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 JUDGE = "openai:"
@@ -37,18 +36,7 @@ JUDGE = "openai:"
 SCORE = r"(?i)(?:score\W*?|^\s*)([-+]?\d*\.?\d+(?:e[-+]?\d+)?)(?![.,_]?\d)"
 TRIES = 4  # of a request
 PAUSE, MOST_PAUSE = 0.5, 30.0  # seconds after the first try, doubled after each other; the longest
-REPLY_BYTES, SHOWN = 1 << 20, 200
-# statuses of HTTP: the server is busy or not ready
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-
-
-class RequestError(Exception):
-    """A question has no score. It holds the kind of its failure, the cause, and the least pause
-    before another try, if any.
-    """
-
-    def __init__(self, kind: str, cause: str, pause: float | None = None) -> None:
-        self.kind, self.cause, self.pause = kind, cause, pause
+REPLY_BYTES = 1 << 20
 
 
 class Judge(RewardSource):
@@ -94,9 +82,7 @@ class Judge(RewardSource):
         if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
             # http.client's message would show it
             raise InputError("the key of the judge must be printable ASCII")
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._lock, self._next = Lock(), 0.0  # when the next request may start
 
     def score(
@@ -128,7 +114,9 @@ class Judge(RewardSource):
                     try:
                         outcomes.put((question, self._answer(question, stop)))
                     except RequestError as error:
-                        outcomes.put((question, {"kind": error.kind, "message": error.cause}))
+                        outcomes.put(
+                            (question, {"kind": error.kind, "message": f"the judge {error}"})
+                        )
                     except Exception as error:  # raised below
                         outcomes.put((question, error))
 
@@ -194,10 +182,19 @@ class Judge(RewardSource):
 
     def _ask(self, question: str, stop: Event) -> str:
         """Return the reply to a question, after several tries if need be."""
+        messages = [{"role": "user", "content": question}]
+        body = {"model": self._model, "messages": messages, "temperature": 0}
         for i in range(TRIES):
             self._wait_for_turn(stop)
             try:
-                return self._request(question)
+                return request_json(
+                    f"{self._url}/chat/completions",
+                    _reply_of,
+                    body,
+                    seconds=self._time_limit,
+                    most_bytes=REPLY_BYTES,
+                    headers=self._headers,
+                )
             except RequestError as error:
                 if error.pause is None:
                     raise
@@ -206,7 +203,7 @@ class Judge(RewardSource):
                 stop.wait(min(max(PAUSE * 2**i, failure.pause or 0.0), MOST_PAUSE))
             if stop.is_set():
                 break
-        raise RequestError(failure.kind, f"{failure.cause} (after {i + 1} tries)")
+        raise RequestError(failure.kind, f"{failure} (after {i + 1} tries)")
 
     def _wait_for_turn(self, stop: Event) -> None:
         if self._rate:
@@ -214,58 +211,6 @@ class Judge(RewardSource):
                 start = max(time.monotonic(), self._next)
                 self._next = start + 1 / self._rate
             stop.wait(start - time.monotonic())
-
-    def _request(self, question: str) -> str:
-        """Return the reply to one request. A redirection is an error: the key is sent to no other
-        server.
-        """
-        url, deadline = urlsplit(self._url), time.monotonic() + self._time_limit
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        # the time-out of connecting, and of each read
-        connection, content = kind(url.netloc, timeout=self._time_limit), b""
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-        }
-        late = RequestError(
-            "timeout", f"the judge took longer than {self._time_limit:g} s", pause=0.0
-        )
-        try:
-            connection.request(
-                "POST", f"{url.path}/chat/completions", json.dumps(body), self._headers
-            )
-            response = connection.getresponse()
-            while (
-                part := response.read1(REPLY_BYTES - len(content))
-            ) and time.monotonic() < deadline:
-                # a server that sends a byte now and then exceeds no time-out of a read
-                content += part
-        except (OSError, http.client.HTTPException) as error:
-            if time.monotonic() >= deadline:
-                raise late from error
-            cause = f"the judge cannot be reached: {type(error).__name__}: {error}"
-            raise RequestError("exception", cause, pause=0.0) from error
-        finally:
-            connection.close()
-        if time.monotonic() >= deadline:  # the content may be cut
-            raise late
-        if response.status != 200:
-            cause = f"the judge answered with HTTP status {response.status}: {content[:SHOWN]!r}"
-            pause = (
-                _seconds(response.getheader("Retry-After")) if response.status in RETRIED else None
-            )
-            raise RequestError("exception", cause, pause)
-        try:
-            reply = json.loads(content)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            reply = None
-        if not isinstance(reply, str):
-            raise RequestError(
-                "invalid",
-                f"the judge must answer with choices[0].message.content, got {content[:SHOWN]!r}",
-            )
-        return reply
 
     def lines(self) -> list[str]:
         rate = f", at most {self._rate:g} a second" if self._rate else ""
@@ -318,12 +263,12 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _seconds(text: str | None) -> float:
-    """Return the seconds of a header Retry-After; 0 if it has none, or a date."""
-    with suppress(ValueError, TypeError):
-        seconds = float(text or 0)
-        return seconds if math.isfinite(seconds) else 0.0
-    return 0.0
+def _reply_of(answer: Any) -> str:
+    """Return the text of a chat completion; raise TypeError if it has none."""
+    reply = answer["choices"][0]["message"]["content"]
+    if not isinstance(reply, str):
+        raise TypeError
+    return reply
 
 
 def default_cache() -> Path:

@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Literal
 
 from maxrl_fast.errors import InputError, RewardError
@@ -42,10 +41,12 @@ from maxrl_fast.rewards.function import (
     Caller,
     Signature,
     WorkItem,
+    late,
     mismatch,
     signature_of,
     work_items,
 )
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.supervisor import WROTE, describe_exit
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
@@ -91,7 +92,7 @@ class RewardPool(RewardSource):
         environment: names of variables that the function sees in addition to `ENVIRONMENT`.
         concurrency: calls of an async function that one process makes at a time. is_optional:
         whether None and NaN mean that the function does not apply to a response; otherwise they are
-        failures.
+        failures. output: gets what the function prints; None: it is discarded.
 
     Raises:
         InputError: if the function cannot be loaded, a number is not positive and finite, or a
@@ -110,6 +111,7 @@ class RewardPool(RewardSource):
         environment: Sequence[str] = (),
         concurrency: int = 16,
         is_optional: bool = False,
+        output: RewardOutput | None = None,
     ) -> None:
         module, _, attribute = function.rpartition(":")
         if not module or not attribute:
@@ -121,8 +123,9 @@ class RewardPool(RewardSource):
             "number of workers": workers,
             "time limit": time_limit,
             "memory limit": memory_limit,
+            "concurrency": concurrency,
         }
-        for name, value in (limits | {"concurrency": concurrency}).items():
+        for name, value in limits.items():
             if not 0 < value < math.inf:
                 raise InputError(
                     f"the {name} of the reward pool must be positive and finite, got {value}"
@@ -150,7 +153,7 @@ class RewardPool(RewardSource):
             "trainer": os.getpid(),
             "ready": None,  # what the first supervisor says, where loading starts threads
         }
-        self._numbers, self._is_closed = itertools.count(), False
+        self._output, self._numbers, self._is_closed = output, itertools.count(), False
         self._supervisor: subprocess.Popen[bytes] | None = None
         try:
             ready = self._start()
@@ -173,12 +176,7 @@ class RewardPool(RewardSource):
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def score(
@@ -257,7 +255,7 @@ class RewardPool(RewardSource):
                 self._supervisor = subprocess.Popen(
                     [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+                    stdout=self._output.fileno() if self._output else subprocess.DEVNULL,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C does not reach it
@@ -372,12 +370,8 @@ class InProcessReward(RewardSource):
     def __init__(
         self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False
     ):
-        self.name, self._function, self._time_limit, self._is_optional = (
-            name,
-            function,
-            time_limit,
-            is_optional,
-        )
+        self.name, self._function = name, function
+        self._time_limit, self._is_optional = time_limit, is_optional
         self._signature, self._num_hung = signature_of(function), 0
         # to and from the thread
         self._queues: tuple[SimpleQueue[Any], SimpleQueue[list[dict[str, Any]]]] | None = None
@@ -428,7 +422,7 @@ class InProcessReward(RewardSource):
                 return outcomes.get(timeout=min(left, PROGRESS_INTERVAL))
         self.close()
         self._num_hung += 1
-        return [{"kind": "timeout", "message": f"the call ran longer than {self._time_limit:g} s"}]
+        return [late(self._time_limit)]
 
     def _make_calls(
         self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.rewards.function import result_of
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks import Task
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 CURES = {
@@ -27,21 +28,8 @@ CURES = {
 }
 
 
-class ScoredTask(Protocol):
-    """The part of a task that scoring uses."""
-
-    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Return rewards [S] float32."""
-
-    def answer(self, response: str) -> str:
-        """Return the answer that a response gives; "" where it gives none."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return a prompt or a response as text."""
-
-
 class MetricAccumulator:
-    """Sums and counts of the components of rewards, by name."""
+    """Sums and counts of numbers, by the names of their means in metrics.jsonl."""
 
     def __init__(self) -> None:
         self._sums, self._counts = dict[str, float](), Counter[str]()
@@ -57,15 +45,13 @@ class MetricAccumulator:
             self.add(name, total, other._counts[name])
 
     def over(self, ranks: Ranks) -> dict[str, float]:
-        """Return the means over the values of all ranks, by metric."""
+        """Return the means over the values of all ranks."""
         whole = MetricAccumulator()
         for line in ranks.texts(json.dumps([self._sums, self._counts])):
             sums, counts = json.loads(line)
             for name, total in sums.items():
                 whole.add(name, total, counts[name])
-        return {
-            f"reward/{name}": total / whole._counts[name] for name, total in whole._sums.items()
-        }
+        return {name: total / whole._counts[name] for name, total in whole._sums.items()}
 
 
 class Scorer:
@@ -88,7 +74,7 @@ class Scorer:
 
     def __init__(
         self,
-        task: ScoredTask,
+        task: Task,
         source: RewardSource | None,
         max_error_rate: float = 1.0,
         threshold: float | None = None,
@@ -96,17 +82,13 @@ class Scorer:
         num_ranks: int = 1,
     ):
         self._task, self._source, self._threshold = task, source, threshold
-        self._max_error_rate, self._answer_limit, self._num_ranks = (
-            max_error_rate,
-            answer_limit,
-            num_ranks,
-        )
+        self._max_error_rate, self._answer_limit = max_error_rate, answer_limit
+        self._num_ranks = num_ranks
         self.beat: Callable[[], None] = lambda: None
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._source_error, self._gave_up = "", False
-        self._answers = Counter[str]()  # since the last call of `take_answers`
-        self._components = MetricAccumulator()  # since the last call of `pop_components`
+        self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
     @property
     def weights(self) -> dict[str, float]:
@@ -168,7 +150,7 @@ class Scorer:
             for i, components in enumerate(scores.components):
                 self.components[indices[i]] = components
                 for name, value in components.items() if i not in failed else ():
-                    self._components.add(name, value)
+                    self._metrics.add(f"reward/{name}", value)
         return rewards.to(rollouts.tokens.device)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
@@ -207,38 +189,16 @@ class Scorer:
         if self._answer_limit is None:
             return True
         length = len(self._task.answer(response))
-        self._answers.update(
-            {"all": 1, "missing": length == 0, "too_long": length > self._answer_limit}
-        )
+        self._metrics.add("answers_missing", length == 0)
+        self._metrics.add("answers_too_long", length > self._answer_limit)
         return 0 < length <= self._answer_limit
 
-    def pop_components(self) -> MetricAccumulator:
-        """Return the components of this rank's rewards since the last call."""
-        components, self._components = self._components, MetricAccumulator()
-        return components
-
-    def take_answers(self) -> Counter[str]:
-        """Return counts of this rank's responses since the last call: "all", and answers that were
-        "missing" or "too_long".
-
-        The counter is empty without an answer limit.
+    def pop_metrics(self) -> MetricAccumulator:
+        """Return the components of this rank's rewards since the last call, and with an answer
+        limit whether answers were missing or too long.
         """
-        counts, self._answers = self._answers, Counter()
-        return counts
-
-    def answer_rates(self, counts: Counter[str], ranks: Ranks) -> dict[str, float]:
-        """Return the fractions of missing and too long answers over all ranks, by metric; none
-        without an answer limit.
-        """
-        if self._answer_limit is None:
-            return {}
-        total, *kinds = ranks.sum(
-            torch.tensor([counts[kind] for kind in ("all", "missing", "too_long")])
-        ).tolist()
-        return {
-            f"answers_{kind}": count / max(total, 1)
-            for kind, count in zip(("missing", "too_long"), kinds, strict=True)
-        }
+        metrics, self._metrics = self._metrics, MetricAccumulator()
+        return metrics
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
         """Return the number of failed rewards on all ranks since the last call, by kind, and a

@@ -22,7 +22,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import math
+import io
 import os
 import re
 import resource
@@ -33,7 +33,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # By name: a reward function that replaces attributes of these modules does not break its worker.
 from json import dumps, loads
@@ -51,14 +51,12 @@ from os import (
     waitpid,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from maxrl_fast.rewards.function import ROWS, Caller, signature_of
+from maxrl_fast.rewards.function import ROWS, Caller, late, signature_of
 from maxrl_fast.runtime.loading import LoadError, load
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
-QUICK = 1e-3  # seconds of a call. Of quicker ones a child is given several at a time,
-MOST_CALLS, MOST_BYTES = 8, 1 << 16  # at most so many, which it reads at once
 SEND_LIMIT = 10.0  # seconds for an idle child to read a call
 # seconds between two looks at the trainer's pid and at children whose connection others keep open
 LOOK_INTERVAL = 1.0
@@ -73,15 +71,19 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass
 class Child:
-    """A process that makes calls, and those that it was given: it makes the first."""
+    """A process that makes one call after another."""
 
     pid: int
     connection: socket.socket
-    deadline: float  # for loading the function, or for the first call
+    deadline: float  # for loading the function, or for the call
     is_ready: bool = False
-    calls: deque[tuple[bytes, bytes]] = field(default_factory=deque)  # number and line
+    call: tuple[bytes, bytes] | None = None  # its number, and the line
     received: bytes = b""  # of a line that has not come as a whole
-    has_unread: bool = False  # it ended before it read all calls
+    has_unread: bool = False  # it ended before it read the call
+
+    @property
+    def has_deadline(self) -> bool:
+        return self.call is not None or not self.is_ready
 
 
 def main() -> None:
@@ -95,7 +97,11 @@ def main() -> None:
     # and kills all groups.
     end_with(settings["trainer"])
     stderr = os.dup(2)
-    os.dup2(1, 2)  # what the function prints is discarded
+    os.dup2(1, 2)
+    # Whole lines, which those of other processes do not cut, and which are there if the process is
+    # killed afterwards.
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True, write_through=False)
     # A scheduler sends SIGTERM and SIGINT to the whole job. The trainer stops its workers itself,
     # when it has no more calls.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
@@ -155,21 +161,14 @@ class Supervisor:
         function: Callable[..., Any] | None,
         ready: dict[str, Any],
     ) -> None:
-        self._settings, self._trainer, self._stderr, self._function, self._ready = (
-            settings,
-            trainer,
-            stderr,
-            function,
-            ready,
-        )
+        self._settings, self._trainer, self._stderr = settings, trainer, stderr
+        self._function, self._ready = function, ready
         # Each of several async calls has the time limit for itself.
         self._limit = settings["time_limit"] + (
             GRACE if ready["signature"]["style"] == ROWS else 0.0
         )
-        self._call_seconds = math.inf  # of the last call; nothing is known of the first
         self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
-        # by number of a call: processes that ended before they read it
-        self._num_unread = Counter[bytes]()
+        self._num_unread = Counter[bytes]()  # processes that did not read a call, by its number
         # from the trainer; for the trainer
         self._received, self._results = bytearray(), bytearray()
         self._children: dict[int, Child] = {}  # by the descriptor of the connection
@@ -195,12 +194,9 @@ class Supervisor:
             # a fork of the trainer would keep the connection open
             while getppid() == self._settings["trainer"]:
                 self._send_calls()
-                busy = [
-                    child.deadline
-                    for child in self._children.values()
-                    if child.calls or not child.is_ready
-                ]
-                pause = min([*busy, time.monotonic() + LOOK_INTERVAL]) - time.monotonic()
+                busy = [child for child in self._children.values() if child.has_deadline]
+                next_look = time.monotonic() + LOOK_INTERVAL
+                pause = min([next_look, *(x.deadline for x in busy)]) - time.monotonic()
                 ready = self._poll.poll(max(0.0, 1000 * pause))
                 for fd, _ in ready:
                     if child := self._children.get(fd):
@@ -209,8 +205,9 @@ class Supervisor:
                         return
                 now = time.monotonic()
                 for child in [*self._children.values()]:
-                    if not ready or ((child.calls or not child.is_ready) and child.deadline <= now):
+                    if not ready or (child.has_deadline and child.deadline <= now):
                         self._look_at(child, now)
+                self._send_results()
         finally:
             self._send_results()
             for child in self._children.values():
@@ -224,11 +221,8 @@ class Supervisor:
             try:
                 os.setpgid(0, 0)
                 end_with(parent)
-                for connection in (
-                    ours,
-                    self._trainer,
-                    *(child.connection for child in self._children.values()),
-                ):
+                others = [child.connection for child in self._children.values()]
+                for connection in (ours, self._trainer, *others):
                     connection.close()
                 os.close(self._stderr)
                 serve(self._settings, theirs, self._function, self._ready)
@@ -258,24 +252,15 @@ class Supervisor:
         return bool(data)
 
     def _send_calls(self) -> None:
-        """Give each child that has none a call, or several that are quick while many wait."""
-        for child in [
-            child for child in self._children.values() if child.is_ready and not child.calls
-        ]:
+        """Give each child that has none a call."""
+        for child in self._children.values():
             if not self._waiting:
                 return
-            has_many = self._call_seconds < QUICK and self._settings["isolation"] == "process"
-            count = (
-                min(len(self._waiting) // (4 * len(self._children)), MOST_CALLS) if has_many else 1
-            )
-            child.calls.append(self._waiting.popleft())
-            size = len(child.calls[0][1])
-            while (
-                len(child.calls) < count and (size := size + len(self._waiting[0][1])) < MOST_BYTES
-            ):
-                child.calls.append(self._waiting.popleft())
+            if child.has_deadline:
+                continue
+            child.call = self._waiting.popleft()
             try:
-                child.connection.sendall(b"".join(line for _, line in child.calls))
+                child.connection.sendall(child.call[1])
             except TimeoutError:  # it was stopped
                 pass
             except OSError:  # it has ended
@@ -283,86 +268,64 @@ class Supervisor:
             child.deadline = time.monotonic() + self._limit
 
     def _receive_results(self, child: Child) -> None:
-        """Pass on the results that a child has sent, and replace it if they are its last or it has
-        ended.
-        """
+        """Take what a child has sent, and replace it if it makes no more calls."""
         try:
             data = child.connection.recv(1 << 16)
         except OSError:  # ECONNRESET
             data, child.has_unread = b"", True
         *lines, child.received = (child.received + data).split(b"\n")
-        num_results, is_last = 0, False
         for line in lines:
             word, _, rest = line.partition(b" ")
-            if (
-                is_last
-                or word not in (b"keep", b"last")
-                or not child.calls
-                or not rest.startswith(child.calls[0][0] + b" ")
-            ):
-                break
-            child.calls.popleft()
-            num_results, is_last = num_results + 1, word == b"last"
-            self._results += rest + b"\n"
+            if child.call and word in (b"keep", b"last") and rest.startswith(child.call[0] + b" "):
+                child.call = None
+                self._results += rest + b"\n"
+                if word == b"last":
+                    self._replace(child)
+                    return
+            elif line == b"ready null":
+                child.is_ready = True
+            elif line.startswith(b"error ") and not child.is_ready:
+                raise LoadError(loads(line[6:]))
+            else:
+                message = f"{WROTE}: {line[:80].decode(errors='replace')}"
+                self._fail(child, {"kind": "crash", "message": message})
+                return
+        if data:
+            return
+        number, _ = child.call or (b"", b"")
+        if child.has_unread and number and self._num_unread[number] < self._settings["workers"]:
+            self._num_unread[number] += 1
+            self._replace(child)
         else:
-            line = b""
-        if num_results:
-            end = time.monotonic() + self._limit
-            self._call_seconds, child.deadline = (end - child.deadline) / num_results, end
-            # not at every quick call, which would wake the trainer each time
-            if is_last or not child.calls:
-                self._send_results()
-        if line == b"ready null":
-            child.is_ready = True
-        elif line.startswith(b"error ") and not child.is_ready:
-            raise LoadError(loads(line[6:]))
-        elif is_last:
-            self._replace(child)
-        elif line:
-            self._fail(child, "crash", f"{WROTE}: {line[:80].decode(errors='replace')}")
-        elif (
-            not data
-            and child.has_unread
-            and child.calls
-            and self._num_unread[child.calls[0][0]] < self._settings["workers"]
-        ):
-            self._num_unread[child.calls[0][0]] += 1
-            self._replace(child)
-        elif not data:
-            self._fail(child, "crash")
+            self._fail(child)
 
     def _look_at(self, child: Child, now: float) -> None:
         """Replace a child that has ended while others keep its connection open, or that is late."""
         if waitid(P_PID, child.pid, WEXITED | WNOHANG | WNOWAIT):
-            self._fail(child, "crash")
+            self._fail(child)
         elif child.deadline <= now and not child.is_ready:
             raise LoadError(f"loading it took longer than {self._settings['start_limit']:g} s")
-        elif child.deadline <= now and child.calls:
+        elif child.deadline <= now and child.call:
             frames = FRAME.findall(self._stack(child))
             own = [frame for frame in frames if frame[0] == self._ready["file"]] or frames
             place = (
                 f", in {own[0][2]} ({os.path.basename(own[0][0])}, line {own[0][1]})" if own else ""
             )
-            self._fail(
-                child,
-                "timeout",
-                f"the call ran longer than {self._settings['time_limit']:g} s{place}",
-            )
+            self._fail(child, late(self._settings["time_limit"], place))
 
-    def _fail(self, child: Child, kind: str, message: str = "") -> None:
+    def _fail(self, child: Child, failure: dict[str, Any] | None = None) -> None:
         """Fail the call that a child makes, by default because the child has ended, and replace the
         child.
         """
-        call = child.calls.popleft() if child.calls else None
+        call, child.call = child.call, None
         code = self._replace(child)
         if call:
-            message = message or f"the worker process {describe_exit(code)}"
-            self._results += call[0] + f" {dumps([{'kind': kind, 'message': message}])}\n".encode()
-            self._send_results()
+            ended = {"kind": "crash", "message": f"the worker process {describe_exit(code)}"}
+            self._results += call[0] + f" {dumps([failure or ended])}\n".encode()
 
     def _replace(self, child: Child) -> int:
         """Kill a child with its process group and start another, and return its exit code. Its
-        calls are made by others.
+        call is made by another.
 
         Raises:
             LoadError: if it has ended while it loaded the function.
@@ -372,7 +335,8 @@ class Supervisor:
         child.connection.close()
         kill_group(child.pid)
         if child.is_ready:
-            self._waiting.extendleft(reversed(child.calls))
+            if child.call:
+                self._waiting.appendleft(child.call)
             self._start_child()  # while the other ends: both take milliseconds where much is loaded
         code = os.waitstatus_to_exitcode(waitpid(child.pid, 0)[1])  # its own if it had ended before
         if not child.is_ready:
@@ -386,7 +350,7 @@ class Supervisor:
 
     def _show_stacks(self) -> None:
         for child in [*self._children.values()]:
-            state = f"runs call {child.calls[0][0].decode()}" if child.calls else "is idle"
+            state = f"runs call {child.call[0].decode()}" if child.call else "is idle"
             with contextlib.suppress(OSError):  # nobody reads it
                 os.write(
                     self._stderr,

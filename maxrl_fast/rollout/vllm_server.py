@@ -7,20 +7,15 @@ transfer of weights needs NCCL.
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
-import socket
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
@@ -39,6 +34,7 @@ from maxrl_fast.rollout.vllm_shared import (
     sampling_parameters,
 )
 from maxrl_fast.runtime.files import is_locked, locked
+from maxrl_fast.runtime.http import RequestError, request_json
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
@@ -174,59 +170,11 @@ class VllmServerEngine:
         limit: float = QUESTION_LIMIT,
         most_bytes: int = ANSWER_BYTES,
     ) -> T:
-        """Return `read` of the JSON answer to a GET request, or to a POST with a body.
-
-        Raises EngineError if `read` fails, the answer has more than `most_bytes`, or it has not
-        come as a whole within `limit` seconds.
-        """
-        who, start = f"the vLLM server at {self.url}", time.monotonic()
-        method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        with contextlib.ExitStack() as stack:
-            try:
-                url = urlsplit(self.url)
-                # It knows no proxy, which would be for the internet.
-                kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-                connection = stack.enter_context(
-                    contextlib.closing(kind(url.netloc, timeout=limit))
-                )
-                connection.connect()
-                # the timeout above is that of each read, which a reply that drips keeps
-                timer = threading.Timer(
-                    limit - (time.monotonic() - start), _shut_down, [connection.sock]
-                )
-                stack.callback(timer.cancel)
-                timer.start()
-                connection.request(method, url.path + path, data, headers)
-                reply = connection.getresponse()
-                text, error = reply.read(most_bytes + 1), None
-            except (OSError, HTTPException, ValueError) as caught:
-                text, error = b"", caught
-        if isinstance(error, TimeoutError) or time.monotonic() - start >= limit:
-            raise EngineError(f"{who} has not answered {path} for {limit:g} s") from error
-        if error is not None:
-            cause = str(error) or type(error).__name__
-            raise EngineError(
-                f"{who} cannot be reached, or closed the connection: {cause}"
-            ) from error
-        if len(text) > most_bytes:
-            raise EngineError(f"{who} answered {path} with more than {most_bytes / 1e6:.0f} MB")
-        if reply.status != 200:
-            said = " ".join(text[:500].decode(errors="replace").split())
-            raise EngineError(f"{who} answered {path} with status {reply.status}: {said}")
+        """Return `read` of the server's JSON answer; raise EngineError if it does not give one."""
         try:
-            return read(json.loads(text))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            what = "with something else than expected"
-            raise EngineError(f"{who} answered {path} {what}: {text[:200]!r}") from error
-
-
-def _shut_down(connection: socket.socket) -> None:
-    """End what another thread reads from a connection, which may have been closed since."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(
-            connection, socket.SHUT_RDWR
-        )  # not TLS's own, which is not for threads
+            return request_json(self.url + path, read, body, seconds=limit, most_bytes=most_bytes)
+        except RequestError as error:
+            raise EngineError(f"the vLLM server at {self.url} {error}") from error
 
 
 def _remove_abandoned(parent: Path) -> None:

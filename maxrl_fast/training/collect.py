@@ -1,5 +1,6 @@
 """Collects a step's samples and rewards, with dynamic sampling."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, Samples
+from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.runtime.ranks import Ranks
@@ -38,13 +39,14 @@ class RolloutBatch(Samples):
     rollout_seconds: float
     metrics: dict[str, float]  # of sampling, scoring and the correction
     warning: str  # about failed rewards; empty if none failed
-    # [S], of this rank's rewards; {} for other ranks' samples
+    # [S], of this rank's rewards; {} for other ranks' samples, unless the objective needs them
     components: tuple[dict[str, float], ...]
     # [R, G, N] float32, each of several rewards; NaN if it does not apply or is not known
     parts: Tensor | None = None
     part_weights: tuple[float, ...] = ()  # [R]
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
     answer_lengths: Tensor | None = None
+    texts: tuple[str, ...] = ()  # [S], where the objective needs them
 
     @property
     def num_sampled(self) -> int:
@@ -82,10 +84,11 @@ class RolloutCollector:
         num_prompts, num_rollouts: G and N. max_batches: largest number of batches of G prompts that
         dynamic sampling draws in a step; 1: no dynamic sampling. needs_greedy: whether the greedy
         response to each prompt is scored too. needs_parts: whether each of several rewards is kept
-        too; not with dynamic sampling. policy_reward: scores the responses instead of the scorer;
-        not with needs_greedy or needs_parts. length_penalty: added to the rewards that the
-        objective sees. make_prompts: returns training prompts, given the first index and the count;
-        None: the task makes them.
+        too; not with dynamic sampling. needs_texts, needs_components: whether every rank gets the
+        text and the reward's components of each response. policy_reward: scores the responses
+        instead of the scorer; not with needs_greedy or needs_parts. length_penalty: added to the
+        rewards that the objective sees. make_prompts: returns training prompts, given the first
+        index and the count; None: the task makes them.
     """
 
     task: Task
@@ -100,6 +103,8 @@ class RolloutCollector:
     needs_greedy: bool = False
     needs_binary: bool = False
     needs_parts: bool = False
+    needs_texts: bool = False
+    needs_components: bool = False
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
@@ -119,24 +124,17 @@ class RolloutCollector:
         """
         batches: list[RolloutBatch] = []
         errors = Counter[str]()
-        answers = Counter[str]()
-        components = MetricAccumulator()
+        of_rewards = MetricAccumulator()
         num_mixed = 0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
-            batch = self._sample(
-                step, first_prompt + len(batches) * self.num_prompts, answers, components
-            )
+            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, of_rewards)
             batches.append(batch)
             errors.update(batch.metrics)
             if self.max_batches > 1:
                 num_mixed += int(is_mixed(batch.sampled_rewards).sum())
-        metrics = (
-            dict(errors)
-            | self.scorer.answer_rates(answers, self.ranks)
-            | components.over(self.ranks)
-        )
+        metrics = dict(errors) | of_rewards.over(self.ranks)
         if self.max_batches == 1:
-            return self._shaped(replace(batches[0], metrics=metrics))
+            return self._with_texts(self._shaped(replace(batches[0], metrics=metrics)))
         warnings = [batch.warning for batch in batches if batch.warning]
         warning = "; ".join(
             [*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])]
@@ -149,9 +147,22 @@ class RolloutCollector:
             "num_prompts_sampled": len(mixed),
             "frac_prompts_alive": float(mixed.float().mean()),
         }
-        return self._shaped(
-            replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning)
-        )
+        whole = replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning)
+        return self._with_texts(self._shaped(whole))
+
+    def _with_texts(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add the texts and all ranks' components, if the objective needs them."""
+        if self.needs_texts:
+            responses = unpack(batch.sampled.tokens, batch.sampled.lengths)
+            batch = replace(batch, texts=tuple(map(self.task.decode, responses)))
+        if not self.needs_components:
+            return batch
+        components: list[dict[str, float]] = [{} for _ in range(len(batch.sampled))]
+        own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
+        for line in self.ranks.texts(json.dumps(own)):
+            for s, parts in json.loads(line):
+                components[s] = parts
+        return replace(batch, components=tuple(components))
 
     def _shaped(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the length penalty to the rewards that the objective sees.
@@ -170,10 +181,8 @@ class RolloutCollector:
             metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())},
         )
 
-    def _sample(
-        self, step: int, first_prompt: int, answers: Counter[str], components: MetricAccumulator
-    ) -> RolloutBatch:
-        """Return one batch; add its answers to `answers`, its components to `components`."""
+    def _sample(self, step: int, first_prompt: int, of_rewards: MetricAccumulator) -> RolloutBatch:
+        """Return one batch; add the metrics of its rewards to `of_rewards`."""
         clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         with clock("rollout") as lap:
@@ -187,10 +196,9 @@ class RolloutCollector:
             check_finite(rollouts, prompts, step)
         if self.policy_reward is not None:
             return self._by_policy(
-                self.policy_reward, step, prompts, rollouts, lap.seconds, components
+                self.policy_reward, step, prompts, rollouts, lap.seconds, of_rewards
             )
-        scorer.take_answers()  # drop the answers of an evaluation, or of greedy responses
-        scorer.pop_components()
+        scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
         with clock("reward"):
             rewards = ranks.concatenate(scorer.score(part, sampled)).view(
                 len(prompts), self.num_rollouts
@@ -199,8 +207,7 @@ class RolloutCollector:
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[before:after] = scorer.components
         each_reward = self._each_reward(rewards) if self.needs_parts else None
-        answers.update(scorer.take_answers())
-        components.update(scorer.pop_components())
+        of_rewards.update(scorer.pop_metrics())
         greedy_rewards = None
         if self.needs_greedy:
             with clock("rollout"):
@@ -220,7 +227,7 @@ class RolloutCollector:
         prompts: Prompts,
         rollouts: Rollouts,
         rollout_seconds: float,
-        components: MetricAccumulator,
+        of_rewards: MetricAccumulator,
     ) -> RolloutBatch:
         with self.clock("reward"):
             scores = reward.score(prompts, rollouts)
@@ -228,7 +235,7 @@ class RolloutCollector:
         start, stop = first * self.num_rollouts, (first + own) * self.num_rollouts
         for parts in scores.components[start:stop]:
             for name, value in parts.items():
-                components.add(name, value)
+                of_rewards.add(f"reward/{name}", value)
         rewards = scores.rewards.view(len(prompts), self.num_rollouts)
         batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
         parts_of_all = tuple(

@@ -59,7 +59,7 @@ def diagnostics_record(
     norms = prompt_gradient_norms(
         learner, learned, advantages, sequences, beat, draw=(batch.step, 0)
     )
-    known = batch.known.float()
+    known = batch.known.double()  # a sum of large rewards overflows float32
     rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {
         "step": batch.step,

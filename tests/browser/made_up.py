@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from maxrl_fast.job.weights import weight_of
+
 HOSTILE = (
     "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror='window.broken = "
     "2'> ]]> &lt; "
@@ -48,6 +50,7 @@ def write_run(
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"seed": seed} | options))
+    (folder / "weight.json").write_text(json.dumps(weight_of(CONFIG | options)))
     records = [
         {"step": step, **{key: rng.gauss(0.5, 0.1) for key in KEYS}} for step in range(1, steps + 1)
     ]

@@ -350,3 +350,35 @@ def test_a_run_without_evaluations_and_samples(show, tmp_path):
         "Time",
         "Warnings",
     ]
+
+
+# Words of the table of runs that are drawn on more than one line, or are wider than their cell.
+BROKEN = """node => {
+  const walker = document.createTreeWalker(node, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    const text = walker.currentNode, cell = text.parentElement.closest('th, td');
+    for (const word of text.data.matchAll(/[^\\s-]+-?/g)) {
+      const range = document.createRange();
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      const { right } = range.getBoundingClientRect();
+      const isWide = right > cell.getBoundingClientRect().right + 1;
+      if (isWide || range.getClientRects().length > 1) found.push(word[0]);
+    }
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 900, 1400])
+def test_the_table_of_runs_breaks_no_words_of_up_to_32_characters(show, tmp_path, width):
+    path = "/a/path/of/more/than/32/characters/to/a/model"
+    names = ("reinforce_pp_tokens-20261121-192256", "a_very_long_name_of_a_run_without_a_space")
+    write_run(tmp_path / names[0], objective="reinforce_pp_tokens", k=None, updates_per_step=2)
+    write_run(tmp_path / names[1], lr=1.5e-05, model=path, aggregation="seq_mean_token_mean")
+    page = show(*(tmp_path / name for name in names))
+    page.set_viewport_size({"width": width, "height": 900})
+    table = page.locator("#runs table")
+    assert "seq_mean_token_mean" in table.inner_text()
+    assert set(table.evaluate(BROKEN)) <= {names[1], path}
+    assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")

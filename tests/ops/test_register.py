@@ -207,3 +207,7 @@ def test_the_example_prints_advantages():
     assert lines[1][0] == "short_and_right"
     # both are correct, and the first one is shorter
     assert float(lines[1][6]) > float(lines[1][10])
+    assert lines[2][:2] == ["discounted", "300"]
+    last, first, second = (float(x.strip("[],")) for x in lines[2][-3:])
+    assert (last, first) == pytest.approx((3 * 0.98, 3.0))
+    assert second == 0

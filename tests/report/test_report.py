@@ -199,6 +199,17 @@ def test_a_missing_weight_has_a_reason(tmp_path, report, options, reason):
     assert reason in report(tmp_path / "run").data["runs"][0]["weight"]["reason"]
 
 
+@pytest.mark.parametrize(
+    "values", [[1.0] * 180, [1.0] * 180 + [float("nan")], [1.0] * 180 + ["1"], [[]] * 181, 3, {}]
+)
+def test_a_weight_that_is_not_a_curve_is_not_drawn(tmp_path, report, values):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "weight.json").write_text(json.dumps({"values": values}))
+    assert report(tmp_path / "run").data["runs"][0]["weight"] == {
+        "reason": "weight.json does not have it"
+    }
+
+
 def test_hostile_text_stays_in_the_data(tmp_path, report):
     name = "</script><b>&"
     write_run(tmp_path / name.replace("/", "∕"), task=HOSTILE)
@@ -251,6 +262,7 @@ def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
         "samples.jsonl",
         "timings.json",
         "config.json",
+        "weight.json",
         *LAZY,
     ):
         (tmp_path / "run" / name).unlink()
@@ -264,12 +276,12 @@ def test_a_run_in_progress_without_optional_files(tmp_path, report, capsys):
     assert run["seconds_from"] == "metrics.jsonl"
     assert run["coverage"] == run["samples"] == run["rollouts"] == run["warnings"] == []
     assert run["prompts"] == {}
-    assert run["weight"]["reason"] == "the objective is not known"
+    assert run["weight"]["reason"] == "weight.json does not have it"
     torn = (
         "the last line of metrics.jsonl is incomplete and was skipped: the run was still writing, "
         "or was killed"
     )
-    assert run["notes"] == ["config.json is missing", torn]
+    assert run["notes"] == ["config.json is missing", torn, "weight.json is missing"]
     assert f"warning: run: {torn}" in capsys.readouterr().err
     (tmp_path / "run" / "metrics.jsonl").write_bytes(whole[:-1])  # only the line break is missing
     assert report(tmp_path / "run").data["runs"][0]["steps"] == list(range(1, 31))

@@ -2,10 +2,14 @@
 completely or kept.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
 
+from maxrl_fast.config.metadata import Resume, names_with
+from maxrl_fast.config.names import OF_ONE_START, OF_TASK
+from maxrl_fast.config.options import Config, TaskOptions
 from maxrl_fast.report import main
 from tests.browser.made_up import write_run
 
@@ -75,3 +79,22 @@ def test_the_command_writes_a_page(tmp_path):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "report report.html\n", "")
     assert (tmp_path / "report.html").stat().st_size > 50_000
+
+
+def test_it_imports_no_torch(tmp_path):
+    write_run(tmp_path / "run")
+    code = """
+import sys
+from maxrl_fast.report import main
+code = main(sys.argv[1:])
+print(sorted({"torch", "maxrl_fast.config.options", "maxrl_fast.ops"} & {*sys.modules}))
+sys.exit(code)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run"), "--out", f"{tmp_path}/page.html"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [f"report {tmp_path}/page.html", "[]"]
+
+
+def test_the_names_that_it_reads_are_those_of_the_options():
+    assert sorted(OF_ONE_START) == sorted(names_with(Config, Resume.START))
+    assert [field.name for field in dataclasses.fields(TaskOptions)] == [*OF_TASK]

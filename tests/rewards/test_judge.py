@@ -173,38 +173,29 @@ def test_a_busy_server_is_asked_again_and_a_broken_request_is_not(server, tmp_pa
     assert scores.rewards == [3, 0]
     assert (tries.count("right"), tries.count("wrong")) == (3, 1)
     assert [failure.kind for failure in scores.failures] == ["exception"]
-    assert "HTTP status 401" in scores.failures[0].message
+    assert "answered /v1/chat/completions with status 401" in scores.failures[0].message
     server.reply = lambda question: (status, {}, "busy")
     failure = judge(server, tmp_path).score(rows("never")).failures[0]
-    assert f"HTTP status {status}: b'busy' (after {module.TRIES} tries)" in failure.message
+    assert f"with status {status}: busy (after {module.TRIES} tries)" in failure.message
 
 
-def test_a_server_that_hangs_trickles_or_is_gone_fails_in_time(server, tmp_path, monkeypatch):
+def test_a_server_that_hangs_or_is_gone_fails_in_time(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "TRIES", 2)
     hold = threading.Event()
     server.reply = lambda question: hold.wait(20) and "Score: 1"
     failure = judge(server, tmp_path, time_limit=0.3).score(rows("hangs")).failures[0]
     assert (failure.kind, failure.message) == (
         "timeout",
-        "the judge took longer than 0.3 s (after 2 tries)",
+        "the judge has not answered /v1/chat/completions for 0.3 s (after 2 tries)",
     )
     hold.set()
 
-    def trickle(handler):
-        handler.send_response(200)
-        handler.end_headers()
-        for _ in range(400):  # each byte arrives within the time-out of a read
-            handler.wfile.write(b" ")
-            threading.Event().wait(0.05)
-
-    monkeypatch.setattr(Handler, "do_POST", trickle)
-    assert (
-        judge(server, tmp_path, time_limit=0.3).score(rows("trickles")).failures[0].kind
-        == "timeout"
-    )
     server.server_close()
     failure = judge(server, tmp_path).score(rows("gone")).failures[0]
-    assert failure.message.startswith("the judge cannot be reached: ConnectionRefusedError")
+    assert (
+        "the judge cannot be reached, or closed the connection: ConnectionRefused"
+        in failure.message
+    )
 
 
 def test_the_key_comes_from_a_named_variable_and_is_not_redirected(server, tmp_path, monkeypatch):
@@ -218,7 +209,7 @@ def test_the_key_comes_from_a_named_variable_and_is_not_redirected(server, tmp_p
         assert server.requests[-1][1].get("Authorization") == expected
     assert list((tmp_path / "maxrl_fast" / "judge").rglob("*.txt"))
     server.reply = lambda question: (307, {"Location": f"{server.url}/elsewhere"}, "")
-    assert "HTTP status 307" in source.score(rows("moved")).failures[0].message
+    assert "with status 307" in source.score(rows("moved")).failures[0].message
     assert len(server.requests) == 3
     monkeypatch.setenv("OPENAI_API_KEY", "secret\nsecond")
     with refused("the key of the judge must be printable ASCII") as error:

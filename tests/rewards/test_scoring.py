@@ -2,15 +2,19 @@
 can stop a run.
 """
 
+import io
 import json
 import re
+import sys
 
 import pytest
 import torch
 
 from maxrl_fast import ops, train
+from maxrl_fast.errors import RewardError
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rewards import Failure
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.runtime.ranks import Ranks
@@ -257,6 +261,53 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     assert train.main(["--resume", str(out), "--allow-changes"]) == 0
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2, 3]
     assert [record["step"] for record in read(out / "eval.jsonl")] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "advice"),
+    [
+        (["exception"] * 3 + ["timeout"], "Mend the reward and continue with --resume --allow-"),
+        (["invalid"] * 2 + ["memory"], "Mend the reward and continue with --resume --allow-"),
+        (["crash"], "Mend the reward and continue with --resume --allow-"),
+        (["timeout"] * 2 + ["exception"], "Raise --reward-seconds and continue with --resume."),
+        (["memory"] * 2 + ["timeout"], "Raise --reward-memory-gb and continue with --resume."),
+    ],
+)
+def test_the_advice_is_that_of_the_most_frequent_failure(kinds, advice):
+    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response: 1.0, "one", 1.0), 0.1)
+    scorer._num_scored = 8
+    scorer._failures = [Failure(i, kind, "no idea") for i, kind in enumerate(kinds)]
+    with pytest.raises(RewardError) as error:
+        scorer.failures(Ranks(), "step 1")
+    assert error.value.advice.startswith(advice)
+
+
+def test_the_error_of_a_reward_that_sometimes_raises_stands_last(rewards, tmp_path, monkeypatch):
+    """After the tables, with advice on its own kind of failure."""
+    rewards.write_text("""
+import os
+
+def sometimes(prompt, response):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(".")
+    calls = os.path.getsize(__file__ + ".calls")
+    if calls > 28 and calls % 3 == 0:  # 4 before the run, 24 of the first evaluation
+        raise ValueError("not today")
+    return 1.0
+""")
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    out = tmp_path / "run"
+    flags = f"--objective rloo --reward {rewards}:sometimes --reward-workers 1 --out {out}"
+    assert train.main([*base(), "--sft-steps", "0", *flags.split()]) == 1
+    *before, last = screen.getvalue().splitlines()
+    assert last.startswith("error: step 1: ")
+    assert "rewards failed (exception" in last
+    assert "ValueError: not today (rewards.py, line 9)" in last
+    assert last.endswith("--max-reward-error-rate and continue with --resume.")
+    assert "--reward-seconds" not in screen.getvalue()
+    assert any(line.startswith("│ total") for line in before)
 
 
 def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys):

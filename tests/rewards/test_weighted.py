@@ -67,7 +67,7 @@ def scored(functions, names, weights=()):
     )
     try:
         values = scorer.score(task.prompts("train", 0, 2), Rollouts.given(RESPONSES)).tolist()
-        return values, scorer.pop_components().over(Ranks()), *scorer.failures(Ranks(), "now")
+        return values, scorer.pop_metrics().over(Ranks()), *scorer.failures(Ranks(), "now")
     finally:
         scorer.close()
 

@@ -16,7 +16,7 @@ from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.scoring import MetricAccumulator
 from maxrl_fast.rewards.verifiers import boxed, mathematics
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import jsonl
@@ -198,11 +198,9 @@ def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
     with scored(task, 2, texts) as (scorer, rewards):
         assert rewards == [1, 0, 0, 1, 0, 0]
         assert scorer.failures(Ranks(), "now")[1] == ""
-        counts = scorer.take_answers()
-        assert counts == {"all": 6, "missing": 2, "too_long": 1}
         rates = {"answers_missing": 2 / 6, "answers_too_long": 1 / 6}
-        assert scorer.answer_rates(counts, Ranks()) == rates
-        assert not scorer.take_answers()
+        assert scorer.pop_metrics().over(Ranks()) == rates
+        assert scorer.pop_metrics().over(Ranks()) == {}
 
 
 def test_responses_without_a_box_count_as_scored(tmp_path, policy):
@@ -224,7 +222,7 @@ def test_a_users_own_function_sees_every_response(tmp_path, policy):
     texts = ["no box", "\\boxed{1}", "x" * 300]
     with scored(task, 1, texts, RewardOptions(reward=(reward,))) as (scorer, rewards):
         assert rewards == [6, 9, 300]
-        assert scorer.answer_rates(scorer.take_answers(), Ranks()) == {}
+        assert scorer.pop_metrics().over(Ranks()) == {}
 
 
 def test_each_step_counts_only_its_own_answers(tmp_path, policy):
@@ -241,14 +239,14 @@ def test_each_step_counts_only_its_own_answers(tmp_path, policy):
         *f"--task gsm8k --data {data} --model {policy} --dtype float32".split(),
     ]
     scored = []
-    rates = Scorer.answer_rates
+    over = MetricAccumulator.over
 
-    def counted(self, counts, ranks):
-        scored.append(counts["all"])
-        return rates(self, counts, ranks)
+    def counted(self, ranks):
+        scored.append(self._counts["answers_missing"])
+        return over(self, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scorer, "answer_rates", counted)
+        patch.setattr(MetricAccumulator, "over", counted)
         assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
     held_out = task_of("gsm8k", data, policy).num_test_prompts
     assert scored == [8 * held_out, 8, 8 * held_out, 8, 8 * held_out]

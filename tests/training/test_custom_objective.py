@@ -2,6 +2,7 @@
 training starts.
 """
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -17,8 +18,11 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
-from tests.batches import collected, make_prompts
+from maxrl_fast.training.loss_settings import LossSettings
+from tests.batches import collected, make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
 from tests.test_train import base, read
+from tests.training.test_learner import PROMPTS, learner, sampled
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_advantage.py"
 FUNCTIONS = """
@@ -218,3 +222,172 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys
         r"--sharpness FLOAT\s+Exponent of the centred rewards\. \(default: 2\.0\)",
         capsys.readouterr().out,
     )
+
+
+PER_TOKEN = """
+import torch
+
+def alternating(rewards, lengths):
+    t = torch.cat([torch.arange(n) for n in lengths.flatten().tolist()])
+    return rewards.flatten().repeat_interleave(lengths.flatten()) * (1.0 - t % 2 * 3)
+
+def of_valid(rewards, lengths, valid):
+    assert not lengths[~valid].any()
+    return alternating(rewards, lengths)
+
+def one_short(rewards, lengths):
+    return alternating(rewards, lengths)[1:]
+
+def without_lengths(rewards):
+    return rewards.flatten()
+
+def not_finite(rewards, lengths):
+    return alternating(rewards, lengths) / 0
+
+def with_ratios(rewards, log_ratios, lengths):
+    return rewards * log_ratios
+
+def sometimes(rewards, lengths):
+    return rewards if len(rewards) == 4 else alternating(rewards, lengths)
+
+def sometimes_whole(rewards, lengths):
+    return rewards if len(rewards) == 3 else alternating(rewards, lengths)
+
+def new(rewards, texts, components):
+    half = torch.tensor([[2 * parts["half"] for parts in group] for group in components])
+    same = torch.tensor([[group.count(text) for text in group] for group in texts])
+    return (half - half.mean(1, keepdim=True)) / same
+"""
+
+
+def per_token_objective(tmp_path, name, *flags):
+    (tmp_path / "mine.py").write_text(PER_TOKEN)
+    return objective_of(parse(["--objective", f"{tmp_path}/mine.py:{name}", *flags]))
+
+
+TOKEN_REWARDS = torch.tensor([[1.0, 0, 2, 1], [0, 0, 0, 0], [-1, 0, 0, 0.5]])
+
+
+@pytest.mark.parametrize("name", ["alternating", "of_valid"])
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_advantages_of_tokens_have_the_gradient_of_their_log_probs(tmp_path, name, is_corrected):
+    """The reference: autograd of -1/T sum_t w_t A_t log pi_t in float64."""
+    model = tiny_decoder()
+    rollouts, valid = sampled(model), torch.ones(3, 4, dtype=torch.bool)
+    valid[0, 1] = valid[0, 2] = valid[2, 3] = False
+    weights = torch.linspace(0.2, 1.5, len(rollouts.tokens)) if is_corrected else None
+    samples = collected(Samples(PROMPTS, rollouts), TOKEN_REWARDS * valid, valid)
+    samples = samples.weighted(weights) if is_corrected else samples
+    objective = per_token_objective(tmp_path, name, "--loss", "reinforce")
+    assert objective.needs.token_weights
+    trained = learner(model, LossSettings(loss="reinforce", aggregation="token_mean"))
+    learned = objective.begin(samples, trained)
+    advantages = objective.advantages(samples.scored_indices)
+    wanted = [[1.0, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]]  # 0: nothing to learn
+    assert advantages.view(3, 4).tolist() == wanted
+
+    by_hand = [
+        float(TOKEN_REWARDS.flatten()[s]) * (1 if t % 2 == 0 else -2) * bool(valid.flatten()[s])
+        for s, length in enumerate(rollouts.lengths.tolist())
+        for t in range(length)
+    ]
+    batch = one_batch(PROMPTS, rollouts)
+    logits = response_logits(model, batch, torch.float32).double()
+    logprobs = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
+    factors = torch.tensor(by_hand) * (1 if weights is None else weights)
+    num_tokens = rollouts.lengths[valid.flatten()].sum()
+    expected = torch.autograd.grad(-(factors * logprobs).sum() / num_tokens, [*model.parameters()])
+    trained.update(learned, advantages, samples.scored_indices, when="step 1", lr=0.0)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-7
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "one_short",
+            r"one_short must return a floating tensor of shape \(4, 16\) or, for the tokens of its "
+            r"lengths, \(\d+,\) on cpu, got torch.float32 of shape \(\d+,\) on cpu, on a small",
+        ),
+        ("without_lengths", r"must return a floating tensor of shape \(4, 16\) on cpu, got torch"),
+        ("not_finite", "the advantages of not_finite must be finite in torch.float32"),
+        ("with_ratios", "may ask for k and valid besides them, and must return"),
+    ],
+)
+def test_advantages_of_another_shape_are_refused_in_a_sentence(tmp_path, name, message):
+    with pytest.raises(InputError, match=message):
+        per_token_objective(tmp_path, name)
+
+
+def test_advantages_of_tokens_have_their_limits(tmp_path):
+    for flags, message in (
+        ("--loss gspo", "weights single tokens, so loss cannot be gspo"),
+        (
+            "--rollout vllm --correction sequence_mask",
+            "weights single tokens by either sign, so correction cannot be sequence_mask",
+        ),
+    ):
+        per_token_objective(tmp_path, "alternating")
+        with pytest.raises(InputError, match=message):
+            check(parse(["--objective", f"{tmp_path}/mine.py:alternating", *flags.split()]))
+    samples = collected(Samples(PROMPTS, sampled(tiny_decoder())), TOKEN_REWARDS)
+    for name, kinds in (
+        ("sometimes", r"got \[G, N\] at the start and \[T\] now"),
+        ("sometimes_whole", r"got \[T\] at the start and \[G, N\] now"),
+    ):
+        objective = per_token_objective(tmp_path, name)
+        with pytest.raises(InputError, match=f"step 1: {name} must always return .*{kinds}"):
+            objective.begin(samples, None)
+
+
+def test_texts_and_components_are_those_of_the_responses(tmp_path):
+    rollouts = Rollouts.given([[5], [6], [5], [7], [7], [7]])
+    samples = collected(Samples(make_prompts([[1], [2]]), rollouts), torch.zeros(2, 3))
+    texts = tuple("abacca")
+    components = tuple({"half": x} for x in (0.5, 0.0, 0.0, 1.0, 0.0, 0.0))
+    objective = per_token_objective(tmp_path, "new")
+    assert (objective.needs.texts, objective.needs.components) == (True, True)
+    objective.begin(dataclasses.replace(samples, texts=texts, components=components), None)
+    expected = torch.tensor([2 / 6, -1 / 3, -1 / 6, 4 / 6, -1 / 3, -2 / 3])
+    torch.testing.assert_close(objective.advantages(torch.arange(6)), expected)
+
+
+REWARD = """
+def dense(prompt, response):
+    words = len(response.split())
+    return {"reward": words / 4, "half": words / 8}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [[], ["--dynamic-sampling", "2"]])
+def test_a_run_gives_the_texts_and_components(tmp_path, sampling):
+    """The advantages from them are those from the rewards: the runs are bitwise the same."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    own = """
+import torch
+
+def by_rewards(rewards):
+    return rewards - rewards.mean(1, keepdim=True)
+
+def by_texts(rewards, texts):
+    counts = torch.tensor([[len(text.split()) / 4 for text in group] for group in texts])
+    return counts - counts.mean(1, keepdim=True)
+
+def by_components(rewards, components):
+    values = torch.tensor([[2 * parts.get("half", 0.0) for parts in row] for row in components])
+    return values - values.mean(1, keepdim=True)
+"""
+    (tmp_path / "mine.py").write_text(own)
+    weights = set()
+    for name in ("by_rewards", "by_texts", "by_components"):
+        flags = ["--objective", f"{tmp_path}/mine.py:{name}", "--out", str(tmp_path / name)]
+        flags += ["--reward", f"{tmp_path}/reward.py:dense", *sampling]
+        assert train.main([*base(), *flags]) == 0
+        assert all(x["grad_norm"] > 0 for x in read(tmp_path / name / "metrics.jsonl"))
+        weights.add((tmp_path / name / "latest" / "model.safetensors").read_bytes())
+    assert len(weights) == 1

@@ -11,7 +11,8 @@ from tests.test_train import base, read
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gdpo", "hero", "rl_zvp"])  # riskpo: test_riskpo_objective.py
+# riskpo: test_riskpo_objective.py
+@pytest.mark.parametrize("name", ["gdpo", "hero", "rl_zvp", "by_token"])
 def test_a_run_resumes_bitwise(name, tmp_path, monkeypatch):
     flags = [*base(), *flags_of(name, tmp_path), "--steps", "6"]
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0

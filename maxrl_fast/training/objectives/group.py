@@ -1,6 +1,7 @@
 """Objectives with the advantages of an estimator, computed once per step."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.estimators import Estimator
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import ESTIMATORS, group_advantage
+from maxrl_fast.records import sequence_sums
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective
@@ -25,12 +27,15 @@ class GroupObjective(Objective):
     Args:
         estimator: a name in ops.ESTIMATORS, or the row of a custom function.
         options: keywords of ops.group_advantage that are constant over a run, such as k or eps.
+        per_token: whether a custom function returns an advantage for each token, [T]. The learner
+        gets them as factors of the tokens, and 1 for each response that has one other than 0.
     """
 
     estimator: str | Estimator
     options: dict[str, Any]
     loss: str = "ppo"
     owns_loss: bool = False
+    per_token: bool = False
     _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
 
     @property
@@ -47,7 +52,14 @@ class GroupObjective(Objective):
     def needs(self) -> Needs:
         row = self.row
         greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
-        return Needs(greedy=greedy, binary=row.binary, parts="reward_parts" in row.inputs)
+        return Needs(
+            greedy=greedy,
+            binary=row.binary,
+            parts="reward_parts" in row.inputs,
+            texts="texts" in row.inputs,
+            components="components" in row.inputs,
+            token_weights=self.per_token,
+        )
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
@@ -62,6 +74,8 @@ class GroupObjective(Objective):
             ),
             "prompts": [0, 1],
             "log_ratios": torch.zeros(shape),
+            "texts": [["Response."] * num_rollouts] * 2,
+            "components": [[defaultdict(float)] * num_rollouts] * 2,
         }
         inputs: dict[str, Any] = {name: known[name] for name in self.row.inputs}
         return bool(
@@ -81,6 +95,8 @@ class GroupObjective(Objective):
             "greedy_rewards": lambda: greedy,  # [G]
             "reward_parts": lambda: batch.parts,  # [R, G, N]
             "prompts": batch.prompts.ids.tolist,
+            "texts": lambda: _grouped(batch.texts, batch.num_rollouts),
+            "components": lambda: _grouped(batch.components, batch.num_rollouts),
         }
         inputs = {name: known[name]() for name in self.row.inputs}
         try:
@@ -89,8 +105,34 @@ class GroupObjective(Objective):
             )
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}") from error
+        if self.per_token != (values.shape != rewards.shape):
+            kinds = ("[T]", "[G, N]") if self.per_token else ("[G, N]", "[T]")
+            raise InputError(
+                f"step {batch.step}: {self.row.name} must always return the same kind of "
+                f"advantages, got {kinds[0]} at the start and {kinds[1]} now"
+            )
+        if self.per_token:
+            return self._weighted(batch, values, valid)
         self._values = values if batch.valid is None else values.masked_fill(~batch.valid, 0.0)
         return batch
+
+    def _weighted(
+        self, batch: RolloutBatch, advantages: Tensor, valid: Tensor | None
+    ) -> RolloutBatch:
+        """Return the batch with advantages [T] as the factors of its tokens.
+
+        A function that gets `valid` sees 0 as the lengths of rollouts without a reward, so T counts
+        only the tokens of the others.
+        """
+        lengths, num_tokens = batch.rollouts.lengths, len(batch.rollouts.tokens)
+        known = batch.known.flatten().repeat_interleave(lengths, output_size=num_tokens)
+        if valid is not None:
+            advantages = advantages.new_zeros(num_tokens).masked_scatter(known, advantages)
+        advantages = advantages.masked_fill(~known, 0.0)
+        # NaN is not 0 either, so that the update reports it
+        has_gradient = sequence_sums(advantages.abs(), lengths) != 0
+        self._values = has_gradient.to(batch.rewards).view(batch.rewards.shape)
+        return batch.weighted(advantages)
 
     def options_for(self, batch: RolloutBatch) -> dict[str, Any]:
         options = dict(self.options)
@@ -102,3 +144,8 @@ class GroupObjective(Objective):
 
     def advantages(self, sequences: Tensor) -> Tensor:
         return self._values.flatten()
+
+
+def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:
+    """Return one value for each rollout [S] as G sequences of N."""
+    return [values[i : i + num_rollouts] for i in range(0, len(values), num_rollouts)]

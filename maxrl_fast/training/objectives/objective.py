@@ -15,6 +15,8 @@ class Needs:
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
     parts: bool = False  # each of several rewards, not only their sum
+    texts: bool = False  # the responses as text
+    components: bool = False  # the components of the rewards of all ranks
     # the reward is the probability of the reference answer, which replaces each response's own
     answers: bool = False
     token_weights: bool = False  # a factor per token in the loss

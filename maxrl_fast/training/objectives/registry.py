@@ -316,7 +316,10 @@ def make_objective(
     }
     check_options(row.name, row.options, given)
     estimator = name if name in ESTIMATORS else row
-    try_out(row, estimator, num_rollouts, **options)
-    return (OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective)(
-        estimator, options
-    )
+    per_token = try_out(row, estimator, num_rollouts, **options).dim() == 1
+    if "log_ratios" not in row.inputs:
+        return GroupObjective(estimator, options, per_token=per_token)
+    if len(row.inputs) > 1 or per_token:
+        others = "; it may ask for k and valid besides them, and must return [G, N]"
+        raise ValueError(f"{row.name} asks for log_ratios, which change with every update{others}")
+    return OffPolicyObjective(estimator, options)

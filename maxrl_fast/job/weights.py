@@ -1,14 +1,16 @@
-"""W_N(p) of a run's objective: the weight of a prompt's gradient, by its pass rate p."""
+"""W_N(p) of a run's objective: the weight of a prompt's gradient, by its pass rate p. A run writes
+it into its folder, so that the report need not import PyTorch.
+"""
 
 from typing import Any
 
 import torch
 
+from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.ops import ESTIMATORS, effective_weight
 from maxrl_fast.training.objectives.registry import OBJECTIVES, is_custom
 
 MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
-PASS_RATES: list[float] = torch.logspace(-3, 0, 181, dtype=torch.float64).clamp(max=1).tolist()
 
 
 def weight_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -38,4 +40,6 @@ def weight_of(options: dict[str, Any]) -> dict[str, Any]:
         )
     except (ValueError, TypeError) as error:
         return {"reason": str(error)}
+    if not weights.isfinite().all():
+        return {"reason": f"the weight of {name} is not finite"}
     return {"values": weights.tolist()}

@@ -1,0 +1,163 @@
+"""What reward functions print: it reaches the file of the run, up to the size of the file, and a
+function that prints without end stops nobody.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+import maxrl_fast
+from maxrl_fast import train
+from maxrl_fast.rewards import output as module
+from maxrl_fast.rewards.output import FILE_NAME, FULL, RewardOutput
+from tests.rewards.pools import fails, pool, succeeds
+from tests.tables import refused
+from tests.test_train import base
+
+PRINTS = """
+import os, signal, subprocess, sys
+print("loaded", flush=True)
+
+def act(action, x=0.0, text=""):
+    if text:
+        print(f"<{text}>")
+        print(f"<{text}>", file=sys.stderr)
+        subprocess.run(["echo", f"<{text}>"])
+    if action == "flood":
+        print("1234567\\n" * 1_000_000)
+        os.write(2, b"1234567\\n" * 1_000_000)
+    if action == "forever":
+        while True:
+            print("1234567\\n" * 1000)
+    if action == "end":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if action == "leave":
+        subprocess.Popen(["sleep", "10"], start_new_session=True)
+    return x
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    return tmp_path / "prints.py"
+
+
+@contextlib.contextmanager
+def printing(file, **options):
+    with (
+        contextlib.closing(RewardOutput()) as output,
+        pool("act", file=file, output=output, **options) as one,
+    ):
+        yield one, output
+
+
+def test_prints_of_loading_of_calls_and_of_programs_are_kept_in_order(file, tmp_path):
+    with printing(file, workers=1) as (one, output):
+        succeeds(one, "", text="first")  # before the file is there
+        output.open(tmp_path, is_resumed=False)
+        assert fails(one, "end", text="last words").kind == "crash"
+    text = (tmp_path / FILE_NAME).read_text()
+    assert text.split("\n") == ["loaded", *["<first>"] * 3, *["<last words>"] * 3, ""]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_flood_neither_waits_nor_fills_the_disk(file, tmp_path, is_open, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 100_000)
+    with printing(file, time_limit=2.0) as (one, output):
+        if is_open:
+            output.open(tmp_path, is_resumed=False)
+        succeeds(one, "flood")
+        assert fails(one, "forever").kind == "timeout"
+        output.open(tmp_path, is_resumed=True)
+    content = (tmp_path / FILE_NAME).read_bytes()
+    assert content.startswith(b"loaded\n1234567\n1234567\n")
+    assert len(content) - len(FULL) * content.endswith(FULL) == 100_000
+
+
+def test_a_resumed_run_appends_and_a_new_one_replaces(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 30)
+    wanted = [(False, b"loaded\n"), (True, b"loaded\n" * 2), (False, b"loaded\n")]
+    for is_resumed, content in wanted:
+        with printing(file) as (_, output):
+            output.open(tmp_path, is_resumed)
+        assert (tmp_path / FILE_NAME).read_bytes() == content
+    (tmp_path / FILE_NAME).write_bytes(b"x" * 26)
+    for end in (b"load" + FULL, b"load" + FULL):  # full, also for the next one
+        with printing(file) as (_, output):
+            output.open(tmp_path, is_resumed=True)
+        assert (tmp_path / FILE_NAME).read_bytes() == b"x" * 26 + end
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_a_regular_file_is_written(kind, file, tmp_path):
+    path = tmp_path / FILE_NAME
+    (tmp_path / "target").write_text("precious")
+    {
+        "link": lambda: path.symlink_to(tmp_path / "target"),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }[kind]()
+    with printing(file) as (one, output):
+        with refused(f"{path} must be a regular file, got a .*{kind}"):
+            output.open(tmp_path, is_resumed=False)
+        succeeds(one, "flood")
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+def test_a_full_disk_stops_no_call(file, tmp_path):
+    with printing(file) as (one, output):
+        output.open(tmp_path, is_resumed=False)
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, output._file)
+        os.close(full)
+        succeeds(one, "flood", text="lost")
+
+
+def test_a_program_that_leaves_its_worker_does_not_keep_the_run_from_ending(file, tmp_path):
+    with printing(file) as (one, output):
+        output.open(tmp_path, is_resumed=False)
+        succeeds(one, "leave", text="kept")
+    assert output._thread.is_alive()
+    assert "<kept>" in (tmp_path / FILE_NAME).read_text()
+
+
+def test_a_run_has_the_file_and_a_link_in_its_place_is_refused(file, tmp_path, capsys):
+    file.write_text(
+        "def score(prompt, response):\n    print('seen', len(prompt))\n    return 1.0\n"
+    )
+    out = tmp_path / "run"
+    flags = [*base(), *f"--objective rloo --sft-steps 0 --steps 1 --out {out}".split()]
+    assert train.main([*flags, "--reward", f"{file}:score"]) == 0
+    lines = (out / FILE_NAME).read_text().splitlines()
+    assert all(line.startswith("seen ") for line in lines)
+    # 4 rehearsed, two evaluations of 6 x 4, a step of 4 x 4
+    assert len(lines) == 4 + 2 * 24 + 16
+    (out / FILE_NAME).unlink()
+    (out / FILE_NAME).symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text("precious")
+    capsys.readouterr()
+    assert train.main(["--resume", str(out), *"--steps 2 --allow-changes".split()]) == 2
+    assert f"{out / FILE_NAME} must be a regular file, got a sym" in capsys.readouterr().err
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_a_run_from_python_has_the_file(file, tmp_path):
+    file.write_text("def score(prompt, response):\n    print('seen')\n    return 1.0\n")
+    maxrl_fast.run(
+        objective="rloo",
+        reward=f"{file}:score",
+        maze_size=5,
+        sft_steps=0,
+        steps=1,
+        eval_prompts=2,
+        eval_samples=1,
+        prompts=2,
+        rollouts=2,
+        threads=1,
+        out=tmp_path / "run",
+    )
+    assert Path(tmp_path / "run" / FILE_NAME).read_text() == "seen\n" * (4 + 2 * 2 + 4)

@@ -77,11 +77,7 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
 
 @lru_cache(8)
 def directory_of(model: str, with_weights: bool = False) -> Path:
-    """Return the directory of a model, after downloading what is not in the cache.
-
-    Raises InputError if a file cannot be downloaded, or the model has no config.json or no
-    safetensors.
-    """
+    """Return the directory of a model, after downloading what is not in the cache."""
     if not model.startswith(HUB):
         return Path(model)
     repository, revision = _parts(model)
@@ -150,7 +146,6 @@ def _limit_waiting(request: Any) -> None:
 
 
 def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
-    """Return the cached directory of a revision, after downloading `files` unless offline."""
     from huggingface_hub import constants, errors, get_token, snapshot_download
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 

@@ -28,12 +28,9 @@ def has_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether KERNELS supports a decoder of these sizes.
-
-    On a CPU all sizes, in CPU_DTYPES. On a GPU float32, bfloat16 or float16; hidden states of at
-    most 16 KiB and MLP rows in multiples of 16 bytes; heads in multiples of 32 bytes, at most 1
-    KiB.
-    """
+    """Return whether KERNELS supports a decoder of these sizes. On a CPU all, in CPU_DTYPES. On a
+    GPU, in DEVICE_DTYPES, hidden states of at most 16 KiB and MLP rows in multiples of 16 bytes;
+    heads in multiples of 32 bytes, at most 1 KiB."""
     if not dispatch.is_gpu(device):
         return device.type == "cpu" and dtype in CPU_DTYPES
     if dtype not in DEVICE_DTYPES or not dispatch.has_kernels(device):
@@ -214,7 +211,7 @@ def rotate_heads_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q and k, and of their norms' weights, not rounded."""
+    """Gradients of the norms' weights are not rounded."""
     to = [x.new_empty(x.shape) for x in (q, k)]
     heads, all_heads = q.shape[1], q.shape[1] + k.shape[1]
     inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
@@ -318,7 +315,6 @@ def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]
 
 @operator()
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) up for rows [U, F]."""
     call, out = KernelLaunch(gate.device), gate.new_empty(gate.shape)
     call.launch("swiglu", **_gate_and_up(call, gate, up), out=call.keep(out))
     return out

@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None)
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias; [0] where they are not needed."""
+    """The gradients are [0] where they are not needed."""
     call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
     shapes = (
         ((num_rows, in_size), needs_x),

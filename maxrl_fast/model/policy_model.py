@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H]."""
+        """[R, V] float32, from [R, H]."""
         raise NotImplementedError
 
     def compile_layers(self) -> None:

@@ -23,7 +23,7 @@ class Tiling:
     width: int
 
     def pad(self, x: Tensor) -> Tensor:
-        """Copy packed tokens [T, ...] into a tile [rows, width, ...] with zeros in the padding."""
+        """[T, ...] -> [rows, width, ...], zeros in the padding."""
         x = x if self.tokens is None else x.index_select(0, self.tokens)
         if len(self.slots) < self.rows * self.width:  # otherwise there is no padding
             x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slots, x)
@@ -34,7 +34,6 @@ class Tiling:
         return x if len(self.slots) == len(x) else x.index_select(0, self.slots)
 
     def unpad_into(self, packed: Tensor, x: Tensor) -> None:
-        """Write the tokens of a tile to their positions in a packed tensor [T, ...]."""
         if self.tokens is None:
             packed.copy_(self.unpad(x))
         else:

@@ -58,7 +58,6 @@ def function_loss(
     batch: TokenBatch,
     tokens: Tokens,
 ) -> Tensor:
-    """Return the LossSums [10]; raise ValueError if the function's result is not [T]."""
     clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
     values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
     needs_advantage = not (
@@ -122,7 +121,7 @@ def rows_of_loss(
     targets: Tensor,
     temperature: float | Tensor,
 ) -> Tensor | None:
-    """Return the numbers [T, R] that the loss reads from each row of logits [T, V], if any."""
+    """[T, R], of the log-softmax of logits [T, V], if the loss reads rows."""
     if loss.rows is None:
         return None
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature

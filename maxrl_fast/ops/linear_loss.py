@@ -166,11 +166,7 @@ def linear_token_logprobs(
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
-    needed.
-
-    After the weight come the arguments of token_loss, chunk, soft cap, and which gradients are
-    needed.
-    """
+    needed."""
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
     index, rows = _needed_index(batch, terms), hidden
@@ -294,7 +290,6 @@ def linear_logprobs_backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden [T, H] and weight [V, H], or [0] if not needed."""
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
     tau = temperature if temperatures is None else temperatures
     for start, stop, logits in chunks:

@@ -36,8 +36,7 @@ def pacs_loss(
     denominators: Tensor | None,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the
-    proxies [S]."""
+    """The last result is the gradient of the proxies [S]."""
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)

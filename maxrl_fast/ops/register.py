@@ -47,14 +47,12 @@ def register_estimator(
 
 
 def own_estimator(function: Callable[..., Any]) -> Estimator:
-    """Return the row of a custom function; raise ValueError if its signature does not fit."""
     return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 
 def try_out(
     row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any
 ) -> None:
-    """Compute the advantages of a small example; raise ValueError if that fails."""
     rewards = torch.zeros(4, num_rollouts)
     rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
     rewards[1, : (num_rollouts + 1) // 2] = 1

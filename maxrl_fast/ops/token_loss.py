@@ -195,7 +195,6 @@ def policy_gradient_loss(
 
 
 def _unmasked(batch: TokenBatch) -> float | Tensor:
-    """Return the temperature, set to 1 for masked tokens."""
     tau = batch.temperature
     return tau.where(batch.counted(), 1.0) if isinstance(tau, Tensor) else tau
 
@@ -208,7 +207,6 @@ def _by_function(
     options: dict[str, float],
     in_place: bool,
 ) -> Tensor:
-    """Return the LossSums [10] of a loss that is a function of token_logprobs."""
     if in_place and row.rows is not None:
         raise ValueError(
             f"in_place must be False for {row.name}, which needs whole rows of logits for its "
@@ -247,7 +245,6 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
 
 
 def shape_of(logits: Tensor) -> tuple[int, int]:
-    """Return T and V; raise ValueError or TypeError if the argument is not logits."""
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
         raise ValueError(

@@ -46,7 +46,7 @@ check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """Return the arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
+    """The arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])
@@ -65,8 +65,6 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
 
 
 class LogitsLaunch(KernelLaunch):
-    """A call with the arguments that all token loss kernels share."""
-
     __slots__ = ("arguments", "dtype", "real", "shape")
 
     def __init__(
@@ -135,7 +133,7 @@ _OF_BATCH, _OF_TERMS = (
 
 @operator(schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)")
 def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the LossSums [10] and the gradient of the logits [T, V], or [0, 0] if not needed."""
+    """The second result is the gradient of the logits [T, V], or [0, 0] if not needed."""
     *of_loss, needs_gradient = arguments
     batch, terms = batch_and_terms(of_loss)
     if not needs_gradient:
@@ -178,14 +176,13 @@ register_loss(token_loss, "policy_gradient_loss", 1)
 
 @operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
 def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
-    """Return the LossSums [10], and overwrite the logits with their gradient."""
     return launch_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
 def launch_token_loss(
     logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms
 ) -> Tensor:
-    """Return the sums [10], and write `gradient`, which may be the logits."""
+    """Write `gradient`, which may be the logits."""
     call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
     num_sequences = batch.num_sequences
 

@@ -162,7 +162,7 @@ class Step:
 def _rows_address(
     call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> int:
-    """Return the address of [A, heads, D] with contiguous rows, a multiple of 16 bytes apart."""
+    """Rows are contiguous, a multiple of 16 bytes apart."""
     if x.stride(0) * x.element_size() % 16:
         raise ValueError(
             f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
@@ -172,7 +172,7 @@ def _rows_address(
 
 
 def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int:
-    """Return the address of a float32 tensor with any strides."""
+    """Strides may be any."""
     if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
         raise ValueError(
             f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} "
@@ -182,10 +182,10 @@ def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [A, Hkv * R, ...] to [A, R, Hkv, ...]; R query heads share a key/value head."""
+    """[A, Hkv * R, ...] -> [A, R, Hkv, ...]; R query heads share a key/value head."""
     return q.unflatten(1, (kv_heads, -1)).transpose(1, 2).contiguous()
 
 
 def _by_query_head(x: Tensor) -> Tensor:
-    """Reshape [A, R, Hkv, ...] to [A, Hkv * R, ...]."""
+    """[A, R, Hkv, ...] -> [A, Hkv * R, ...]."""
     return x.transpose(1, 2).flatten(1, 2)

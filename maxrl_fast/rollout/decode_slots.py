@@ -32,19 +32,18 @@ class Shape(NamedTuple):
         )
 
     def joined(self, other: "Shape") -> "Shape":
-        """Return the smallest shape that holds both, where their limits are equal."""
         return Shape(*(max(pair) for pair in zip(self, other, strict=True)))
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Numbers of rows to decode at a time, descending; few, as each has a CUDA graph."""
+        """Descending; few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
     def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
-        """Return the bytes of the KV cache, and of a step's tensors, which the CUDA graphs keep."""
+        """Includes a step's tensors, which the CUDA graphs keep."""
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
@@ -55,15 +54,14 @@ class Shape(NamedTuple):
 
 
 def uses_graphs(device: torch.device) -> bool:
-    """Return whether steps are captured in CUDA graphs. Tests replace this function."""
+    """Tests replace this function."""
     return device.type == "cuda"
 
 
 def captured(
     step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any
 ) -> torch.cuda.CUDAGraph:
-    """Run a step once, which loads its kernels, and return a graph of it. Tests replace this
-    function."""
+    """The first run loads the kernels. Tests replace this function."""
     assert stream is not None
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -142,8 +140,7 @@ class DecodeSlots:
         self._capture(sampling)
 
     def _capture(self, sampling: Sampling) -> None:
-        """Capture the steps that have no graph yet. All rows are done, so a step changes
-        nothing."""
+        """All rows are done, so a step changes nothing."""
         if not uses_graphs(self.last.device):
             return
         starts, most = self.starts.clone(), self.rows
@@ -166,7 +163,6 @@ class DecodeSlots:
                 self.step(sampling, width)
 
     def step(self, sampling: Sampling, width: int) -> None:
-        """Append one token to every sample that has not ended."""
         rows = slice(self.rows)
         length = self.length[rows]
         # a graph serves every job
@@ -192,7 +188,6 @@ class DecodeSlots:
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
-        """Append tokens and log-probs to these rows, unless the sample has ended."""
         done, length = self.done[rows], self.length[rows]
         at = length.clamp_max(self.shape.limit - 1)
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):

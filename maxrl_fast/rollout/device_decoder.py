@@ -46,7 +46,6 @@ class DeviceDecoder:
         self.batch: DecodeSlots | None = None
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
-        """Return the bytes of the KV cache for so many prompts and samples of these lengths."""
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
     def describe(self) -> str:
@@ -60,7 +59,7 @@ class DeviceDecoder:
         return f"{how}, key/value cache and tensors of a step"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the bytes of a prompt and of a response."""
+        """Of a prompt and of a response."""
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
@@ -72,7 +71,6 @@ class DeviceDecoder:
             self.batch = None
 
     def load_weights(self, model: Decoder) -> None:
-        """Copy the policy's weights, rounded to the compute dtype."""
         own = dict(self.model.weights())
         for name, weight in model.weights():
             own[name].copy_(weight)
@@ -103,7 +101,7 @@ class DeviceDecoder:
     def _shape(
         self, prompts: Prompts, num_samples: int, limit: int, budget: int, max_batch: int
     ) -> Shape:
-        """Return the largest shape within the budget that a call can use."""
+        """The largest within the budget that a call can use."""
         row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
         width = min(_rounded(int(prompts.lengths.max())), (budget - row) // token)
         group_size = max(1, min(num_samples, max_batch, (budget - width * token) // row))
@@ -124,8 +122,6 @@ class DeviceDecoder:
 
 
 class _Job:
-    """One call of `generate`: the groups that wait, and the results so far."""
-
     def __init__(
         self,
         prompts: Prompts,
@@ -191,7 +187,7 @@ class _Job:
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """Admit waiting groups into these slots, at most PREFILL_TOKENS at a time."""
+        """At most PREFILL_TOKENS at a time."""
         start = time.perf_counter()
         for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
             self._admit_together(part)

@@ -60,11 +60,9 @@ class TransformersEngine:
         self.model.copy_weights(model)
 
     def sleep(self) -> None:
-        """Do nothing: the cache exists only while samples are decoded."""
+        """The cache exists only while samples are decoded."""
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response; raise InputError if they
-        exceed it."""
         c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
         token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
         prompt, own = token * prompt_length, token * max_new_tokens
@@ -75,8 +73,6 @@ class TransformersEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
-        cache."""
         check_request(prompts, num_samples, sampling, self.config)
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # of a prompt, in one pass
@@ -114,8 +110,6 @@ class TransformersEngine:
 
 @dataclass
 class _Pass:
-    """The decoding of some prompts with all or some of their samples."""
-
     model: HuggingFacePolicy
     dtype: torch.dtype
     sampling: Sampling
@@ -155,7 +149,6 @@ class _Pass:
         return tokens.view(-1, n, limit), logprobs.view(-1, n, limit), lengths.view(-1, n)
 
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
-        """Fill the caches with the prompts, and return the logits [g, V] of the first token."""
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
         layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)

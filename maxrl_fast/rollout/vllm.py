@@ -59,8 +59,6 @@ SETTINGS = {
 
 
 def check_installed() -> str:
-    """Return the installed version of vLLM; raise InputError if there is none or it is not
-    supported."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
@@ -188,7 +186,6 @@ class VllmEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """See `Engine.generate`."""
         if self._is_asleep:
             raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
         requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
@@ -215,7 +212,6 @@ class VllmEngine:
     def _sample(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
     ) -> list[Any]:
-        """Return vLLM's outputs, one for each prompt."""
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
         options = sampling_parameters(sampling, num_samples)
         parameters = importlib.import_module("vllm").SamplingParams(**options, flat_logprobs=True)
@@ -229,7 +225,6 @@ class VllmEngine:
         return outputs
 
     def sleep(self) -> None:
-        """Free weights and KV cache, on a GPU; `load_weights` must follow."""
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
@@ -245,7 +240,6 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
 
 
 def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
-    """Raise InputError where the model cannot be divided among this many ranks."""
     for name in ("num_attention_heads", "intermediate_size"):
         size = getattr(config, name)
         if size % tensor_parallel:
@@ -262,11 +256,7 @@ def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
 def _memory_share(
     model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
 ) -> float:
-    """Return the fraction of memory for vLLM's weights and KV cache; raise InputError if it is not
-    free.
-
-    `sharing` ranks share the memory.
-    """
+    """Of weights and KV cache, where `sharing` ranks share the memory."""
     device = model.lm_head.weight.device
     total = memory_bytes(device)
     available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
@@ -281,7 +271,7 @@ def _memory_share(
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for this process of torchrun, and set the variables it reads."""
+    """Also sets the variables that vLLM reads."""
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)
@@ -356,7 +346,7 @@ def _use_gloo() -> None:
 
 
 def _pad_heads() -> None:
-    """Let vLLM's CPU attention accept any head size: pad heads with zeros to a supported size."""
+    """vLLM's CPU attention accepts few head sizes."""
     attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     sizes = backend.CPUAttentionBackend.get_supported_head_sizes()

@@ -66,17 +66,17 @@ class ChainTask:
         self.max_new_tokens = length
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return the start of the chain `count` times; both splits are the same."""
+        """Both splits are the same."""
         return Prompts(
             torch.full((count,), BOS), torch.arange(count + 1), torch.arange(start, start + count)
         )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Raise InputError: a demonstration would give away the only solution."""
+        """A demonstration would give away the only solution."""
         raise InputError(f"--sft-steps must be 0, as {self.name} has no solutions for a warm start")
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Return rewards [S] float32 in [0, 1]."""
+        """In [0, 1]."""
         tokens = rollouts.padded_tokens(PAD)[:, : len(self.actions)]  # [S, L]
         device, width = tokens.device, tokens.shape[1]
         leads_on = tokens == self.actions.to(device)[:width]
@@ -90,11 +90,10 @@ class ChainTask:
         return (forward + into_dead_end) / len(self.actions)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the way to the goal for each response, which is an answer without reasoning."""
+        """An answer without reasoning."""
         return [ReferenceAnswer(0, [], self.actions.tolist()) for _ in range(len(rollouts))]
 
     def answer(self, response: str) -> str:
-        """Return the actions as text."""
         return response.strip()
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:

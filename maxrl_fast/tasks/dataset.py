@@ -128,9 +128,6 @@ class DatasetTask:
         self.name += self._sft_name
 
     def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
-        """Read and encode the demonstrations that are short enough and not held out, and say how
-        many are not.
-        """
         # A run lowers its limit to this number, and a resumed run must find the same demonstrations
         # with the lower limit.
         if (room := self._text.positions - self.prompt_length) > 0:
@@ -168,15 +165,12 @@ class DatasetTask:
         self._sft_name = f"; {len(self._demonstrations)} demonstrations of {path.name}{left_out}"
 
     def _asked(self, prompt: Any) -> Any:
-        """Return a prompt of a line, text or messages, as it is asked."""
         if isinstance(prompt, str) and self._spec.is_question:
             return self._text.prompt(prompt + self._suffix)
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
     def _columns(self, line: Fields, answer_key: str | None) -> Fields:
-        """Return a line with its "prompt" as it is asked and its correct "answer", as the reward
-        function gets it.
-        """
+        """A line as the reward function gets it."""
         columns = {**line, "prompt": self._asked(line[self._key])}
         return (
             columns
@@ -185,7 +179,7 @@ class DatasetTask:
         )
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
-        """Return the token ids and lines of the prompts that are not too long."""
+        """Without prompts that are too long."""
         encoded = self._text.encode(
             [line["prompt"] for _, line in lines], [place for place, _ in lines]
         )
@@ -200,22 +194,15 @@ class DatasetTask:
         return torch.randperm(count, generator=generator).tolist()
 
     def _shuffled(self, lines: list[Any], i: int) -> Any:
-        """Return line i of the endless stream that has all lines in a new order in each epoch."""
+        """Line i of an endless stream that has all lines in a new order in each epoch."""
         return lines[self._order(i // len(lines), len(lines))[i % len(lines)]]
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, each with its line."""
         lines, indices = self._lines[split], range(start, start + count)
         chosen = [self._shuffled(lines, i) if split == "train" else lines[i] for i in indices]
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Return the demonstrations `start` to `start + count - 1` of --sft-data, in a new order in
-        every epoch.
-
-        Raises:
-            InputError: if there are none: the lines of prompts have no solution to learn from.
-        """
         if not self._demonstrations:
             raise InputError(
                 f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a "
@@ -228,18 +215,10 @@ class DatasetTask:
         return prompts, Rollouts.given([response for _, response in chosen])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Raise InputError: `reward` or the user's function scores responses in worker
-        processes.
-        """
         raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the answer of each response's line, after the first box that the response opens.
-
-        Raises:
-            InputError: if only the reward function knows the answers, or an answer has a control
-            token.
-        """
+        """The answer of each response's line, after the first box that the response opens."""
         if self._spec.form is None:
             raise InputError(
                 "the reference answer must be known, but only the reward function reads the lines "
@@ -248,9 +227,6 @@ class DatasetTask:
         return text_answers(self._text, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the answer in a response, such as the content of its last box; "" if it has
-        none.
-        """
         return self._spec.answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
@@ -263,9 +239,7 @@ class DatasetTask:
 def _read(
     spec: DatasetSpec, key: str, data: Path | None, test_data: Path | None, hub: str | None
 ) -> tuple[str, list[Line], list[Line]]:
-    """Return the name of the data set, its lines, and its test lines; no test lines if they are
-    split off later.
-    """
+    """There are no test lines if they are split off later."""
     test = [] if test_data is None else read_lines(test_data, key, "--test-data")
     if data is not None:
         return data.name, read_lines(data, key), test

@@ -61,14 +61,11 @@ class DatasetSpec:
 
 
 def keys_of(line: dict[str, Any]) -> str:
-    """Return a few words on the keys that a line has, for error messages."""
     return f"it has the keys {', '.join(map(repr, line))}"[:300] if line else "it has no keys"
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """Return the value of a key, or of a path of keys such as reward_model.ground_truth; None if
-    the line has none.
-    """
+    """The key may be a path, such as reward_model.ground_truth; None if the line has none."""
     if key in line:
         return line[key]
     value: Any = line
@@ -92,16 +89,12 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the number after the last #### of a GSM8K solution, or the whole text if it has no
-    ####.
-    """
+    """The number after the last #### of a solution, or the whole text if it has no ####."""
     return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
 def math_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the answer of a line, or the last boxed answer of its solution if the line has no
-    answer.
-    """
+    """The last boxed answer of the solution, if the line has no answer."""
     if (
         key is None
         and look_up(line, "answer") is None

@@ -109,9 +109,6 @@ class GymTask:
         self._turn = Lock()
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the token ids of question i of a split, and its arguments for the reward
-        function.
-        """
         for t in range(TRIES):
             seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
             entry = verifiers.gym_entry(self._dataset, self._config, seed, i % self._size)
@@ -138,9 +135,7 @@ class GymTask:
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, each with the data set, seed
-        and index of its question.
-        """
+        """The columns name the data set, seed and index of each question, for the reward."""
         with self._turn:
             found = [self._question(split, i) for i in range(start, start + count)]
         return prompts_of(
@@ -150,7 +145,6 @@ class GymTask:
         )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Return training prompts and one rollout of each, the data set's answer."""
         prompts = self.prompts("train", start, count)
         assert prompts.columns is not None
         entries = [
@@ -165,21 +159,14 @@ class GymTask:
         return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Raise InputError: `reward` scores responses in worker processes."""
         raise InputError(f"{self.name} is scored in worker processes, by {self.reward}")
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the data set's answer after the first answer tag that each response opens.
-
-        Raises:
-            InputError: if a question has no answer as text.
-        """
+        """The data set's answer after the first answer tag that each response opens."""
         return text_answers(self._text, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the content of the last answer tags or the last box, or the whole response if it
-        has neither.
-        """
+        """The last answer tags or the last box, or the whole response if it has neither."""
         return verifiers.gym_answer(response)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:

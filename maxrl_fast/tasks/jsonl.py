@@ -27,18 +27,9 @@ Demonstration = tuple[str, Any, str]  # its place, its prompt (text or messages)
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
     """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
-    with its place.
-
-    Each object has a prompt: text, or chat messages {"role": ..., "content": ...}.
-
-    Args:
-        option: the option that named the file, for error messages.
-
-    Raises:
-        InputError: if the file cannot be read, or a line is longer than LINE_BYTES, is not a JSON
-        object, or has no prompt. The
-            message names the file and the line.
-    """
+    with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}. Raises
+    InputError naming the file and the line that cannot be read, or is too long, no object or
+    without a prompt."""
     return [
         (location, _checked(fields, location, prompt_key))
         for location, fields in _read_objects(path, option)
@@ -46,16 +37,9 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
-    """Return the demonstrations in a file of --sft-data, one of each line: a prompt and the
-    response to it.
-
-    A line has the prompt at `prompt_key`, as in `read_lines`, and text at "response"; or it has
-    messages at `prompt_key` or at "messages", of which the last is the assistant's, and is the
-    response.
-
-    Raises:
-        InputError: as `read_lines`, and if a line has no response.
-    """
+    """Return the demonstrations in a file of --sft-data. A line has the prompt at `prompt_key`, as
+    in `read_lines`, and text at "response"; or it has messages at `prompt_key` or at "messages", of
+    which the last is the assistant's, and is the response."""
     return [
         _demonstration(fields, location, prompt_key)
         for location, fields in _read_objects(path, "--sft-data")
@@ -78,14 +62,8 @@ def _read_objects(path: Path, option: str) -> list[Line]:
 
 def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
     """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
-    places. None of its code is run.
-
-    Where the hub cannot be reached, they are those that `datasets` has in its cache.
-
-    Raises:
-        InputError: as `read_lines`, and if `datasets` is missing, or the rows are neither on the
-        hub nor in the cache.
-    """
+    places. None of its code is run. Where the hub cannot be reached, they are those that `datasets`
+    has in its cache."""
     try:
         import datasets
 
@@ -115,7 +93,6 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location of each object, for error messages, and the object."""
     with open(path, "rb") as file:
         for i, line in enumerate(file, start=1):
             location = f"{shown(path)}, line {i}"
@@ -138,9 +115,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location of each row and the row, reading a few rows at a time: a small file may
-    unpack to very large rows.
-    """
+    """A few rows at a time: a small file may unpack to very large rows."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

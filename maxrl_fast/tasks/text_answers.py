@@ -67,9 +67,7 @@ def _answers(prompts: Prompts) -> list[str]:
 
 
 def _marker_end(text: TextCodec, marker: str, tokens: list[int]) -> tuple[int | None, str]:
-    """Return how many tokens have the marker in their text, and their text from the marker on;
-    (None, marker) if not all.
-    """
+    """How many tokens have the marker in their text, and their text from the marker on."""
     if marker not in text.decode(tokens):
         return None, marker
     length = bisect.bisect_left(
@@ -79,7 +77,7 @@ def _marker_end(text: TextCodec, marker: str, tokens: list[int]) -> tuple[int | 
 
 
 def _common(one: list[int], other: list[int]) -> list[int]:
-    """Return the tokens with which both begin, but not all of `other`."""
+    """The tokens with which both begin, but not all of `other`."""
     count = 0
     while count < min(len(one), len(other) - 1) and one[count] == other[count]:
         count += 1

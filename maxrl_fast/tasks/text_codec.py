@@ -57,46 +57,29 @@ class TextCodec:
         self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
 
     def prompt(self, question: str) -> str | list[Message]:
-        """Return a question as one user message, or unchanged if no chat template is used."""
+        """One user message, or the question unchanged if no chat template is used."""
         return [{"role": "user", "content": question}] if self._uses_chat else question
 
     def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
-        """Return the token ids of each prompt; None if there are none, or more than
-        max_prompt_tokens.
-
-        Args:
-            places: where each prompt comes from, for error messages.
-
-        Raises:
-            InputError: if a prompt has a control token, the chat template rejects it, or one takes
-            longer than SECONDS.
-        """
+        """Return the token ids of each prompt; None if there are none, or too many. places: where
+        each comes from, for messages. Raises InputError if a prompt has a control token, the chat
+        template rejects it, or one takes longer than SECONDS."""
         return self._encode_each(
             encode_prompt, "a prompt", prompts, places, self._max_prompt_tokens
         )
 
     def encode_response(self, response: str) -> list[int]:
-        """Return the token ids of a response, followed by its stop token."""
         return self._stopped(encode_response(self.tokenizer, response))
 
     def encode_responses(
         self, responses: Sequence[str], places: Sequence[str], limit: int
     ) -> list[list[int] | None]:
-        """Return the token ids of responses from a file, each followed by its stop token; None for
-        more than `limit`.
-
-        Raises:
-            InputError: as `encode`.
-        """
+        """Each is followed by its stop token; None for more than `limit` tokens."""
         encoded = self._encode_each(encode_response, "a response", responses, places, limit - 1)
         return [None if ids is None else self._stopped(ids) for ids in encoded]
 
     def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts within a response, without a stop token.
-
-        Raises:
-            InputError: as `encode`.
-        """
+        """Texts within a response, without a stop token."""
         return [
             ids or []
             for ids in self._encode_each(encode_response, "a response", texts, places, 2**31)
@@ -110,9 +93,6 @@ class TextCodec:
         places: Sequence[str],
         limit: int,
     ) -> list[list[int] | None]:
-        """Return the token ids of each text; None for those that have none, or more than
-        `limit`.
-        """
         encoded, of_text, of_chat = (
             list[list[int] | None](),
             self.model / "tokenizer.json",
@@ -132,7 +112,6 @@ class TextCodec:
         return encoded
 
     def _stopped(self, ids: list[int]) -> list[int]:
-        """Return token ids that end with a stop token."""
         end = self.tokenizer.eos_token_id
         return (
             ids
@@ -141,29 +120,22 @@ class TextCodec:
         )
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return text, without special tokens unless they are asked for."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
 
     def files(self) -> dict[str, Any]:
-        """Return the tokenizer's files, for checkpoints."""
         return dict(tokenizer_files(self.model))
 
 
 def prompts_of(
     tokens: Sequence[list[int]], ids: Sequence[int], columns: Sequence[dict[str, Any]]
 ) -> Prompts:
-    """Return a record of prompts from their token ids, their indices and their arguments for the
-    reward function.
-    """
     packed, cu_seqlens = pack(tokens)
     return Prompts(packed, cu_seqlens, torch.tensor(ids, dtype=torch.int64), tuple(columns))
 
 
 def _stop_ids(model: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the stop tokens: the tokenizer's end-of-sequence token and the tokens in
-    generation_config.json.
-    """
+    """The end-of-sequence token and the tokens in generation_config.json."""
     path = model / "generation_config.json"
     listed = read_json(path).get("eos_token_id") if path.exists() else None
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]

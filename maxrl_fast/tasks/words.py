@@ -5,7 +5,6 @@ from typing import Any
 
 
 def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
-    """Return the words of token ids, separated by spaces."""
     return " ".join(
         words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens
     )

@@ -46,11 +46,8 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint that `transformers` loads into an existing directory.
-
-    weights: from PolicyModel.weights, stored in `dtype`. files: JSON contents or bytes by name.
-    shard_bytes: size limit of one file of weights.
-    """
+    """Write a checkpoint that `transformers` loads into an existing directory. weights: stored in
+    `dtype`. files: JSON contents or bytes by name."""
     for name, content in files.items():
         if not isinstance(content, bytes):
             content = (json.dumps(content, indent=2) + "\n").encode()
@@ -126,21 +123,16 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
             # with it transformers prefers the eos_token_id of config.json
             generation.pop("_from_model_config", None)
     contents = {"config.json": config, "generation_config.json": generation}
-    return {name: _as_text(directory / name, fields) for name, fields in contents.items()}
-
-
-def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
     try:
-        safe = without_code(fields)
-        # One key per line: indenting every level could make a file a thousand times larger.
-        lines = ",\n".join(
-            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items()
-        )
+        return {
+            name: (json.dumps(without_code(fields), indent=2) + "\n").encode()
+            for name, fields in contents.items()
+        }
     except RecursionError as error:
         raise InputError(
-            f"cannot read the checkpoint's {shown(path)}: it is nested too deeply"
+            f"cannot read config.json or generation_config.json of {shown(directory)}: it is "
+            "nested too deeply"
         ) from error
-    return f"{{\n{lines}\n}}\n".encode()
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def check_model(model: str, wanted: str = FOLDER) -> str | None:
     """Return hf://ORG/NAME[@REVISION] for a model of the hub, None for a directory, offline.
-
     ORG/NAME alone is a model of the hub, unless the directory ORG exists. `wanted`: what the option
-    must be, for the error message. Raises InputError if the directory does not exist or the name is
-    not valid.
-    """
+    must be, for messages."""
     path, of_the_hub = Path(model), f"a model of the hub is {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION"
     if model.startswith(HUB):
         if not _NAME.fullmatch(model.removeprefix(HUB)):
@@ -47,12 +44,8 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
-    """Return what a run records as its model: the absolute path, or hf://ORG/NAME@COMMIT.
-
-    `warn` is called with a sentence if the hub cannot be reached and the cached copy is used.
-    Raises InputError as `check_model`, and if the hub does not have the model or revision, refuses
-    it, or cannot be reached.
-    """
+    """Return what a run records as its model: the absolute path, or hf://ORG/NAME@COMMIT. `warn` is
+    called if the hub cannot be reached and the cached copy is used."""
     name = check_model(model, wanted)
     if name is None:
         return str(Path(model).absolute())

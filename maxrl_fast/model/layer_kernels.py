@@ -300,7 +300,7 @@ def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotar
 # SwiGLU.
 
 
-def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
+def gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
     num_rows, size = gate.shape
     return {
         "dtype": DTYPE_NAMES[gate.dtype],
@@ -316,7 +316,7 @@ def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]
 @operator()
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     call, out = KernelLaunch(gate.device), gate.new_empty(gate.shape)
-    call.launch("swiglu", **_gate_and_up(call, gate, up), out=call.keep(out))
+    call.launch("swiglu", **gate_and_up(call, gate, up), out=call.keep(out))
     return out
 
 
@@ -326,7 +326,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     grads = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     call.launch(
         "swiglu_backward",
-        **_gate_and_up(call, gate, up),
+        **gate_and_up(call, gate, up),
         out=0,
         grad=call.address("grad", grad, gate.dtype, gate.shape),
         grad_gate=call.keep(grads[0]),

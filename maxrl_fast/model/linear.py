@@ -33,10 +33,8 @@ class Linear(nn.Linear):
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Whether `joined` supports the layers: no adapters, and all matrices trained or none.
-
-    A joint product would also compute the gradient of a frozen matrix.
-    """
+    """No adapters, and all matrices trained or none: a joint product would also compute the
+    gradient of a frozen matrix."""
     is_plain = all(type(layer) is Linear for layer in layers)
     return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
 

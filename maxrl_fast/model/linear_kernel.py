@@ -19,10 +19,7 @@ LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fa
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether the operator multiplies x [U, K] by weight [N, K].
-
-    Under torch.autocast, torch.compile and torch.func PyTorch's product is used.
-    """
+    """Under torch.autocast, torch.compile and torch.func PyTorch's product is used."""
     return (
         x.device.type == "cpu"
         and not dispatch.is_gpu(x.device)

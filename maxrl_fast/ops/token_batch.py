@@ -103,6 +103,11 @@ class TokenBatch:
     def counted(self) -> Tensor:
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
 
+    def unmasked_temperature(self) -> float | Tensor:
+        """The temperature, 1 for masked tokens, whose own may be anything."""
+        tau = self.temperature
+        return tau.where(self.counted(), 1.0) if isinstance(tau, Tensor) else tau
+
     def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient.
 

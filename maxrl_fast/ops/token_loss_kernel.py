@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
+from maxrl_fast.algorithms.arguments import check_tensor
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
@@ -64,6 +65,16 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
+def shape_of(logits: Tensor) -> tuple[int, int]:
+    check_tensor("logits", logits)
+    if logits.dim() != 2 or logits.dtype not in DTYPES:
+        raise ValueError(
+            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
+            f"{tuple(logits.shape)}"
+        )
+    return logits.shape[0], logits.shape[1]
+
+
 class LogitsLaunch(KernelLaunch):
     __slots__ = ("arguments", "dtype", "real", "shape")
 
@@ -71,12 +82,7 @@ class LogitsLaunch(KernelLaunch):
         self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
     ):
         super().__init__(logits.device)
-        if logits.dim() != 2 or logits.dtype not in DTYPES:
-            raise ValueError(
-                f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
-                f"{tuple(logits.shape)}"
-            )
-        self.shape = logits.shape[0], logits.shape[1]
+        self.shape = shape_of(logits)
         self.real, self.dtype = real_dtype(logits.dtype), logits.dtype
         self.arguments = {
             "dtype": DTYPES[logits.dtype],

@@ -124,6 +124,13 @@ class Step:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
+        # [A, Hq] with any strides
+        fits = prompt_lse.dtype == torch.float32 and prompt_lse.device == q.device
+        if not fits or prompt_lse.shape != (batch, heads):
+            raise ValueError(
+                f"prompt_lse must be float32 {(batch, heads)} on {q.device}, got "
+                f"{prompt_lse.dtype} {tuple(prompt_lse.shape)} on {prompt_lse.device}"
+            )
         splits = num_splits(batch, kv_heads, limit)
         partial_shape = batch, heads, splits, dim + 2
         partial = None if splits == 1 else torch.empty(partial_shape, device=q.device)
@@ -149,7 +156,7 @@ class Step:
             v_cache=at("v_cache", own[1], batch, limit, kv_heads, dim),
             lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
             prompt_out=at("prompt_o", prompt_o, batch, heads, dim),
-            prompt_lse=_float_address(call, prompt_lse, (batch, heads)),
+            prompt_lse=call.keep(prompt_lse),
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
             num_splits=splits,
@@ -169,16 +176,6 @@ def _rows_address(
             f"{x.stride()}"
         )
     return call.rows(name, x, dtype, shape)
-
-
-def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int:
-    """Strides may be any."""
-    if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
-        raise ValueError(
-            f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} "
-            f"on {x.device}"
-        )
-    return call.keep(x)
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:

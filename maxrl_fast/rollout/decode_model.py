@@ -29,10 +29,7 @@ class DecodeLayer:
 
 
 class DecodeModel:
-    """A decoder without gradients. Its weights keep their addresses, which CUDA graphs read.
-
-    compiled: run torch.compile on the parts before and after attention, instead of the kernels.
-    """
+    """A decoder without gradients. Its weights keep their addresses, which CUDA graphs read."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ class DecodeSlots:
         self.starts.copy_(starts)
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
-        """Run `count` steps, after which no sample may have more than `width` tokens."""
+        """No sample may have more than `width` tokens after them."""
         for _ in range(count):
             if uses_graphs(self.last.device):
                 self.graphs[sampling, self.rows].replay()

@@ -27,11 +27,9 @@ from maxrl_fast.rollout.sampling import sample
 
 
 class TransformersEngine:
-    """Samples responses with a copy of the policy in the compute dtype.
-
-    The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
-    cache_bytes: KV-cache limit; prompts beyond it wait. max_batch: samples decoded at a time.
-    """
+    """Samples responses with a copy of the policy in the compute dtype. The random numbers of a
+    sample depend only on (seed, step, prompt id, sample, position). Prompts beyond `cache_bytes`
+    wait."""
 
     def __init__(
         self,
@@ -122,8 +120,7 @@ class _Pass:
     def run(
         self, prompts: Prompts, seed: int, step: int, samples: range
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g
-        prompts."""
+        """Return tokens and log-probs [g, n, limit] and lengths [g, n]."""
         start, device, n = time.perf_counter(), prompts.tokens.device, len(samples)
         limit = self.sampling.max_new_tokens
         number = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts))
@@ -189,11 +186,8 @@ class _Pass:
 def decode_attention(
     q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant
 ) -> Tensor:
-    """Return the attention [g n, Hq, D] of q [g n, Hq, D], of tokens number `at`, in float32
-    PyTorch.
-
-    cache: keys and values of prompts [g, P, Hkv, D], then of samples [g, n, limit, Hkv, D].
-    """
+    """[g n, Hq, D], in float32 PyTorch. cache: keys and values of prompts [g, P, Hkv, D], then of
+    samples [g, n, limit, Hkv, D]."""
     keys, values, own_keys, own_values = (x.float() for x in cache)
     own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
     g, n, kv_heads = *own_keys.shape[:2], keys.shape[2]

@@ -78,16 +78,10 @@ def check_installed() -> str:
 
 class VllmEngine:
     """Samples responses with vLLM. Random numbers depend on (seed, step), the first prompt and the
-    batch.
-
-    model: the policy, not sharded yet. cache_bytes: each rank's KV cache. max_batch: samples
-    decoded at a time. ranks: the processes of the run, which build their engines together.
-    tensor_parallel: number of neighbouring ranks that share an engine and call `generate` together,
-    each with its own prompts or none. filters_tokens: see `logprobs_mode`.
-
-    Raises InputError if vLLM is not installed or not supported, rejects the model, or memory is
-    short.
-    """
+    batch. model: the policy, not sharded yet. cache_bytes: each rank's KV cache. ranks: the
+    processes of the run, which build their engines together. tensor_parallel: number of
+    neighbouring ranks that share an engine and call `generate` together, each with its own prompts
+    or none."""
 
     def __init__(
         self,
@@ -128,25 +122,29 @@ class VllmEngine:
             if is_cpu:
                 _pad_heads()
                 _use_gloo()
-            self._llm = _make_llm(
-                vllm.LLM,
-                model=folder,
-                load_format="dummy",  # load_weights below writes the weights
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # read no generation_config.json
-                dtype=str(dtype).removeprefix("torch."),
-                enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
-                kv_cache_memory_bytes=self.cache_bytes,
-                # vLLM refuses to start where less than this is free: 0.92 if not given
-                gpu_memory_utilization=share,
-                max_model_len=self.config.max_position_embeddings,
-                max_num_seqs=max_batch,
-                logprobs_mode=self._logprobs_mode,
-                enable_sleep_mode=self._can_sleep,
-                # a third faster than the default of 128 tokens
-                **({"block_size": 32} if is_cpu else {}),
-                **_launch_options(ranks, tensor_parallel, self._device),
-            )
+            try:
+                self._llm = vllm.LLM(
+                    model=folder,
+                    load_format="dummy",  # load_weights below writes the weights
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",  # read no generation_config.json
+                    dtype=str(dtype).removeprefix("torch."),
+                    enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
+                    kv_cache_memory_bytes=self.cache_bytes,
+                    # vLLM refuses to start where less than this is free: 0.92 if not given
+                    gpu_memory_utilization=share,
+                    max_model_len=self.config.max_position_embeddings,
+                    max_num_seqs=max_batch,
+                    logprobs_mode=self._logprobs_mode,
+                    enable_sleep_mode=self._can_sleep,
+                    # a third faster than the default of 128 tokens
+                    **({"block_size": 32} if is_cpu else {}),
+                    **_launch_options(ranks, tensor_parallel, self._device),
+                )
+            except ValueError as error:
+                raise InputError(
+                    f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
+                ) from error
         if ranks.size > 1:
             # Else vLLM, since 0.32, ends the process group of the run, which it has joined,
             # together with the engine.
@@ -168,10 +166,8 @@ class VllmEngine:
         return f"vllm ({self.version}, {where}, {dtype}, {cache})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Replace vLLM's weights by the policy's, and clear its prefix cache.
-
-        With sharded weights or a shared engine, the ranks must call this together.
-        """
+        """Also clears the prefix cache. With sharded weights or a shared engine, the ranks must
+        call this together."""
         if self._is_asleep:
             # the KV cache later, when the gathered weights have been freed
             self._llm.wake_up(tags=["weights"])
@@ -280,15 +276,6 @@ def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) ->
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": tensor_parallel,
     }
-
-
-def _make_llm(llm_class: Any, **options: Any) -> Any:
-    try:
-        return llm_class(**options)
-    except ValueError as error:
-        raise InputError(
-            f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -273,7 +273,8 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
 def read_json(path: Path) -> dict[str, Any]:
     """InputError names the file."""
     try:
-        content = json.loads(_read(path))
+        check_regular(path, JSON_BYTES)
+        content = json.loads(path.read_bytes())
     # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
@@ -282,17 +283,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read the checkpoint's {shown(path)}: {why}") from error
     if not isinstance(content, dict):
         raise InputError(f"{shown(path)} must hold a JSON object, got {content!r:.80}")
-    return content
-
-
-def _read(path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for a writer. fstat checks the open file, which
-    # cannot be swapped.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        _check_status(path, os.fstat(file.fileno()), JSON_BYTES)
-        content = file.read(JSON_BYTES + 1)  # files in /proc report a size of 0
-    if len(content) > JSON_BYTES:
-        raise InputError(f"{shown(path)} must have at most {JSON_BYTES} bytes, and has more")
     return content
 
 

@@ -103,9 +103,9 @@ def build_plugin(
     arguments: Mapping[str, Any] | None = None,
     hint: str = "",
 ) -> Any:
-    """Construct the class that an option's value names, and check the object against a protocol.
-    Its constructor must take `arguments`, and gets those of `offered` that it has parameters for.
-    `hint` ends the message about a parameter without an argument."""
+    """Construct the class that an option's value names with `arguments` and those of `offered` that
+    it has parameters for, and check the object against a protocol. `hint` ends the message about a
+    parameter without an argument."""
     who, cls = f"--{option} {name}", load_plugin(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")

@@ -230,14 +230,9 @@ PAUSE = 0.05  # seconds between polls of the store
 
 def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
     """Return a key prefix that only the ranks of this start use, the same on all of them, once all
-    have arrived.
-
-    Every rank makes up a name. The first rank publishes the names it finds, its own first, until
-    every rank has found its name in the list. So ranks need not agree on how often they were
-    started, which torchrun counts differently on different machines.
-
-    Raises RuntimeError if a rank has not arrived within `limit` seconds.
-    """
+    have arrived. Every rank makes up a name. The first rank publishes the names it finds, its own
+    first, until every rank has found its name in the list. So ranks need not agree on how often
+    they were started, which torchrun counts differently on different machines."""
     own, end = uuid.uuid4().hex, time.monotonic() + limit
     others = range(1, size)
     if rank:

@@ -22,21 +22,12 @@ HABIT = 0.9
 
 
 class ChainTask:
-    """A chain of `length` states from the start to the goal, the same in every episode.
-
-    In each state one action leads to the next state. The other action ends the episode; in half of
-    the states it first takes a step into a dead end. The reward is the number of steps, including
-    one into a dead end, divided by `length`. A policy that always takes the more frequent action
-    earns some reward but rarely reaches the goal. Tokens after the end of the episode are ignored.
-
-    Args:
-        length: number of states, and the longest response in tokens.
-        seed: seed of the chain.
-        habit: fraction of states where RIGHT leads on.
-
-    Raises:
-        InputError: if the length is below 2.
-    """
+    """A chain of `length` states from the start to the goal, the same in every episode. In each
+    state one action leads to the next state, RIGHT in the fraction `habit` of them. The other
+    action ends the episode; in half of the states it first takes a step into a dead end. The reward
+    is the number of steps, including one into a dead end, divided by `length`. A policy that always
+    takes the more frequent action earns some reward but rarely reaches the goal. Tokens after the
+    end of the episode are ignored."""
 
     vocab_size = VOCAB_SIZE
     num_test_prompts: int | None = None

@@ -88,7 +88,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
         ) from error
     places = (f"{name}, {split} row {i}" for i in itertools.count(1))
     return [
-        (place, _checked(row, place, prompt_key)) for place, row in zip(places, rows, strict=False)
+        (place, _checked(_checked_object(row, place), place, prompt_key))
+        for place, row in zip(places, rows, strict=False)
     ]
 
 
@@ -99,12 +100,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield (
-                    location,
-                    json.loads(
-                        line, object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
-                    ),
-                )
+                yield location, json.loads(line, object_pairs_hook=_without_duplicates)
             except RecursionError:
                 raise InputError(f"{location}: it is nested too deeply") from None
             # invalid JSON, invalid UTF-8, or an integer of too many digits
@@ -149,29 +145,21 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{shown(path)}, row {i}", row
 
 
-def _checked(fields: Any, location: str, prompt_key: str) -> dict[str, Any]:
-    checked = _checked_object(fields, location)
-    if "response" in checked:
+def _checked(fields: dict[str, Any], location: str, prompt_key: str) -> dict[str, Any]:
+    if "response" in fields:
         raise InputError(
             f"{location}: the key 'response' is reserved for the response that is scored; rename it"
         )
-    _prompt_of(checked, location, prompt_key)
-    return checked
+    _prompt_of(fields, location, prompt_key)
+    return fields
 
 
 def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> Demonstration:
-    prompt = _prompt_of(
-        fields,
-        location,
-        prompt_key if prompt_key in fields or "messages" not in fields else "messages",
-    )
-    response = fields.get("response")
-    if (
-        response is None
-        and isinstance(prompt, list)
-        and len(prompt) > 1
-        and prompt[-1]["role"] == "assistant"
-    ):
+    if prompt_key not in fields and "messages" in fields:
+        prompt_key = "messages"
+    prompt, response = _prompt_of(fields, location, prompt_key), fields.get("response")
+    is_chat = isinstance(prompt, list) and len(prompt) > 1
+    if response is None and is_chat and prompt[-1]["role"] == "assistant":
         *prompt, last = prompt
         response = last["content"]
     if not isinstance(response, str) or not response:
@@ -189,8 +177,23 @@ def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
             f"{location}: the line must have a prompt at {key!r} (--prompt-key), but "
             f"{keys_of(fields)}"
         )
-    _check_prompt(fields[key], f"{location}: {key}")
-    return fields[key]
+    prompt, name = fields[key], f"{location}: {key}"
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise InputError(f"{name} must be text or a list of messages, got {prompt!r:.80}")
+    for message in prompt:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise InputError(
+                f"{name} must have messages with a role and a content, got {message!r:.80}"
+            )
+        if message["role"] not in ROLES or not isinstance(message["content"], str):
+            roles = ", ".join(ROLES)
+            raise InputError(
+                f"{name} must have a role in {roles} and text as content in each message, got "
+                f"{message!r:.80}"
+            )
+    return prompt
 
 
 def _checked_object(fields: Any, location: str) -> dict[str, Any]:
@@ -213,25 +216,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         raise ValueError("a key appears twice")
     return fields
-
-
-def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not valid JSON")
-
-
-def _check_prompt(prompt: Any, name: str) -> None:
-    if isinstance(prompt, str) and prompt:
-        return
-    if not isinstance(prompt, list) or not prompt:
-        raise InputError(f"{name} must be text or a list of messages, got {prompt!r:.80}")
-    for message in prompt:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise InputError(
-                f"{name} must have messages with a role and a content, got {message!r:.80}"
-            )
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            roles = ", ".join(ROLES)
-            raise InputError(
-                f"{name} must have a role in {roles} and text as content in each message, got "
-                f"{message!r:.80}"
-            )

@@ -145,19 +145,10 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
 
 
 class MazeTask:
-    """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests.
-
-    A CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever
-    the seeds. Maze i is the first draw of its own random stream that belongs to its split.
-
-    Args:
-        size: cells along one side, odd, 5 to 31.
-        seed: seed of the generator.
-        strict: a response must end on the goal; otherwise moves after the goal are ignored.
-
-    Raises:
-        InputError: if the size is not odd or not from 5 to 31.
-    """
+    """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests. A
+    CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever the
+    seeds. Maze i is the first draw of its own random stream that belongs to its split. strict: a
+    response must end on the goal; otherwise moves after the goal are ignored."""
 
     vocab_size = VOCAB_SIZE
     fingerprint = ""

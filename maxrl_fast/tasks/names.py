@@ -1,9 +1,9 @@
 """The names that --task takes."""
 
 import ast
-import difflib
 from pathlib import Path
 
+from maxrl_fast.algorithms.options import nearest
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.plugins import is_file, is_installed
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
@@ -84,10 +84,8 @@ def lost_object(option: str, name: str) -> str:
 
 
 def unknown_task(name: str) -> str:
-    close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     wanted = (
         f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, FILE.py:FUNCTION or the name of an "
         "installed task"
     )
-    return f"--task must be {wanted}, got {name!r}{hint}"
+    return f"--task must be {wanted}, got {name!r}{nearest(name, TASKS)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
@@ -21,23 +22,14 @@ from maxrl_fast.model.tokenizer import (
     time_limit,
     tokenizer_files,
 )
-from maxrl_fast.records import Prompts, pack
+from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.runtime.files import read_json
 
 
 class TextCodec:
-    """Encodes prompts and responses as token ids, and decodes them.
-
-    Args:
-        model: the checkpoint directory with the tokenizer. max_prompt_tokens: the longest prompt;
-        `encode` returns None for longer ones. is_plain: do not apply the chat template to prompts
-        that are text. allow_special: encode control tokens in the text of a prompt as such;
-        otherwise they are refused.
-
-    Raises:
-        InputError: if the tokenizer cannot be read or does not fit the policy, or the directory
-        names no stop token.
-    """
+    """Encodes prompts and responses as token ids with the tokenizer of a checkpoint, and decodes
+    them. is_plain: do not apply the chat template to prompts that are text. allow_special: encode
+    control tokens in the text of a prompt as such; otherwise they are refused."""
 
     def __init__(
         self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False
@@ -80,10 +72,8 @@ class TextCodec:
 
     def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Texts within a response, without a stop token."""
-        return [
-            ids or []
-            for ids in self._encode_each(encode_response, "a response", texts, places, 2**31)
-        ]
+        encoded = self._encode_each(encode_response, "a response", texts, places, 2**31)
+        return [ids or [] for ids in encoded]
 
     def _encode_each(
         self,
@@ -93,16 +83,12 @@ class TextCodec:
         places: Sequence[str],
         limit: int,
     ) -> list[list[int] | None]:
-        encoded, of_text, of_chat = (
-            list[list[int] | None](),
-            self.model / "tokenizer.json",
-            template_file(self.model),
-        )
+        encoded: list[list[int] | None] = []
+        of_text, of_chat = self.model / "tokenizer.json", template_file(self.model)
         for text, place in zip(texts, places, strict=True):
+            file = of_text if isinstance(text, str) else of_chat
             try:
-                with time_limit(
-                    f"encoding {what} with {of_text if isinstance(text, str) else of_chat}"
-                ):
+                with time_limit(f"encoding {what} with {file}"):
                     if self._control_tokens is not None:
                         self._control_tokens.refuse(text, what)
                     ids = encode(self.tokenizer, text)
@@ -112,19 +98,42 @@ class TextCodec:
         return encoded
 
     def _stopped(self, ids: list[int]) -> list[int]:
+        if ids and ids[-1] in self.stop_ids:
+            return ids
         end = self.tokenizer.eos_token_id
-        return (
-            ids
-            if ids and ids[-1] in self.stop_ids
-            else [*ids, self.stop_ids[0] if end is None else end]
-        )
+        return [*ids, self.stop_ids[0] if end is None else end]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
 
-    def files(self) -> dict[str, Any]:
-        return dict(tokenizer_files(self.model))
+
+class TextTask:
+    """What tasks share whose prompts are text. Arguments: as of TextCodec."""
+
+    name: str
+
+    def __init__(
+        self,
+        model: Path,
+        suffix: str,
+        is_plain: bool,
+        max_prompt_tokens: int,
+        allow_special: bool,
+    ):
+        self._text = TextCodec(model, max_prompt_tokens, is_plain, allow_special)
+        self._suffix = suffix  # of prompts that are text
+        self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        """`reward` or the user's function scores responses, in worker processes."""
+        raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
+
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        return self._text.decode(tokens, with_special)
+
+    def tokenizer_files(self) -> dict[str, Any]:
+        return dict(tokenizer_files(self._text.model))
 
 
 def prompts_of(

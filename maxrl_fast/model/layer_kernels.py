@@ -69,8 +69,7 @@ def add_rms_norm(
         num_rows=num_rows,
         size=size,
         eps=eps,
-        x=call.address("x", x, x.dtype, (num_rows, size)),
-        delta=call.address("delta", delta, x.dtype, (num_rows, size)),
+        **call.addresses(x.dtype, num_rows, size, x=x, delta=delta),
         weight=call.address("weight", weight, x.dtype, (size,)),
         sum=call.keep(total),
         normed=call.keep(normed),
@@ -92,10 +91,10 @@ def add_rms_norm_backward(
         num_rows=num_rows,
         size=size,
         eps=eps,
-        sum=call.address("x", x, x.dtype, (num_rows, size)),
+        **call.addresses(
+            x.dtype, num_rows, size, sum=x, grad_sum=grad_sum, grad_normed=grad_normed
+        ),
         weight=call.address("weight", weight, x.dtype, (size,)),
-        grad_sum=call.address("grad_sum", grad_sum, x.dtype, (num_rows, size)),
-        grad_normed=call.address("grad_normed", grad_normed, x.dtype, (num_rows, size)),
         grad_x=call.keep(grad_x),
         num_partials=len(partials),
         grad_weight=call.keep(partials),

@@ -89,8 +89,8 @@ class LogitsLaunch(KernelLaunch):
             "logits": self.matrix("logits", logits),
             "tokens": (  # TokenRows of csrc/token_loss.h
                 *self.shape,
-                self.vector("targets", targets, torch.int64),
-                self.vector("temperatures", temperatures, self.real),
+                self.address("targets", targets, torch.int64, self.shape[:1]),
+                self.address("temperatures", temperatures, self.real, self.shape[:1]),
                 temperature,
             ),
         }
@@ -98,18 +98,15 @@ class LogitsLaunch(KernelLaunch):
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
         return self.rows(name, tensor, self.dtype, self.shape), tensor.stride(0)
 
-    def vector(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
-        """Return the address of a tensor of this shape, default [T]; 0 for None."""
-        return self.address(name, tensor, dtype, shape or self.shape[:1])
-
     def run_logprobs_backward(
         self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor
     ) -> None:
         self.launch(
             "token_logprobs_backward",
             **self.arguments,
-            grad_logprobs=self.vector("grad_logprobs", grad_logprobs, self.real),
-            grad_entropy=self.vector("grad_entropy", grad_entropy, self.real),
+            **self.addresses(
+                self.real, self.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
+            ),
             gradient=self.matrix("gradient", gradient),
         )
 
@@ -190,33 +187,30 @@ def launch_token_loss(
 ) -> Tensor:
     """Write `gradient`, which may be the logits."""
     call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
-    num_sequences = batch.num_sequences
-
-    def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
-        return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
-
+    num_tokens, num_sequences = call.shape[0], batch.num_sequences
+    advantages = num_tokens if batch.advantages_per_token else num_sequences
+    weights = num_tokens if batch.importance_weights_per_token else num_sequences
+    addresses = call.addresses
     size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
     row = call.launch(
         "token_loss",
         **call.arguments,
         num_sequences=num_sequences,
-        cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
-        advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
+        **addresses(torch.int64, num_sequences + 1, cu_seqlens=batch.cu_seqlens),
+        **addresses(call.real, advantages, advantages=batch.advantages),
         advantages_per_token=batch.advantages_per_token,
-        importance_weights=values_at(
-            "importance_weights", batch.importance_weights, batch.importance_weights_per_token
-        ),
+        **addresses(call.real, weights, importance_weights=batch.importance_weights),
         importance_per_token=batch.importance_weights_per_token,
-        old_logprobs=call.vector("old_logprobs", batch.old_logprobs, call.real),
-        ref_logprobs=call.vector("ref_logprobs", batch.ref_logprobs, call.real),
-        sequence_log_ratio=call.vector(
-            "sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences
+        **addresses(
+            call.real,
+            num_tokens,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
         ),
-        mask=call.vector("mask", batch.mask, torch.bool),
-        sequence_tokens=call.vector(
-            "sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences
-        ),
+        **addresses(call.real, num_sequences, sequence_log_ratio=batch.sequence_log_ratio),
+        **addresses(torch.bool, num_tokens, mask=batch.mask),
+        **addresses(torch.int64, num_sequences, sequence_tokens=batch.sequence_tokens),
         denominator=call.address("denominator", batch.denominator, torch.float64, ()),
         **vars(terms),
         gradient=(0, 0) if gradient is None else call.matrix("gradient", gradient),

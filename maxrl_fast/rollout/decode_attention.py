@@ -135,9 +135,6 @@ class Step:
         partial_shape = batch, heads, splits, dim + 2
         partial = None if splits == 1 else torch.empty(partial_shape, device=q.device)
 
-        def at(name: str, x: Tensor, *shape: int) -> int:
-            return call.address(name, x, q.dtype, shape)
-
         call.launch(
             "decode_attention",
             dtype=DEVICE_DTYPES[q.dtype],
@@ -152,10 +149,9 @@ class Step:
             q_stride=q.stride(0),
             k_stride=k.stride(0),
             v_stride=v.stride(0),
-            k_cache=at("k_cache", own[0], batch, limit, kv_heads, dim),
-            v_cache=at("v_cache", own[1], batch, limit, kv_heads, dim),
+            **call.addresses(q.dtype, batch, limit, kv_heads, dim, k_cache=own[0], v_cache=own[1]),
             lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
-            prompt_out=at("prompt_o", prompt_o, batch, heads, dim),
+            prompt_out=call.address("prompt_o", prompt_o, q.dtype, (batch, heads, dim)),
             prompt_lse=call.keep(prompt_lse),
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),

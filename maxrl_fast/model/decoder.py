@@ -100,7 +100,7 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = (turns - low) / (high - low)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
-    angles = positions[:, None].float() * frequencies
+    angles = positions[:, None].float() * frequencies  # [U, D/2]
     return angles.cos()[:, None], angles.sin()[:, None]
 
 

@@ -154,7 +154,7 @@ def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], off
             snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=files,
+                allow_patterns=[*files],
                 cache_dir=constants.HF_HUB_CACHE,
                 local_files_only=bool(offline),
             )

@@ -48,7 +48,7 @@ def tile(
     if chosen is None or bool(chosen.all()):
         width = int(lengths.max())
         return Tiling(None, padded_slots(lengths, width).to(device), len(lengths), width)
-    own = lengths[chosen]
+    own = lengths[chosen]  # [B'], of the chosen sequences
     width = int(own.max())
     tokens = chosen.repeat_interleave(lengths).nonzero()[:, 0]
     has_all = len(tokens) == int(lengths.sum())
@@ -63,7 +63,7 @@ def length_buckets(lengths: Tensor) -> list[Tensor]:
     Lengths between two powers of two share a tile; shorter ones join it if that adds little
     padding. Sequences of length 0 are in no tile.
     """
-    bucket = torch.frexp(lengths.double()).exponent  # 2**(bucket - 1) <= length < 2**bucket
+    bucket = torch.frexp(lengths.double()).exponent  # [B], 2**(bucket - 1) <= length < 2**bucket
     buckets: list[Tensor] = []
     for b in reversed(bucket[lengths > 0].unique().tolist()):
         chosen = bucket == b
@@ -86,7 +86,7 @@ def padding_mask(lengths: Tensor) -> Tensor | None:
 
 def mask_beyond(lengths: Tensor, width: int) -> Tensor:
     """Return an additive mask [B, 1, 1, width]: 0 up to each length, -inf after it."""
-    padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
+    padding = torch.arange(width, device=lengths.device) >= lengths[:, None]  # [B, width]
     mask = torch.zeros(padding.shape, device=lengths.device)
     return mask.masked_fill(padding, float("-inf"))[:, None, None]
 

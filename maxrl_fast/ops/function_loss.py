@@ -114,6 +114,17 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
     return k3 if kind == "k3" else k2 + (k3 - k2).detach()
 
 
+def token_logprobs_reference(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """In plain PyTorch: for tests, and for devices without a kernel."""
+    tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)  # [T, V]
+    # A token masked out by -inf logits has p log p = 0, not NaN.
+    entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], entropy
+
+
 def rows_of_loss(
     loss: TokenLoss,
     options: Mapping[str, float],

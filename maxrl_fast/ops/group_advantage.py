@@ -276,7 +276,7 @@ def _by_function(
     total = padded.shape[0]
     # NaN stays where a group is too long; absent rollouts go to the last slot
     flat = advantages.new_full((total + 1,), torch.nan)
-    slots = torch.where(padded.present, padded.index, total)
+    slots = torch.where(padded.present, padded.index, total)  # [G, W]
     return flat.scatter(0, slots.flatten(), advantages.flatten())[:-1]
 
 

@@ -15,7 +15,12 @@ from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
 from maxrl_fast.ops.dispatch import has_kernels, operator, register_fake
-from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
+from maxrl_fast.ops.function_loss import (
+    function_loss,
+    linear_rows,
+    token_logprobs_reference,
+    tokens_of,
+)
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics, policy_gradient_loss
@@ -25,7 +30,6 @@ from maxrl_fast.ops.token_loss_kernel import (
     loss_arguments,
     split_temperature,
 )
-from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
 _DEFAULTS = {
     x: y for x, y in (policy_gradient_loss.__kwdefaults__ or {}).items() if x != "in_place"

@@ -11,11 +11,15 @@ from maxrl_fast.algorithms.losses.registry import TokenLoss
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import needs_gradient
 from maxrl_fast.ops.dispatch import has_kernels
-from maxrl_fast.ops.function_loss import function_loss, rows_of_loss, tokens_of
+from maxrl_fast.ops.function_loss import (
+    function_loss,
+    rows_of_loss,
+    token_logprobs_reference,
+    tokens_of,
+)
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss_kernel import LossSums, loss_arguments, shape_of, split_temperature
-from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
 
 _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 

@@ -164,7 +164,7 @@ class DecodeSlots:
 
     def step(self, sampling: Sampling, width: int) -> None:
         rows = slice(self.rows)
-        length = self.length[rows]
+        length = self.length[rows]  # [rows]
         # a graph serves every job
         size = (self.shape if uses_graphs(length.device) else self).group_size
         groups = Groups(
@@ -183,13 +183,13 @@ class DecodeSlots:
             state = (x[rows] for x in of_batch)
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
         else:
-            u = uniforms(self.keys[rows], length)[:, None]
+            u = uniforms(self.keys[rows], length)[:, None]  # [rows, 1]
             token, log_p = sample(logits.float(), u, sampling)
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
         done, length = self.done[rows], self.length[rows]
-        at = length.clamp_max(self.shape.limit - 1)
+        at = length.clamp_max(self.shape.limit - 1)  # [rows]
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):
             state[rows, at] = torch.where(done, state[rows, at], values)
         self.last[rows] = torch.where(done, self.last[rows], token)
@@ -229,7 +229,7 @@ class DecodeSlots:
                 logits, sampling, self.keys, self.stops, *state, rows=rows
             )
         else:
-            u = uniforms(self.keys[rows], 0).view(-1, self.group_size)
+            u = uniforms(self.keys[rows], 0).view(-1, self.group_size)  # [g, group_size]
             token, log_p = sample(logits.float(), u, sampling)
             self._append(rows, token.flatten(), log_p.flatten())
 
@@ -248,7 +248,7 @@ class DecodeSlots:
         if rows == self.rows:
             return
         # Active rows and others that fit, in their order: the rows of a prompt stay together.
-        chosen = active.long().argsort(descending=True, stable=True)[:rows]
+        chosen = active.long().argsort(descending=True, stable=True)[:rows]  # [rows]
         kept = chosen.sort().values.to(self.last.device)
         for name in self.STATE:
             state = getattr(self, name)

@@ -154,7 +154,7 @@ class _Job:
                 self.steps += count
             active, lengths = self._finish()
         tokens, logprobs, lengths = self.results.values()
-        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~batch.stops[last])
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,

@@ -92,7 +92,7 @@ class TransformersEngine:
             ]
             parts.append([torch.cat(x, 1).flatten(0, 1) for x in zip(*shares, strict=True)])
         tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
-        truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]
+        truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]  # [S]
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         prefill = sum(one.prefill_seconds for one in passes)
         self.statistics = RolloutStatistics(
@@ -154,11 +154,12 @@ class _Pass:
         def attention(
             layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
         ) -> Tensor:
+            # [g, n, limit, Hkv, D]
             own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
             self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
             return shared_prompt_attention(q, k, v, layout, variant)
 
-        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
+        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)  # [U]
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(
             prompts.tokens, positions, attention, prompts.cu_seqlens[1:] - 1, self.dtype
@@ -176,7 +177,7 @@ class _Pass:
         ) -> Tensor:
             cache = self.caches[layer]
             for own, x in zip(cache[2:], (k, v), strict=True):
-                own[:, :, at] = x.unflatten(0, (groups, -1))
+                own[:, :, at] = x.unflatten(0, (groups, -1))  # [g, n, Hkv, D]
             return decode_attention(q, cache, prompt_lengths, at, variant)
 
         rows = torch.arange(len(token), device=token.device)
@@ -191,10 +192,11 @@ def decode_attention(
     keys, values, own_keys, own_values = (x.float() for x in cache)
     own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
     g, n, kv_heads = *own_keys.shape[:2], keys.shape[2]
+    # [g, n, Hkv, R, D], R query heads of a key head
     wide = q.float().view(g, n, kv_heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5
     to_prompts = torch.einsum("gnkrd,gpkd->gnkrp", wide, keys)
     to_own = torch.einsum("gnkrd,gnwkd->gnkrw", wide, own_keys)
-    scores = torch.cat([to_prompts, to_own], -1)
+    scores = torch.cat([to_prompts, to_own], -1)  # [g, n, Hkv, R, P + at + 1]
     if variant.softcap:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     lengths = prompt_lengths[:, None]

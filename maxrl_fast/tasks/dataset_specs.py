@@ -3,7 +3,7 @@ answered and scored.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from maxrl_fast.errors import InputError
@@ -106,33 +106,32 @@ def math_answer(line: dict[str, Any], key: str | None) -> str:
     return _answer_text(line, key or "answer")
 
 
+_MATHEMATICS = DatasetSpec(
+    is_question=True,
+    form=BOX,
+    reward="maxrl_fast.rewards.verifiers:mathematics",
+    answer=boxed,
+    answer_limit=256,
+)
 DATASETS = {
     "dataset": DatasetSpec(),
     # MaxRL, appendix on GSM8K: SmolLM2, evaluated on GSM8K-Platinum.
-    "gsm8k": DatasetSpec(
+    "gsm8k": replace(
+        _MATHEMATICS,
         prompt_key="question",
-        is_question=True,
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
         hub="openai/gsm8k:main",
         test_hub="madrylab/gsm8k-platinum:main",
         gold=gsm8k_answer,
-        form=BOX,
-        reward="maxrl_fast.rewards.verifiers:mathematics",
-        answer=boxed,
-        answer_limit=256,
     ),
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
-    "math": DatasetSpec(
+    "math": replace(
+        _MATHEMATICS,
         prompt_key="problem",
-        is_question=True,
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
         hub="nlile/hendrycks-MATH-benchmark",
         test_hub="HuggingFaceH4/MATH-500",
         gold=math_answer,
-        form=BOX,
-        reward="maxrl_fast.rewards.verifiers:mathematics",
-        answer=boxed,
-        answer_limit=256,
         max_new_tokens=2048,
     ),
 }

@@ -52,7 +52,7 @@ class FusedLinear:
     def apply(
         hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, _: int
     ) -> tuple[Tensor, Tensor]:
-        """[..., H] and [V, H] -> log-probs and entropies [...] float32."""
+        """Return log-probs and entropies [...] float32 from hidden [..., H] and weight [V, H]."""
         from maxrl_fast import ops
 
         if torch.is_autocast_enabled(hidden.device.type):

@@ -136,7 +136,7 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
-    """A copy without CODE_KEYS, at any depth."""
+    """Return a copy without CODE_KEYS, at any depth."""
     safe: dict[str, Any] = json.loads(
         json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
     )

@@ -40,7 +40,7 @@ def check_sizes(**sizes: object) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Of Llama 3, to longer contexts."""
+    """Llama 3's scaling to longer contexts."""
 
     factor: float
     low_freq_factor: float
@@ -239,7 +239,7 @@ class Decoder(PolicyModel):
         return of_all + (config.num_hidden_layers - 1) * of_layer
 
     def initialise(self, seed: int) -> None:
-        """N(0, 0.02), biases 0, norms 1; the same on every machine."""
+        """Draw weights from N(0, 0.02), biases 0, norms 1; they are the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):

@@ -74,7 +74,7 @@ class HuggingFacePolicy(PolicyModel):
 
     @property
     def body(self) -> nn.Module:
-        """All but the output layer."""
+        """The model without its output layer."""
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
@@ -161,7 +161,7 @@ class HuggingFacePolicy(PolicyModel):
             own[name].copy_(weight)
 
     def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """A frozen copy, for `copy_weights`; buffers keep their dtype."""
+        """Return a frozen copy, for `copy_weights`; buffers keep their dtype."""
         other = copy.deepcopy(self).requires_grad_(False)
         other.checkpoint_activations = False
         for parameter in other.parameters():
@@ -240,7 +240,7 @@ class _Embedding(nn.Module):
 
 
 class _Cast(nn.Module):
-    """Computes in the dtype of its input."""
+    """A module that computes in the dtype of its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dtype = next(
@@ -252,7 +252,7 @@ class _Cast(nn.Module):
 
 
 class _Router(nn.Module):
-    """Computes in float32: small differences decide where a token goes."""
+    """A router computes in float32: small differences decide where a token goes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(
@@ -262,7 +262,7 @@ class _Router(nn.Module):
 
 
 class _Block(_Cast):
-    """Keeps its attention function for activation checkpointing."""
+    """A layer keeps its attention function for activation checkpointing."""
 
     block_index = 0
 
@@ -279,7 +279,7 @@ class _Block(_Cast):
 
 
 def _set_checkpointing(block: Any) -> None:
-    """Only the layer itself is in training mode, for transformers' checkpointing."""
+    """transformers checkpoints layers in training mode: only the layer itself gets this flag."""
     if not hasattr(block, "gradient_checkpointing"):
         raise InputError(f"{type(block).__name__} of transformers has no activation checkpointing")
     block.gradient_checkpointing = block.training = True

@@ -33,14 +33,14 @@ class Linear(nn.Linear):
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """No adapters, and all matrices trained or none: a joint product would also compute the
-    gradient of a frozen matrix."""
+    """Whether no layer has adapters, and all or none are trained: a joint product would also
+    compute the gradient of a frozen matrix."""
     is_plain = all(type(layer) is Linear for layer in layers)
     return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """One matrix multiplication; the outputs stand next to each other [U, all of them]."""
+    """Return the outputs next to each other [U, all of them], by one matrix multiplication."""
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
@@ -136,7 +136,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """peft's adapter_config.json; {} for a model without adapters."""
+    """Return peft's adapter_config.json; {} for a model without adapters."""
     found = {
         path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
     }

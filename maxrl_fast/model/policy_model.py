@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] float32, from [R, H]."""
+        """Return logits [R, V] float32 of hidden states [R, H]."""
         raise NotImplementedError
 
     def compile_layers(self) -> None:

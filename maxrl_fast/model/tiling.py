@@ -23,7 +23,7 @@ class Tiling:
     width: int
 
     def pad(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [rows, width, ...], zeros in the padding."""
+        """Return a tile [rows, width, ...] of packed tokens [T, ...], with zeros in the padding."""
         x = x if self.tokens is None else x.index_select(0, self.tokens)
         if len(self.slots) < self.rows * self.width:  # otherwise there is no padding
             x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slots, x)

@@ -120,7 +120,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def encode_response(tokenizer: Any, response: str) -> list[int]:
-    """Without tokens that begin or end a text."""
+    """Return the token ids without tokens that begin or end a text."""
     ids: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]
     return ids
 

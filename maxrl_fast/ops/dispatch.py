@@ -126,7 +126,7 @@ class KernelLaunch:
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None
     ) -> dict[str, int]:
-        """The addresses of tensors of one dtype and shape, by the kernel's names of them."""
+        """Return the addresses of tensors of one dtype and shape, by the kernel's names of them."""
         return {name: self.address(name, x, dtype, shape) for name, x in tensors.items()}
 
     def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:

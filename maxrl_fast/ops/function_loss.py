@@ -117,7 +117,7 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
 def token_logprobs_reference(
     logits: Tensor, targets: Tensor, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """In plain PyTorch: for tests, and for devices without a kernel."""
+    """Plain PyTorch is for tests, and for devices without a kernel."""
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)  # [T, V]
     # A token masked out by -inf logits has p log p = 0, not NaN.
@@ -132,7 +132,7 @@ def rows_of_loss(
     targets: Tensor,
     temperature: float | Tensor,
 ) -> Tensor | None:
-    """[T, R], of the log-softmax of logits [T, V], if the loss reads rows."""
+    """Return [T, R] of the log-softmax of logits [T, V], if the loss reads rows."""
     if loss.rows is None:
         return None
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature

@@ -140,7 +140,7 @@ def read_sizes(
 def _table(
     row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device
 ) -> Tensor:
-    """float64 [2, n] by rank, or [2, n+1] by number of correct rollouts."""
+    """Return float64 [2, n] by rank, or [2, n+1] by number of correct rollouts."""
     assert row.kernel is not None
     assert row.kernel.table is not None
     if row.size is not None:
@@ -158,7 +158,7 @@ def _tables(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The tables of `sizes`, end to end, and where each n's starts, int64 [largest + 1]."""
+    """Return the tables of `sizes`, end to end, and where each n's starts, int64 [largest + 1]."""
     nothing = torch.zeros(0, dtype=torch.float64)
     cpu = nothing.device
     tables = [_table(row, size, options, n, cpu).flatten() if n else nothing for n in sizes]

@@ -152,7 +152,7 @@ class Chunks:
         return total.add_(product) if beta else product
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """In the dtypes of hidden and weight; [0] if not needed."""
+        """Return them in the dtypes of hidden and weight; [0] if not needed."""
         hidden, weight = self.grad_hidden, self.grad_weight
         return (
             self.hidden.new_empty(0) if hidden is None else hidden,

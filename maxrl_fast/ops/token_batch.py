@@ -67,7 +67,7 @@ class TokenBatch:
         return len(self.cu_seqlens) - 1
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
-        """[S] -> [T]."""
+        """Repeat one number per sequence [S] for each of its tokens [T]."""
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
@@ -104,7 +104,7 @@ class TokenBatch:
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
 
     def unmasked_temperature(self) -> float | Tensor:
-        """The temperature, 1 for masked tokens, whose own may be anything."""
+        """Return the temperature, 1 for masked tokens, whose own may be anything."""
         tau = self.temperature
         return tau.where(self.counted(), 1.0) if isinstance(tau, Tensor) else tau
 
@@ -131,7 +131,7 @@ class TokenBatch:
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S]."""
+    """Return the sum of values [T] over each sequence [S]."""
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 

@@ -47,7 +47,7 @@ check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
 def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """The arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
+    """Return the arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
     temperatures, temperature = split_temperature(batch.temperature)
     named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
     return tuple([named[name] for name in _LOSS_ARGUMENTS])

@@ -165,7 +165,7 @@ class Step:
 def _rows_address(
     call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> int:
-    """Rows are contiguous, a multiple of 16 bytes apart."""
+    """Rows must be contiguous, a multiple of 16 bytes apart."""
     if x.stride(0) * x.element_size() % 16:
         raise ValueError(
             f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
@@ -175,10 +175,10 @@ def _rows_address(
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:
-    """[A, Hkv * R, ...] -> [A, R, Hkv, ...]; R query heads share a key/value head."""
+    """Reshape [A, Hkv * R, ...] to [A, R, Hkv, ...]; R query heads share a key/value head."""
     return q.unflatten(1, (kv_heads, -1)).transpose(1, 2).contiguous()
 
 
 def _by_query_head(x: Tensor) -> Tensor:
-    """[A, R, Hkv, ...] -> [A, Hkv * R, ...]."""
+    """Reshape [A, R, Hkv, ...] to [A, Hkv * R, ...]."""
     return x.transpose(1, 2).flatten(1, 2)

@@ -77,7 +77,7 @@ class DecodeModel:
         self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """By their names in checkpoints; parts of packed weights are views."""
+        """Yield them by their names in checkpoints; parts of packed weights are views."""
         sizes = [count * self.config.head_dim for count in self.head_counts]
         yield "model.embed_tokens.weight", self.embedding
         for i, layer in enumerate(self.layers):
@@ -103,7 +103,7 @@ class DecodeModel:
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> Tensor:
-        """See PolicyModel.forward; all rows for None."""
+        """See PolicyModel.forward. Without `rows` all are computed."""
         eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
         x = F.embedding(tokens, self.embedding)  # [U, H]
         normed = self.ops.rms_norm(x, self.layers[0].input_norm, eps)

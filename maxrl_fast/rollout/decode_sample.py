@@ -9,7 +9,7 @@ from maxrl_fast.rollout import Sampling
 
 
 def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
-    """It has no top-k, top-p or min-p."""
+    """The kernel has no top-k, top-p or min-p."""
     return (
         not sampling.filters_tokens
         and dtype in DEVICE_DTYPES

@@ -36,14 +36,14 @@ class Shape(NamedTuple):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Descending; few, as each has a CUDA graph."""
+        """They descend, and are few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
     def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
-        """Includes a step's tensors, which the CUDA graphs keep."""
+        """A step's tensors are included, which the CUDA graphs keep."""
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads

@@ -187,8 +187,8 @@ class _Pass:
 def decode_attention(
     q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant
 ) -> Tensor:
-    """[g n, Hq, D], in float32 PyTorch. cache: keys and values of prompts [g, P, Hkv, D], then of
-    samples [g, n, limit, Hkv, D]."""
+    """Return [g n, Hq, D], in float32 PyTorch. cache: keys and values of prompts [g, P, Hkv, D],
+    then of samples [g, n, limit, Hkv, D]."""
     keys, values, own_keys, own_values = (x.float() for x in cache)
     own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
     g, n, kv_heads = *own_keys.shape[:2], keys.shape[2]

@@ -252,7 +252,7 @@ def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
 def _memory_share(
     model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
 ) -> float:
-    """Of weights and KV cache, where `sharing` ranks share the memory."""
+    """Return the share that weights and KV cache take, where `sharing` ranks share the memory."""
     device = model.lm_head.weight.device
     total = memory_bytes(device)
     available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
@@ -267,7 +267,7 @@ def _memory_share(
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Also sets the variables that vLLM reads."""
+    """Return vLLM's options for torchrun, and set the variables that it reads."""
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)

@@ -76,8 +76,8 @@ def rollouts_of(
 
 
 def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """One at a time, in vLLM's dtype, without a second copy of them all. With sharded weights, all
-    ranks must iterate together."""
+    """Yield them one at a time, in vLLM's dtype, without a second copy of them all. With sharded
+    weights, all ranks must iterate together."""
     tied, head = _tied_name(model), None
     for name, weight in model.weights():
         cast = weight.to(dtype)

@@ -34,7 +34,7 @@ class Background:
         self._newest.start()
 
     def check(self) -> None:
-        """Without waiting."""
+        """Raise the error of failed work, without waiting."""
         if self._newest is not None and not self._newest.is_alive():
             self.wait()
 

@@ -218,7 +218,7 @@ def locked(
 
 
 def _try_writing(folder: Path) -> None:
-    """In a folder and in its checkpoints/."""
+    """Create a file in a folder and in its checkpoints/."""
     checkpoints = folder / "checkpoints"
     for place in (folder, checkpoints) if os.path.lexists(checkpoints) else (folder,):
         probe = temporary_path(place / "probe")
@@ -228,7 +228,7 @@ def _try_writing(folder: Path) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file of a run; neither follow a link nor wait at a pipe."""
+    """Open a file of a run, without following a link or waiting at a pipe."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -249,7 +249,7 @@ TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Reading a pipe would block."""
+    """Refuse other kinds of files: reading a pipe would block."""
     _check_status(path, os.stat(path), most_bytes)
 
 
@@ -271,7 +271,7 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """InputError names the file."""
+    """Return an object; InputError names the file."""
     try:
         check_regular(path, JSON_BYTES)
         content = json.loads(path.read_bytes())
@@ -287,7 +287,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shown(name: object) -> str:
-    """On one line, and shortened if long."""
+    """Return a name on one line, and shortened if long."""
     text = str(name)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

@@ -61,7 +61,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """With the last line of its traceback in `file`."""
+    """Add the last line of its traceback in `file`."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:

@@ -56,7 +56,7 @@ def find(option: str, name: str) -> EntryPoint | None:
 
 
 def describe_installed() -> str:
-    """For --help."""
+    """Return a paragraph for --help."""
     found = entry_points()  # once: it reads the metadata of every distribution
     points = [
         (option, point) for option, group in GROUPS.items() for point in found.select(group=group)
@@ -69,7 +69,7 @@ def describe_installed() -> str:
 
 
 def place_of(option: str, name: str) -> str:
-    """FILE.py:NAME or package.module:name, without importing it; "" if built in."""
+    """Return FILE.py:NAME or package.module:name, without importing it; "" if built in."""
     point = None if is_file(name) else find(option, name)
     return name if is_file(name) else "" if point is None else f"{point.module}:{point.attr}"
 
@@ -176,7 +176,7 @@ def _bare(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _can_be_called_as(own: Any, asked: Any) -> bool:
-    """By the trainer's calls of the protocol's method."""
+    """Whether it accepts the trainer's calls of the protocol's method."""
     try:
         signature = inspect.signature(own)
     except (TypeError, ValueError):

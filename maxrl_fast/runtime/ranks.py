@@ -49,12 +49,12 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Start and length of this rank's share; shares differ by at most one item."""
+        """Return start and length of this rank's share; shares differ by at most one item."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
     def neighbours(self, count: int) -> "Ranks":
-        """This process among `count` neighbouring ranks. All ranks must call this."""
+        """Return this process among `count` neighbouring ranks. All ranks must call this."""
         if count == 1:
             return Ranks()
         starts = range(0, self.size, count)
@@ -96,7 +96,7 @@ class Ranks:
             dist.barrier(self.group)
 
     def concatenate(self, x: Tensor) -> Tensor:
-        """x [n, ...] of all ranks in rank order; n may differ."""
+        """Concatenate x [n, ...] of all ranks in rank order; n may differ."""
         if self.size == 1:
             return x
         counts = torch.zeros(self.size, dtype=torch.int64, device=x.device)
@@ -109,7 +109,7 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def concatenate_prompts(self, prompts: Prompts) -> Prompts:
-        """Without their columns."""
+        """The columns are left out."""
         if self.size == 1:
             return prompts
         tokens, lengths, ids = (
@@ -197,7 +197,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def own_gpu() -> int:
-    """The local rank, or 0 if the process sees only one GPU."""
+    """Return the local rank, or 0 if the process sees only one GPU."""
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
         raise InputError(

@@ -69,7 +69,7 @@ class RankMonitor(threading.Thread):
         self.dump_workers()
 
     def _end(self, message: str) -> None:
-        """Also if the main thread waits inside a collective."""
+        """The main thread may wait inside a collective."""
         print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -67,7 +67,7 @@ class ChainTask:
         raise InputError(f"--sft-steps must be 0, as {self.name} has no solutions for a warm start")
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """In [0, 1]."""
+        """Rewards are in [0, 1]."""
         tokens = rollouts.padded_tokens(PAD)[:, : len(self.actions)]  # [S, L]
         device, width = tokens.device, tokens.shape[1]
         leads_on = tokens == self.actions.to(device)[:width]
@@ -81,7 +81,7 @@ class ChainTask:
         return (forward + into_dead_end) / len(self.actions)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """An answer without reasoning."""
+        """The way to the goal is an answer without reasoning."""
         return [ReferenceAnswer(0, [], self.actions.tolist()) for _ in range(len(rollouts))]
 
     def answer(self, response: str) -> str:

@@ -134,13 +134,13 @@ class DatasetTask(TextTask):
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
     def _columns(self, line: Fields, answer_key: str | None) -> Fields:
-        """A line as the reward function gets it."""
+        """Return a line as the reward function gets it."""
         columns = {**line, "prompt": self._asked(line[self._key])}
         gold = self._spec.gold
         return columns if gold is None else columns | {"answer": gold(line, answer_key)}
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
-        """Without prompts that are too long."""
+        """Leave out prompts that are too long."""
         encoded = self._text.encode(
             [line["prompt"] for _, line in lines], [place for place, _ in lines]
         )
@@ -155,7 +155,7 @@ class DatasetTask(TextTask):
         return torch.randperm(count, generator=generator).tolist()
 
     def _shuffled(self, lines: list[Any], i: int) -> Any:
-        """Line i of an endless stream that has all lines in a new order in each epoch."""
+        """Return line i of an endless stream that has all lines in a new order in each epoch."""
         return lines[self._order(i // len(lines), len(lines))[i % len(lines)]]
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
@@ -176,7 +176,7 @@ class DatasetTask(TextTask):
         return prompts, Rollouts.given([response for _, response in chosen])
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """The answer of each response's line, after the first box that the response opens."""
+        """Return the answer of each response's line, after the first box that a response opens."""
         if self._spec.form is None:
             raise InputError(
                 "the reference answer must be known, but only the reward function reads the lines "

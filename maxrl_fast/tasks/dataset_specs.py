@@ -89,12 +89,12 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """The number after the last #### of a solution, or the whole text if it has no ####."""
+    """Return the number after the last #### of a solution, or the whole text if it has no ####."""
     return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
 def math_answer(line: dict[str, Any], key: str | None) -> str:
-    """The last boxed answer of the solution, if the line has no answer."""
+    """Return the last boxed answer of the solution, if the line has no answer."""
     if (
         key is None
         and look_up(line, "answer") is None

@@ -145,9 +145,9 @@ class GymTask(TextTask):
         return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """The data set's answer after the first answer tag that each response opens."""
+        """Return the data set's answer after the first answer tag that each response opens."""
         return text_answers(self._text, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """The last answer tags or the last box, or the whole response if it has neither."""
+        """Return the last answer tags or the last box, or the whole response if it has neither."""
         return verifiers.gym_answer(response)

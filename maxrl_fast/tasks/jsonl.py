@@ -111,7 +111,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """A few rows at a time: a small file may unpack to very large rows."""
+    """Read a few rows at a time: a small file may unpack to very large rows."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

@@ -33,7 +33,7 @@ Grid = list[list[bool]]  # [n][n], True where the cell is open
 
 
 def generate_maze(size: int, rng: random.Random) -> Grid:
-    """A spanning tree of the rooms at odd coordinates, by Prim's algorithm."""
+    """Return a spanning tree of the rooms at odd coordinates, by Prim's algorithm."""
 
     def pop_random(items: list[Cell]) -> Cell:
         # Python guarantees the same stream in every version only for random().
@@ -62,7 +62,7 @@ def generate_maze(size: int, rng: random.Random) -> Grid:
 
 @cache
 def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
-    """In the order up, down, left, right."""
+    """Neighbours are in the order up, down, left, right."""
     rooms = [(row, column) for row in range(1, size, 2) for column in range(1, size, 2)]
     moves = [(2 * row, 2 * column) for row, column in MOVES.values()]
     within = set(rooms)
@@ -93,7 +93,7 @@ def shortest_path(is_open: Grid) -> list[int]:
 
 
 def encode_maze(is_open: Grid) -> list[int]:
-    """<bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
+    """Return <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
     size = len(is_open)
     tokens = [BOS, GRID_START]
     for row in is_open:
@@ -191,7 +191,7 @@ class MazeTask:
         return judge(prompts, rollouts, self.size, self.strict)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """The moves and DONE; an answer without reasoning."""
+        """The moves and DONE are an answer without reasoning."""
         # [G, size, size]
         cells = (
             prompts.tokens.cpu()

@@ -25,7 +25,7 @@ def is_known(name: str) -> bool:
 
 
 def is_plugin(name: str) -> bool:
-    """A class of the user's: FILE.py:CLASS, or the name of an installed one."""
+    """Whether it is a class of the user's: FILE.py:CLASS, or the name of an installed one."""
     if is_built_in(name):
         return False
     return _is_class(name) if is_file(name) else is_installed("task", name)
@@ -36,7 +36,7 @@ def dataset_spec(name: str) -> DatasetSpec | None:
 
 
 def is_reward(name: str) -> bool:
-    """FILE.py:FUNCTION, a reward for the prompts of --data."""
+    """Whether it is FILE.py:FUNCTION, a reward for the prompts of --data."""
     return is_file(name) and not _is_class(name)
 
 
@@ -59,7 +59,7 @@ def _defines_class(name: str) -> bool:
 
 
 def needs_data(name: str) -> str:
-    """For a task FILE.py:NAME without --data: why it has no prompts of its own either."""
+    """Say why a task FILE.py:NAME without --data has no prompts of its own either."""
     file, _, wanted = name.rpartition(":")
     why = f"{file} has no class {wanted}"
     try:
@@ -75,7 +75,7 @@ def needs_data(name: str) -> str:
 
 
 def lost_object(option: str, name: str) -> str:
-    """For a Python object that another process has given to maxrl_fast.train."""
+    """Another process has given this Python object to maxrl_fast.train."""
     what = (
         f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its "
         "caller has"

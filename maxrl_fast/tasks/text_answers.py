@@ -56,7 +56,7 @@ def _answers(prompts: Prompts) -> list[str]:
 
 
 def _marker_end(text: TextCodec, marker: str, tokens: list[int]) -> tuple[int | None, str]:
-    """How many tokens have the marker in their text, and their text from the marker on."""
+    """Return how many tokens have the marker in their text, and their text from the marker on."""
     if marker not in text.decode(tokens):
         return None, marker
     length = bisect.bisect_left(

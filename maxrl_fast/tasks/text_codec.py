@@ -49,7 +49,7 @@ class TextCodec:
         self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
 
     def prompt(self, question: str) -> str | list[Message]:
-        """One user message, or the question unchanged if no chat template is used."""
+        """Return one user message, or the question unchanged if no chat template is used."""
         return [{"role": "user", "content": question}] if self._uses_chat else question
 
     def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
@@ -71,7 +71,7 @@ class TextCodec:
         return [None if ids is None else self._stopped(ids) for ids in encoded]
 
     def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Texts within a response, without a stop token."""
+        """Encode texts within a response, without a stop token."""
         encoded = self._encode_each(encode_response, "a response", texts, places, 2**31)
         return [ids or [] for ids in encoded]
 
@@ -144,7 +144,7 @@ def prompts_of(
 
 
 def _stop_ids(model: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-sequence token and the tokens in generation_config.json."""
+    """Return the end-of-sequence token and the tokens in generation_config.json."""
     path = model / "generation_config.json"
     listed = read_json(path).get("eos_token_id") if path.exists() else None
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]

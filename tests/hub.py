@@ -50,7 +50,8 @@ class Hub:
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command == "GET":
-                    self.wfile.write(body)
+                    with contextlib.suppress(BrokenPipeError):  # a client that waits no longer
+                        self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -41,8 +41,6 @@ def is_integer(tensor: Tensor) -> bool:
 
 
 def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> float:
-    """Return `value` as a float; raise ValueError unless it is a number for which `holds` is
-    true."""
     if isinstance(value, (int, float, numbers.Real, torch.SymInt, torch.SymFloat)):
         try:
             number = float(value)
@@ -54,12 +52,10 @@ def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bo
 
 
 def check_finite(name: str, value: Any) -> float:
-    """Return `value` as a float; raise ValueError if it is infinite or NaN."""
     return check_number(name, value, "a finite number", lambda x: -math.inf < x < math.inf)
 
 
 def check_integer(name: str, value: Any, wanted: str, holds: Callable[[int], bool]) -> int:
-    """Return `value`; raise ValueError if it is not an integer for which `holds` is true."""
     is_int = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not is_int or not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")

@@ -71,8 +71,6 @@ class Size:
         return f"{self.smallest} <= {self.name} <= {largest}{number}"
 
     def check(self, owner: str, size: int, n: int | None) -> None:
-        """Raise ValueError with the range if the size does not fit groups of n (None: not
-        known)."""
         if isinstance(size, bool) or not isinstance(size, int):
             raise ValueError(f"{owner} needs an integer as {self.name}, got {size!r:.80}")
         if not self.smallest <= size <= (_LARGEST_SIZE if n is None else n - self.below_n):
@@ -133,10 +131,7 @@ class Estimator:
 
     @classmethod
     def of(cls, function: Callable[..., Any], **row: Any) -> "Estimator":
-        """Return the row of a function of a Group, or of rewards [G, N] and what else it names.
-
-        Raises ValueError if it is not callable, or has a parameter that nothing gives.
-        """
+        """Return the row of a function of a Group, or of rewards [G, N] and what else it names."""
         name = str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
         if not callable(function):
             raise ValueError(

@@ -95,7 +95,6 @@ class Option:
         return [note for note in self.notes if isinstance(note, kind)]
 
     def find(self, kind: type[AnyNote]) -> AnyNote | None:
-        """Return its first note of a class, if any."""
         return next(iter(self.of(kind)), None)
 
     @property
@@ -116,7 +115,6 @@ class Option:
 
 
 def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
-    """Return the option of a type hint, which may be Annotated."""
     notes = tuple(notes_of(hint))
     help_text = next((note.text for note in notes if isinstance(note, Help)), text)
     while get_origin(hint) is Annotated or get_origin(hint) in (Union, UnionType):  # of X | None
@@ -132,7 +130,6 @@ def notes_of(hint: Any) -> Iterator[Any]:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the word that is most like this one, or nothing."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -166,10 +163,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, Option]:
 def check_options(
     owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return all options of `owner`: given values and defaults; numbers are floats.
-
-    Raises ValueError if an option is unknown, missing or out of its range.
-    """
+    """Return all options of `owner`: given values and defaults; numbers are floats."""
     for name in given:
         if name not in options:
             takes = f"the options {', '.join(options)}" if options else "no options"

@@ -83,10 +83,11 @@ class Tokens:
         sequence = torch.repeat_interleave(self.cu_seqlens.diff(), output_size=len(x))
         # By response, within it the unmasked values first, ascending: two stable sorts.
         order = x.masked_fill(~self.mask, torch.inf).argsort(stable=True)
-        order = order[sequence[order].argsort(stable=True)]
+        order = order[sequence[order].argsort(stable=True)]  # [T]
         ordered = x.masked_fill(~self.mask, torch.inf)[order]
         position = q * (counts - 1).clamp_min(0)  # of the quantile among them, between two integers
         low = position.floor()
+        # [T] each, of the token's response
         starts, last = self.cu_seqlens[:-1][sequence], (counts - 1).clamp_min(0)
         first, second = (ordered[starts + torch.minimum(i, last).long()] for i in (low, low + 1))
         return torch.where(counts > 0, first + (position - low) * (second - first), torch.inf)

@@ -12,8 +12,6 @@ from maxrl_fast.integrations.rollouts import advantages_and_returns, names
 
 
 def register(name: str, **options: Any) -> None:
-    """Register an estimator with options as maxrl_fast/NAME; raise ValueError if SkyRL cannot
-    use it."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
     if name not in names():

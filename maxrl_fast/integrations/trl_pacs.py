@@ -61,6 +61,7 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
     ) -> Tensor:
         """Return -beta B dL/dr [G, N] at the proxies [G, N]; None: all are 0. `lengths` are not
         used."""
+        # [number of valid rollouts]
         known = (torch.zeros_like(rewards) if proxies is None else proxies)[valid].requires_grad_()
         with torch.enable_grad():
             offsets = pad(valid.sum(1).cumsum(0), (1, 0))

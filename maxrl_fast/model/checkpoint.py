@@ -46,11 +46,8 @@ def write_policy(
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint that `transformers` loads into an existing directory.
-
-    weights: from PolicyModel.weights, stored in `dtype`. files: JSON contents or bytes by name.
-    shard_bytes: size limit of one file of weights.
-    """
+    """Write a checkpoint that `transformers` loads into an existing directory. weights: stored in
+    `dtype`. files: JSON contents or bytes by name."""
     for name, content in files.items():
         if not isinstance(content, bytes):
             content = (json.dumps(content, indent=2) + "\n").encode()
@@ -103,7 +100,6 @@ def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
 def new_files(
     config: DecoderConfig | HuggingFaceSizes, stop_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Return the JSON contents of config.json and generation_config.json of a new policy."""
     return {
         "config.json": hf_config(config),
         "generation_config.json": {"eos_token_id": list(stop_ids), "do_sample": True},
@@ -112,12 +108,7 @@ def new_files(
 
 def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
     """Return config.json and generation_config.json for checkpoints of a policy loaded from here.
-
-    All keys are kept, except those that make transformers run code. eos_token_id of
-    generation_config.json becomes `stop_ids` if it names other tokens.
-
-    Raises InputError if a file cannot be read or is nested too deeply.
-    """
+    eos_token_id of generation_config.json becomes `stop_ids` if it names other tokens."""
     config = read_json(directory / "config.json")
     generation: dict[str, Any] = {
         key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
@@ -132,25 +123,20 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
             # with it transformers prefers the eos_token_id of config.json
             generation.pop("_from_model_config", None)
     contents = {"config.json": config, "generation_config.json": generation}
-    return {name: _as_text(directory / name, fields) for name, fields in contents.items()}
-
-
-def _as_text(path: Path, fields: dict[str, Any]) -> bytes:
     try:
-        safe = without_code(fields)
-        # One key per line: indenting every level could make a file a thousand times larger.
-        lines = ",\n".join(
-            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in safe.items()
-        )
+        return {
+            name: (json.dumps(without_code(fields), indent=2) + "\n").encode()
+            for name, fields in contents.items()
+        }
     except RecursionError as error:
         raise InputError(
-            f"cannot read the checkpoint's {shown(path)}: it is nested too deeply"
+            f"cannot read config.json or generation_config.json of {shown(directory)}: it is "
+            "nested too deeply"
         ) from error
-    return f"{{\n{lines}\n}}\n".encode()
 
 
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy without the keys that make transformers run code, at any depth."""
+    """Return a copy without CODE_KEYS, at any depth."""
     safe: dict[str, Any] = json.loads(
         json.dumps(fields), object_hook=lambda x: {k: v for k, v in x.items() if k not in CODE_KEYS}
     )
@@ -163,16 +149,12 @@ class TensorFile(NamedTuple):
 
 
 def num_tensors(directory: Path) -> int:
-    """Return the number of weights in a directory; raise InputError if it is unreadable."""
     return len(_find_tensors(directory))
 
 
 def load_checkpoint(directory: Path) -> Decoder:
-    """Return the decoder of a checkpoint directory, on the CPU in float32.
-
-    The files are checked against config.json before memory is allocated. Raises InputError naming
-    the file and the tensor or key that is missing, unknown, of the wrong shape or corrupt.
-    """
+    """Return the decoder of a directory, on the CPU in float32. Its files are checked against
+    config.json before memory is allocated; InputError names what is wrong."""
     config = read_config(directory / "config.json")
     files = _find_tensors(directory)
     _check_tensors(directory, config, files)
@@ -190,11 +172,8 @@ def load_checkpoint(directory: Path) -> Decoder:
 
 
 def read_checked_config(directory: Path) -> DecoderConfig:
-    """Return the configuration of a directory, checked against the tensors there, if there are any.
-
-    Readers that trust config.json, such as transformers, would build as many layers as it declares.
-    Raises InputError as `load_checkpoint`.
-    """
+    """Return the configuration of a directory, checked against the tensors there, if there are any:
+    transformers would build as many layers as it declares."""
     config = read_config(directory / "config.json")
     if os.path.lexists(_tensor_list(directory)):
         _check_tensors(directory, config, _find_tensors(directory))
@@ -202,7 +181,6 @@ def read_checked_config(directory: Path) -> DecoderConfig:
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
-    """Raise InputError unless the files have exactly the configuration's tensors and shapes."""
     # checked first: a huge number must not build a huge model
     if config.num_hidden_layers > min(len(files), MAX_LAYERS):
         raise InputError(
@@ -227,7 +205,6 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
 
 
 def _tensor_list(directory: Path) -> Path:
-    """Return the file that lists the tensors: the index of a sharded checkpoint, or the weights."""
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
@@ -243,7 +220,7 @@ def _open(path: Path) -> TensorFile:
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorFile]:
-    """Return the file of every weight, from the headers of the files and not only the index."""
+    """The index may lie: the headers of the files count."""
     path = _tensor_list(directory)
     listed: Any = {}
     if path.name == INDEX:
@@ -269,11 +246,8 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Return the configuration in a config.json.
-
-    Raises InputError if the file cannot be read, UnsupportedModelError if the native decoder does
-    not support the model.
-    """
+    """Raise InputError if a config.json cannot be read, UnsupportedModelError if the native decoder
+    does not support the model."""
     fields = read_json(path)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -357,7 +331,6 @@ def _attention_sizes(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Return the field `name`, a finite number above 0."""
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r:.80}")

@@ -29,7 +29,6 @@ _LARGEST_SIZE = 2**31 - 1  # so that the number of elements of a matrix fits int
 
 
 def check_sizes(**sizes: object) -> None:
-    """Raise ValueError unless every size is an integer of at least 1 that a tensor can have."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r:.80}")
@@ -41,7 +40,7 @@ def check_sizes(**sizes: object) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of the rotary embedding to longer contexts."""
+    """Llama 3's scaling to longer contexts."""
 
     factor: float
     low_freq_factor: float
@@ -101,7 +100,7 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = (turns - low) / (high - low)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
-    angles = positions[:, None].float() * frequencies
+    angles = positions[:, None].float() * frequencies  # [U, D/2]
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
@@ -120,7 +119,6 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
-        """Return rotated q [U, Hq, D] and k [U, Hkv, D], and v [U, Hkv, D], from x [U, H]."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -140,7 +138,6 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
-        """Return added [U, H] + the feed-forward layer of x [U, H]."""
         if ops.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
             inner = ops.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
         else:
@@ -182,14 +179,12 @@ class Layer(nn.Module):
 def before_attention(
     layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps
 ) -> tuple[Tensor, Heads]:
-    """Return x [U, H], and its q, k and v."""
     norm = layer.input_layernorm
     x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
     return x, layer.self_attn.qkv(normed, rotary, ops)
 
 
 def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
-    """Return the output [U, H] from the input [U, H] and the output of attention [U, Hq * D]."""
     norm = layer.post_attention_layernorm
     x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
     output: Tensor = layer.mlp(normed, x, ops)
@@ -228,7 +223,6 @@ class Decoder(PolicyModel):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "Decoder":
-        """Return a decoder with uninitialised weights."""
         with torch.device("meta"):
             model = cls(config)
         model = model.to(dtype).to_empty(device=device)
@@ -238,7 +232,6 @@ class Decoder(PolicyModel):
 
     @classmethod
     def count(cls, config: DecoderConfig) -> int:
-        """Return the number of weights, without allocating them."""
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
         of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
@@ -246,7 +239,7 @@ class Decoder(PolicyModel):
         return of_all + (config.num_hidden_layers - 1) * of_layer
 
     def initialise(self, seed: int) -> None:
-        """Draw weights from N(0, 0.02), biases 0, norms 1; the same on every machine."""
+        """Draw weights from N(0, 0.02), biases 0, norms 1; they are the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):

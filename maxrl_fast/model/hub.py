@@ -3,14 +3,9 @@
 Only configurations, safetensors and tokenizer files are downloaded: no pickles and no code.
 """
 
-import contextlib
-import json
 import os
 import re
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +20,6 @@ SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 STALL_SECONDS = 120  # without a byte from the hub
 REACH_SECONDS = 2.0  # to look up the hub's name, connect and get an answer
-# Not `python -m`: with this process's sys.path the other imports the same modules.
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1])[0]; "
-    "from maxrl_fast.model.hub import download_process; download_process()"
-)
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}(?:/{_PART})?)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -37,11 +27,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def check_model(model: str, wanted: str = FOLDER) -> str | None:
     """Return hf://ORG/NAME[@REVISION] for a model of the hub, None for a directory, offline.
-
     ORG/NAME alone is a model of the hub, unless the directory ORG exists. `wanted`: what the option
-    must be, for the error message. Raises InputError if the directory does not exist or the name is
-    not valid.
-    """
+    must be, for messages."""
     path, of_the_hub = Path(model), f"a model of the hub is {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION"
     if model.startswith(HUB):
         if not _NAME.fullmatch(model.removeprefix(HUB)):
@@ -57,12 +44,8 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
-    """Return what a run records as its model: the absolute path, or hf://ORG/NAME@COMMIT.
-
-    `warn` is called with a sentence if the hub cannot be reached and the cached copy is used.
-    Raises InputError as `check_model`, and if the hub does not have the model or revision, refuses
-    it, or cannot be reached.
-    """
+    """Return what a run records as its model: the absolute path, or hf://ORG/NAME@COMMIT. `warn` is
+    called if the hub cannot be reached and the cached copy is used."""
     name = check_model(model, wanted)
     if name is None:
         return str(Path(model).absolute())
@@ -87,11 +70,7 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
 
 @lru_cache(8)
 def directory_of(model: str, with_weights: bool = False) -> Path:
-    """Return the directory of a model, after downloading what is not in the cache.
-
-    Raises InputError if a file cannot be downloaded, or the model has no config.json or no
-    safetensors.
-    """
+    """Return the directory of a model, after downloading what is not in the cache."""
     if not model.startswith(HUB):
         return Path(model)
     repository, revision = _parts(model)
@@ -153,97 +132,50 @@ def _import() -> None:
         ) from error
 
 
+def _limit_waiting(request: Any) -> None:
+    """Give a request of huggingface_hub a time limit; those that list files have none."""
+    limits = request.extensions["timeout"]
+    request.extensions["timeout"] = {name: x or STALL_SECONDS for name, x in limits.items()}
+
+
 def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
-    """Return the cached directory of a revision, after downloading `files` unless offline."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors, get_token, snapshot_download
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-    place = {"endpoint": constants.ENDPOINT, "cache_dir": str(constants.HF_HUB_CACHE)}
-    request = {"repo_id": repository, "revision": revision, "allow_patterns": files, **place}
-    if not offline:
-        folder = f"models--{repository.replace('/', '--')}"
-        return _download(request, Path(place["cache_dir"], folder))
-    if isinstance(answer := _answer(request | {"local_files_only": True}, offline), InputError):
-        raise answer
-    return answer
-
-
-def _download(request: dict[str, Any], folder: Path) -> Path:
-    """Download in a child process, which is killed if the folder does not grow for STALL_SECONDS.
-
-    Some requests of the library have no time limit, and its threads would keep this process alive.
-    """
-    command = [sys.executable, "-c", _CHILD, json.dumps([sys.path, request])]
-    grown, size = time.monotonic(), -1
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        try:
-            while child.poll() is None:
-                time.sleep(0.05)
-                if (now := _size(folder)) != size:
-                    grown, size = time.monotonic(), now
-                if time.monotonic() - grown > STALL_SECONDS:
-                    raise InputError(
-                        f"nothing of {HUB}{request['repo_id']} has arrived in {STALL_SECONDS} s "
-                        "from the hub"
-                    )
-            said = child.stdout.read().splitlines()
-        finally:
-            child.kill()
-    failed = {"error": f"the process that downloads exited with code {child.returncode}"}
-    answer = json.loads(said[-1]) if said else failed
-    if "error" in answer:
-        raise InputError(answer["error"])
-    return Path(answer["directory"])
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                total += os.lstat(os.path.join(place, name)).st_size
-    return total
-
-
-def download_process() -> None:
-    answer = _answer(json.loads(sys.argv[1])[1], "")
-    key = "error" if isinstance(answer, InputError) else "directory"
-    print(json.dumps({key: str(answer)}))
-
-
-def _answer(request: dict[str, Any], offline: str) -> Path | InputError:
-    """Return the directory of a snapshot, or the error as a sentence."""
-    from huggingface_hub import errors, get_token, snapshot_download
-
-    repository, revision = request["repo_id"], request["revision"]
+    if _limit_waiting not in (hooks := get_session().event_hooks["request"]):
+        hooks.append(_limit_waiting)
     name = f"{HUB}{repository}"
-    state = "is not set" if get_token() is None else "has none"
     token = (
         "an access token of an account that may read it must be in the environment variable "
-        f"HF_TOKEN, which {state}"
+        f"HF_TOKEN, which {'is not set' if get_token() is None else 'has none'}"
     )
     try:
-        return Path(snapshot_download(**request))
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=[*files],
+                cache_dir=constants.HF_HUB_CACHE,
+                local_files_only=bool(offline),
+            )
+        )
     except errors.LocalEntryNotFoundError as error:
         cause = offline or _first_line(error.__cause__ or error)
-        return InputError(
-            f"the hub cannot be reached ({cause}), and its cache does not have {name}"
-        )
-    except errors.GatedRepoError:
-        return InputError(
-            f"{name} is gated: accept its terms at {request['endpoint']}/{repository}; {token}"
-        )
-    except errors.RevisionNotFoundError:
-        return InputError(f"{name} has no revision {revision}")
-    except errors.RepositoryNotFoundError:
-        return InputError(f"the hub has no model {repository}, or it is private; then {token}")
+        message = f"the hub cannot be reached ({cause}), and its cache does not have {name}"
+        raise InputError(message) from error
+    except errors.GatedRepoError as error:
+        message = f"{name} is gated: accept its terms at {constants.ENDPOINT}/{repository}; {token}"
+        raise InputError(message) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(f"{name} has no revision {revision}") from error
+    except errors.RepositoryNotFoundError as error:
+        message = f"the hub has no model {repository}, or it is private; then {token}"
+        raise InputError(message) from error
     # from the network, HTTP, the disk, or a name or an answer that is not valid
     except _failures() as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         advice = f"; {token}" if status in (401, 403) else ""
-        return InputError(f"cannot download {name}: {_first_line(error)}{advice}")
+        raise InputError(f"cannot download {name}: {_first_line(error)}{advice}") from error
 
 
 def _failures() -> tuple[type[BaseException], ...]:

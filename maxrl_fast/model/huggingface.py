@@ -74,11 +74,10 @@ class HuggingFacePolicy(PolicyModel):
 
     @property
     def body(self) -> nn.Module:
-        """The module with the list of decoder layers: all but the output layer."""
+        """The model without its output layer."""
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
-        """Use the model's eager attention, or ours; raise InputError if it does not accept ours."""
         try:
             self.hf.set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
@@ -145,7 +144,7 @@ class HuggingFacePolicy(PolicyModel):
         return logits, found[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Convert one layer at a time; see PolicyModel.weights."""
+        """Convert one layer at a time."""
         from transformers.core_model_loading import revert_weight_conversion
 
         def block_of(item: tuple[str, Tensor]) -> str | None:
@@ -156,13 +155,13 @@ class HuggingFacePolicy(PolicyModel):
 
     @torch.no_grad()
     def copy_weights(self, policy: "HuggingFacePolicy") -> None:
-        """Copy the weights of another policy of the same model, with its adapters merged."""
+        """Adapters are merged."""
         own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
         for name, weight in merged_weights(policy.hf):
             own[name].copy_(weight)
 
     def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """Return a frozen copy in `dtype`, for `copy_weights`; buffers keep their dtype."""
+        """Return a frozen copy, for `copy_weights`; buffers keep their dtype."""
         other = copy.deepcopy(self).requires_grad_(False)
         other.checkpoint_activations = False
         for parameter in other.parameters():
@@ -174,7 +173,7 @@ class HuggingFacePolicy(PolicyModel):
 
 
 def _block_names(model: Any) -> list[str]:
-    """Return the names of the decoder layers: modules in lists, of a class in _no_split_modules."""
+    """Layers are modules in lists, of a class in _no_split_modules."""
     classes = set(model._no_split_modules or ())
     names = [
         f"{name}.{i}"
@@ -189,7 +188,6 @@ def _block_names(model: Any) -> list[str]:
 
 
 def _router_classes(model: Any) -> tuple[type, ...]:
-    """Return the classes of the modules that choose experts."""
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", ())
     recorded = recorded if isinstance(recorded, (list, tuple)) else [recorded]
     classes = (getattr(x, "target_class", x) for x in recorded)
@@ -202,7 +200,7 @@ def _mixed(mixin: type, cls: Any) -> type:
 
 
 def _mix(module: nn.Module, mixin: type) -> None:
-    """Put the methods of `mixin` first. A class survives copy.deepcopy, unlike a closure."""
+    """A class survives copy.deepcopy, unlike a closure."""
     if not isinstance(module, mixin):
         own: Any = type(module)
         module.__class__ = _mixed(mixin, own)
@@ -220,7 +218,7 @@ class _Bound(nn.Module):
 def _in_dtype(
     module: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call a module's forward with its parameters cast; gradients reach the parameters."""
+    """Gradients reach the parameters, which are cast."""
     if all(p.dtype == dtype or not p.is_floating_point() for p in module.parameters()):
         return forward(*args, **kwargs)
     cast = {
@@ -232,7 +230,7 @@ def _in_dtype(
 
 
 class _Embedding(nn.Module):
-    """An embedding with the compute dtype; only the rows that are read are cast."""
+    """Only the rows that are read are cast."""
 
     compute_dtype = torch.float32
 
@@ -254,7 +252,7 @@ class _Cast(nn.Module):
 
 
 class _Router(nn.Module):
-    """A router of experts computes in float32: small differences decide where a token goes."""
+    """A router computes in float32: small differences decide where a token goes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(
@@ -264,7 +262,7 @@ class _Router(nn.Module):
 
 
 class _Block(_Cast):
-    """A decoder layer. It keeps its attention function for activation checkpointing."""
+    """A layer keeps its attention function for activation checkpointing."""
 
     block_index = 0
 
@@ -281,7 +279,7 @@ class _Block(_Cast):
 
 
 def _set_checkpointing(block: Any) -> None:
-    """Use transformers' activation checkpointing; only the layer itself is in training mode."""
+    """transformers checkpoints layers in training mode: only the layer itself gets this flag."""
     if not hasattr(block, "gradient_checkpointing"):
         raise InputError(f"{type(block).__name__} of transformers has no activation checkpointing")
     block.gradient_checkpointing = block.training = True

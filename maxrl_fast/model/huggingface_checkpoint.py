@@ -31,12 +31,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
-    """Return the policy of a checkpoint directory, on the CPU in float32.
-
-    longest: tokens of the longest prompt with its response. is_empty: on the meta device. Raises
-    InputError if transformers is not installed, cannot read the directory, or the model is not
-    supported.
-    """
+    """Return the policy of a directory, on the CPU in float32, or the meta device if `is_empty`.
+    longest: tokens of the longest prompt with its response."""
     config, sizes = read_huggingface(directory)
     check_supported(config, longest)
     from transformers import AutoModelForCausalLM
@@ -80,10 +76,6 @@ def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
 
 
 def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
-    """Return transformers' configuration of a directory, and the policy's sizes.
-
-    Raises InputError if transformers is not installed, or config.json is not a decoder's.
-    """
     path = directory / "config.json"
     fields = without_code(read_json(path))
     model_type = fields.get("model_type")
@@ -124,7 +116,6 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
 
 
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
-    """Return the sizes of a configuration; raise ValueError if one is not valid."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim")
     intermediate = _largest(config, "intermediate_size") or 4 * hidden
@@ -148,7 +139,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
 
 
 def _largest(config: Any, name: str) -> Any:
-    """Return the largest value of a size that may differ between layers; None if there is none."""
+    """Return the largest value of a size that may differ between layers."""
     fields = config.to_dict()
     sizes: list[Any] = []
     for part in (fields, *(fields.get("per_layer_config") or {}).values()):
@@ -158,7 +149,6 @@ def _largest(config: Any, name: str) -> Any:
 
 
 def check_supported(config: Any, longest: int) -> None:
-    """Raise InputError if packed sequences with shared prompts cannot compute the model."""
     for reason in _reasons(config, longest):
         raise InputError(f"{config.model_type} of transformers is not supported: {reason}")
 
@@ -215,8 +205,6 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
 
 
 class Quiet:
-    """Hide transformers' progress bars and reports on weights."""
-
     def __enter__(self) -> None:
         from transformers.utils import logging
 

@@ -28,12 +28,9 @@ def has_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether KERNELS supports a decoder of these sizes.
-
-    On a CPU all sizes, in CPU_DTYPES. On a GPU float32, bfloat16 or float16; hidden states of at
-    most 16 KiB and MLP rows in multiples of 16 bytes; heads in multiples of 32 bytes, at most 1
-    KiB.
-    """
+    """Return whether KERNELS supports a decoder of these sizes. On a CPU all, in CPU_DTYPES. On a
+    GPU, in DEVICE_DTYPES, hidden states of at most 16 KiB and MLP rows in multiples of 16 bytes;
+    heads in multiples of 32 bytes, at most 1 KiB."""
     if not dispatch.is_gpu(device):
         return device.type == "cpu" and dtype in CPU_DTYPES
     if dtype not in DEVICE_DTYPES or not dispatch.has_kernels(device):
@@ -72,8 +69,7 @@ def add_rms_norm(
         num_rows=num_rows,
         size=size,
         eps=eps,
-        x=call.address("x", x, x.dtype, (num_rows, size)),
-        delta=call.address("delta", delta, x.dtype, (num_rows, size)),
+        **call.addresses(x.dtype, num_rows, size, x=x, delta=delta),
         weight=call.address("weight", weight, x.dtype, (size,)),
         sum=call.keep(total),
         normed=call.keep(normed),
@@ -95,10 +91,10 @@ def add_rms_norm_backward(
         num_rows=num_rows,
         size=size,
         eps=eps,
-        sum=call.address("x", x, x.dtype, (num_rows, size)),
+        **call.addresses(
+            x.dtype, num_rows, size, sum=x, grad_sum=grad_sum, grad_normed=grad_normed
+        ),
         weight=call.address("weight", weight, x.dtype, (size,)),
-        grad_sum=call.address("grad_sum", grad_sum, x.dtype, (num_rows, size)),
-        grad_normed=call.address("grad_normed", grad_normed, x.dtype, (num_rows, size)),
         grad_x=call.keep(grad_x),
         num_partials=len(partials),
         grad_weight=call.keep(partials),
@@ -214,7 +210,7 @@ def rotate_heads_backward(
     positions: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q and k, and of their norms' weights, not rounded."""
+    """Gradients of the norms' weights are not rounded."""
     to = [x.new_empty(x.shape) for x in (q, k)]
     heads, all_heads = q.shape[1], q.shape[1] + k.shape[1]
     inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
@@ -303,7 +299,7 @@ def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotar
 # SwiGLU.
 
 
-def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
+def gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
     num_rows, size = gate.shape
     return {
         "dtype": DTYPE_NAMES[gate.dtype],
@@ -318,9 +314,8 @@ def _gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]
 
 @operator()
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) up for rows [U, F]."""
     call, out = KernelLaunch(gate.device), gate.new_empty(gate.shape)
-    call.launch("swiglu", **_gate_and_up(call, gate, up), out=call.keep(out))
+    call.launch("swiglu", **gate_and_up(call, gate, up), out=call.keep(out))
     return out
 
 
@@ -330,7 +325,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     grads = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     call.launch(
         "swiglu_backward",
-        **_gate_and_up(call, gate, up),
+        **gate_and_up(call, gate, up),
         out=0,
         grad=call.address("grad", grad, gate.dtype, gate.shape),
         grad_gate=call.keep(grads[0]),

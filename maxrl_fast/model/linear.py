@@ -33,17 +33,14 @@ class Linear(nn.Linear):
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Whether `joined` supports the layers: no adapters, and all matrices trained or none.
-
-    A joint product would also compute the gradient of a frozen matrix.
-    """
+    """Whether no layer has adapters, and all or none are trained: a joint product would also
+    compute the gradient of a frozen matrix."""
     is_plain = all(type(layer) is Linear for layer in layers)
     return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """Return the layers' outputs next to each other, [U, all of them], by one matrix
-    multiplication."""
+    """Return the outputs next to each other [U, all of them], by one matrix multiplication."""
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
@@ -71,19 +68,16 @@ class LoraLinear(Linear):
         return super().forward(x, added) + self.scale * F.linear(low, self.lora_b.to(x.dtype))
 
     def merged(self) -> Tensor:
-        """Return W + (alpha / rank) B A, [out, in] float32."""
         a, b, weight = (full_tensor(x.detach()) for x in (self.lora_a, self.lora_b, self.weight))
         return torch.addmm(weight, b, a, alpha=self.scale)
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Return the whole tensor, gathered from all ranks if it is sharded."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
 
@@ -110,10 +104,7 @@ def _is_adaptable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: int) -> None:
-    """Freeze a model and add adapters to the linear layers in `targets`, such as "q_proj,v_proj".
-
-    Raises InputError if no layer has one of the names.
-    """
+    """Freeze a model and add adapters to the linear layers in `targets`, such as q_proj,v_proj."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     wanted = {name.strip() for name in targets.split(",")}
@@ -167,7 +158,6 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 
 
 def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write adapters as peft reads them into a new folder, if there are any."""
     if config:
         folder.mkdir()
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

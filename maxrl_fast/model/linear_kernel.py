@@ -19,10 +19,7 @@ LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fa
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether the operator multiplies x [U, K] by weight [N, K].
-
-    Under torch.autocast, torch.compile and torch.func PyTorch's product is used.
-    """
+    """Under torch.autocast, torch.compile and torch.func PyTorch's product is used."""
     return (
         x.device.type == "cpu"
         and not dispatch.is_gpu(x.device)
@@ -58,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None)
 def linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias; [0] where they are not needed."""
+    """The gradients are [0] where they are not needed."""
     call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
     shapes = (
         ((num_rows, in_size), needs_x),

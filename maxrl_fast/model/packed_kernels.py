@@ -46,10 +46,7 @@ def rotate_packed_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `packed` [U, (Hq + 2 Hkv) D] and of the norms' weights [2, D], not
-    rounded.
-
-    Without norms `packed` is None and the second result is empty.
-    """
+    rounded. Without norms `packed` is None and the second result is empty."""
     grads, (num_rows, _, dim) = (grad_q, grad_k, grad_v), grad_q.shape
     counts = [x.shape[1] for x in grads]
     grad = grad_q.new_empty(num_rows, sum(counts) * dim)
@@ -113,24 +110,17 @@ def _rotate_packed(
 @operator()
 def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
     """Return the gradient of [gate | up] [U, 2 F] from that of silu(gate) up [U, F]."""
-    call, (num_rows, size), to = KernelLaunch(grad.device), grad.shape, torch.empty_like(packed)
-    address = call.address("packed", packed, grad.dtype, (num_rows, 2 * size))
-    to_address = call.keep(to)
-    half = size * grad.element_size()
+    call, to = KernelLaunch(grad.device), torch.empty_like(packed)
+    gate, up = packed.chunk(2, 1)  # views [U, F] of rows [U, 2 F]
+    grad_gate, grad_up = to.chunk(2, 1)
     call.launch(
         "swiglu_backward",
-        dtype=DTYPE_NAMES[grad.dtype],
-        num_rows=num_rows,
-        size=size,
-        gate=address,
-        up=address + half,
-        gate_stride=2 * size,
-        up_stride=2 * size,
+        **layer_kernels.gate_and_up(call, gate, up),
         out=0,
-        grad=call.address("grad", grad, grad.dtype, (num_rows, size)),
-        grad_gate=to_address,
-        grad_up=to_address + half,
-        grad_stride=2 * size,
+        grad=call.address("grad", grad, gate.dtype, gate.shape),
+        grad_gate=call.keep(grad_gate),
+        grad_up=call.keep(grad_up),
+        grad_stride=packed.shape[1],
     )
     return to
 

@@ -14,11 +14,8 @@ from maxrl_fast.runtime.device import memory_bytes
 
 
 def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
-    """Return a new decoder of the Qwen2 architecture, on the CPU in float32.
-
-    is_empty: on the meta device. sizes: of DecoderConfig. Raises InputError if they are invalid or
-    the weights exceed this machine's memory.
-    """
+    """Return a new decoder of the Qwen2 architecture, on the CPU in float32, or the meta device if
+    `is_empty`. sizes: of DecoderConfig."""
     try:
         config = DecoderConfig(**sizes)
     except ValueError as error:
@@ -38,10 +35,7 @@ def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
 
 def backend_of(directory: Path, wanted: str = "auto") -> str:
     """Return what runs the policy of a directory: "native" if our decoder supports it, else
-    "transformers".
-
-    Raises InputError if config.json cannot be read, or neither supports the model.
-    """
+    "transformers"."""
     if wanted != "auto":
         return wanted
     try:
@@ -57,7 +51,6 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
 
 
 def read_sizes(directory: Path) -> PolicySizes:
-    """Return the sizes of a directory's policy; raise InputError as `backend_of`."""
     if backend_of(directory) == "native":
         return read_checked_config(directory)
     from maxrl_fast.model.huggingface_checkpoint import read_huggingface
@@ -75,14 +68,8 @@ def load_policy(
     backend: str = "auto",
     is_empty: bool = False,
 ) -> PolicyModel:
-    """Return the policy of a checkpoint directory, on the CPU in float32.
-
-    backend: as `wanted` of `backend_of`. prompt_length: tokens of the longest prompt. is_empty: on
-    the meta device; the directory need not have weights.
-
-    Raises InputError if it cannot be read, a weight is not finite, its vocabulary is not the
-    task's, or it has too few positions.
-    """
+    """Return the policy of a checkpoint directory, on the CPU in float32, or the meta device if
+    `is_empty`, for which it need not have weights. prompt_length: tokens of the longest prompt."""
     longest = prompt_length + max_new_tokens
     model: PolicyModel
     if backend_of(directory, backend) == "native":
@@ -108,7 +95,6 @@ def load_policy(
 def check_positions(
     model: PolicyModel, directory: Path, prompt_length: int, max_new_tokens: int
 ) -> None:
-    """Raise InputError if the policy has too few positions for the longest prompt and response."""
     positions, longest = model.config.max_position_embeddings, prompt_length + max_new_tokens
     if positions < longest:
         raise InputError(

@@ -93,7 +93,7 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in float32 of hidden states [R, H]."""
+        """Return logits [R, V] float32 of hidden states [R, H]."""
         raise NotImplementedError
 
     def compile_layers(self) -> None:
@@ -101,10 +101,8 @@ class PolicyModel(nn.Module):
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor that has a NaN or an infinite number; None if none has.
-
-    Of sharded tensors, this rank's shards are read. A GPU is waited for once.
-    """
+    """Return the name of the first tensor with a NaN or an infinite number. Of sharded tensors,
+    this rank's shards are read. A GPU is waited for once."""
     shards = {name: getattr(x, "_local_tensor", x).detach() for name, x in tensors.items()}
     read = {name: x for name, x in shards.items() if x.is_floating_point() and x.numel()}
     # [2, number of tensors] float64: a NaN makes both extremes NaN

@@ -23,7 +23,7 @@ class Tiling:
     width: int
 
     def pad(self, x: Tensor) -> Tensor:
-        """Copy packed tokens [T, ...] into a tile [rows, width, ...] with zeros in the padding."""
+        """Return a tile [rows, width, ...] of packed tokens [T, ...], with zeros in the padding."""
         x = x if self.tokens is None else x.index_select(0, self.tokens)
         if len(self.slots) < self.rows * self.width:  # otherwise there is no padding
             x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.slots, x)
@@ -34,7 +34,6 @@ class Tiling:
         return x if len(self.slots) == len(x) else x.index_select(0, self.slots)
 
     def unpad_into(self, packed: Tensor, x: Tensor) -> None:
-        """Write the tokens of a tile to their positions in a packed tensor [T, ...]."""
         if self.tokens is None:
             packed.copy_(self.unpad(x))
         else:
@@ -49,7 +48,7 @@ def tile(
     if chosen is None or bool(chosen.all()):
         width = int(lengths.max())
         return Tiling(None, padded_slots(lengths, width).to(device), len(lengths), width)
-    own = lengths[chosen]
+    own = lengths[chosen]  # [B'], of the chosen sequences
     width = int(own.max())
     tokens = chosen.repeat_interleave(lengths).nonzero()[:, 0]
     has_all = len(tokens) == int(lengths.sum())
@@ -64,7 +63,7 @@ def length_buckets(lengths: Tensor) -> list[Tensor]:
     Lengths between two powers of two share a tile; shorter ones join it if that adds little
     padding. Sequences of length 0 are in no tile.
     """
-    bucket = torch.frexp(lengths.double()).exponent  # 2**(bucket - 1) <= length < 2**bucket
+    bucket = torch.frexp(lengths.double()).exponent  # [B], 2**(bucket - 1) <= length < 2**bucket
     buckets: list[Tensor] = []
     for b in reversed(bucket[lengths > 0].unique().tolist()):
         chosen = bucket == b
@@ -87,7 +86,7 @@ def padding_mask(lengths: Tensor) -> Tensor | None:
 
 def mask_beyond(lengths: Tensor, width: int) -> Tensor:
     """Return an additive mask [B, 1, 1, width]: 0 up to each length, -inf after it."""
-    padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
+    padding = torch.arange(width, device=lengths.device) >= lengths[:, None]  # [B, width]
     mask = torch.zeros(padding.shape, device=lengths.device)
     return mask.masked_fill(padding, float("-inf"))[:, None, None]
 

@@ -63,7 +63,7 @@ def time_limit(what: str) -> Iterator[None]:
 
 
 def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYERS) -> None:
-    """Raise InputError for more layers or labels in a config.json than transformers may build."""
+    """transformers builds a list of the layers and one of the labels."""
     for part in fields.values():
         if isinstance(part, dict):
             check_counts(path, part, max_layers)
@@ -77,11 +77,7 @@ def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYER
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a checkpoint directory. Its code is never executed.
-
-    Raises InputError if transformers is not installed, it cannot be read within SECONDS, or
-    config.json declares too many layers or labels.
-    """
+    """Its code is never executed."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -117,7 +113,6 @@ def template_file(directory: Path) -> Path:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the token ids of a text, or of messages; raise InputError as `encode_chat`."""
     if not isinstance(prompt, str):
         return encode_chat(tokenizer, prompt)
     ids: list[int] = tokenizer(prompt)["input_ids"]
@@ -125,16 +120,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 
 def encode_response(tokenizer: Any, response: str) -> list[int]:
-    """Return the token ids of a response, without tokens that begin or end a text."""
+    """Return the token ids without tokens that begin or end a text."""
     ids: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Encode messages with the tokenizer's chat template, up to where the answer starts.
-
-    Raises InputError if there is no template, or it rejects the messages.
-    """
+    """Encode messages up to where the answer starts."""
     if tokenizer.chat_template is None:
         raise InputError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text "
@@ -183,7 +175,6 @@ class ControlTokens:
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
     def refuse(self, prompt: Prompt, what: str = "a prompt") -> None:
-        """Raise InputError if a prompt, or a value of its messages, has a control token."""
         if isinstance(prompt, str):
             texts = [prompt]
         else:
@@ -219,7 +210,7 @@ def tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise InputError for files that would block, such as pipes and devices."""
+    """Pipes and devices would block."""
     for name in (*FILES, "config.json", "generation_config.json"):
         if (directory / name).exists():
             check_regular(directory / name, TOKENIZER_BYTES)

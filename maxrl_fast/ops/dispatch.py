@@ -69,7 +69,6 @@ _tracing = _Tracing()
 
 
 def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an operator's result for tensors without memory, if its function reads values."""
     register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
         op, allow_override=True
     )
@@ -77,7 +76,6 @@ def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
-    """Raise ImportError if a record's fields differ between the compiled module and Python."""
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:
         raise ImportError(
@@ -125,6 +123,12 @@ class KernelLaunch:
             )
         return self.keep(tensor)
 
+    def addresses(
+        self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None
+    ) -> dict[str, int]:
+        """Return the addresses of tensors of one dtype and shape, by the kernel's names of them."""
+        return {name: self.address(name, x, dtype, shape) for name, x in tensors.items()}
+
     def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         """Return the address of a tensor with contiguous rows and any row stride, as `address`
         does."""
@@ -141,7 +145,6 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> int:
-        """Return the address of a tensor that needs no check."""
         if self.is_traced:
             return 0
         self._kept.append(tensor)
@@ -156,8 +159,6 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def launch(self, kernel: str, **arguments: Any) -> Any:
-        """Run this device's kernel: C++ on this process's threads, or CUDA on the current
-        stream."""
         if self.is_traced:
             return None
         if not is_gpu(self.device):

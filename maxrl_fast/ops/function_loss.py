@@ -58,7 +58,6 @@ def function_loss(
     batch: TokenBatch,
     tokens: Tokens,
 ) -> Tensor:
-    """Return the LossSums [10]; raise ValueError if the function's result is not [T]."""
     clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
     values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
     needs_advantage = not (
@@ -115,6 +114,17 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
     return k3 if kind == "k3" else k2 + (k3 - k2).detach()
 
 
+def token_logprobs_reference(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch is for tests, and for devices without a kernel."""
+    tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)  # [T, V]
+    # A token masked out by -inf logits has p log p = 0, not NaN.
+    entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], entropy
+
+
 def rows_of_loss(
     loss: TokenLoss,
     options: Mapping[str, float],
@@ -122,7 +132,7 @@ def rows_of_loss(
     targets: Tensor,
     temperature: float | Tensor,
 ) -> Tensor | None:
-    """Return the numbers [T, R] that the loss reads from each row of logits [T, V], if any."""
+    """Return [T, R] of the log-softmax of logits [T, V], if the loss reads rows."""
     if loss.rows is None:
         return None
     tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature

@@ -183,7 +183,6 @@ _resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is n
 def _inputs(
     row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Return the estimator's inputs; raise ValueError if one is missing or unexpected."""
     for name, value in given.items():
         if (value is None) == (name in row.inputs):
             raise ValueError(f"{row.name} {'needs' if value is None else 'does not use'} {name}")
@@ -236,7 +235,6 @@ def _by_function(
     size: int,
     options: dict[str, float],
 ) -> Tensor:
-    """Return the advantages from the estimator's function, of the viewed rewards' shape."""
     if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
         sizes = padded.present.sum(1)[:8].tolist()
         raise ValueError(f"{row.name} takes groups of equal size, got the sizes {sizes}")
@@ -290,12 +288,12 @@ def _by_function(
     total = padded.shape[0]
     # NaN stays where a group is too long; absent rollouts go to the last slot
     flat = advantages.new_full((total + 1,), torch.nan)
-    slots = torch.where(padded.present, padded.index, total)
+    slots = torch.where(padded.present, padded.index, total)  # [G, W]
     return flat.scatter(0, slots.flatten(), advantages.flatten())[:-1]
 
 
 def _check_fit(name: str, advantages: Tensor) -> None:
-    """Raise ValueError if an advantage is not finite; skipped on a GPU, where it would wait."""
+    """Raise ValueError if an advantage is not finite; a GPU would wait."""
     if not is_host_readable(advantages):
         return
     # float8 has no sums

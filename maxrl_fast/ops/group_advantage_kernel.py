@@ -100,7 +100,6 @@ def kernel_groups(
     order: Tensor | None,
     valid: Tensor | None,
 ) -> dict[str, int]:
-    """Return the layout for the kernel; raise ValueError if a tensor does not fit."""
     if rewards.dim() != (2 if offsets is None else 1) or not rewards.is_contiguous():
         raise ValueError(
             "rewards must be contiguous [G, N], or [S] with offsets, got the shape "
@@ -120,10 +119,7 @@ def kernel_groups(
 def read_sizes(
     call: KernelLaunch, groups: dict[str, int], row: Estimator, size: int, max_group_size: int
 ) -> tuple[int, ...]:
-    """Return the distinct numbers of valid rollouts of groups on a CPU, ascending.
-
-    Raises ValueError if the offsets do not fit, or the largest group is too large or too small.
-    """
+    """Return the distinct numbers of valid rollouts of groups on a CPU, ascending."""
     sizes = tuple(call.launch("distinct_group_sizes", **groups))
     largest = max(sizes, default=0)
     if max_group_size and largest > max_group_size:
@@ -144,8 +140,7 @@ def read_sizes(
 def _table(
     row: Estimator, size: int, options: tuple[float, ...], n: int, device: torch.device
 ) -> Tensor:
-    """Return the table of groups of n: float64 [2, n] by rank, or [2, n+1] by number of correct
-    ones."""
+    """Return float64 [2, n] by rank, or [2, n+1] by number of correct rollouts."""
     assert row.kernel is not None
     assert row.kernel.table is not None
     if row.size is not None:
@@ -163,7 +158,7 @@ def _tables(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the concatenated tables of `sizes`, and where each n's starts, int64 [largest + 1]."""
+    """Return the tables of `sizes`, end to end, and where each n's starts, int64 [largest + 1]."""
     nothing = torch.zeros(0, dtype=torch.float64)
     cpu = nothing.device
     tables = [_table(row, size, options, n, cpu).flatten() if n else nothing for n in sizes]

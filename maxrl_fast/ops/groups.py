@@ -28,6 +28,7 @@ def uneven_groups(
         return None, None
     # The number of groups is not read from the device: S groups are made, the last ones empty.
     ids, places = group_ids.long().sort(stable=True)
+    # [S], 0, 0, 1, ...: the group of each sorted rollout
     group = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
     return torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device)), places
 
@@ -70,7 +71,7 @@ class PaddedGroups:
             width, num_rows = torch.stack([sizes.max(), last]).tolist()
             starts, sizes = starts[:num_rows], sizes[:num_rows]
         places = torch.arange(width, device=rewards.device)  # [W]
-        present = places < sizes[:, None]
+        present = places < sizes[:, None]  # [G, W]
         index = (starts[:, None] + places).clamp(0, total - 1)  # [G, W]
         index = index if order is None else order[index]
         exists = present if valid is None else present & valid[index]
@@ -103,6 +104,7 @@ def check_numbers(
             wanted, wrong = "finite", ~(x.abs() <= largest)
         wrong = wrong & padded.exists
         if not is_host_readable(wrong):
+            # [..., G, W] -> [G, 1]
             groups = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
             groups = groups.any(0, keepdim=True) if row.over_batch else groups
             unusable = groups if unusable is None else unusable | groups

@@ -72,8 +72,6 @@ class _Loss(torch.autograd.Function):
 
 
 class _Spent(torch.autograd.Function):
-    """The logits after the loss: their backward pass raises an error."""
-
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.mark_dirty(logits)

@@ -3,7 +3,6 @@
 Registered as operators, because torch.compile could not trace the number of rows with a gradient.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,17 +15,25 @@ from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import needs_gradient, register_backward
 from maxrl_fast.ops.dispatch import has_kernels, operator, register_fake
-from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
+from maxrl_fast.ops.function_loss import (
+    function_loss,
+    linear_rows,
+    token_logprobs_reference,
+    tokens_of,
+)
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_loss import loss_and_metrics
+from maxrl_fast.ops.token_loss import loss_and_metrics, policy_gradient_loss
 from maxrl_fast.ops.token_loss_kernel import (
     NUM_SUMS,
     batch_and_terms,
     loss_arguments,
     split_temperature,
 )
-from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
+
+_DEFAULTS = {
+    x: y for x, y in (policy_gradient_loss.__kwdefaults__ or {}).items() if x != "in_place"
+}
 
 
 def linear_policy_gradient_loss(
@@ -36,25 +43,9 @@ def linear_policy_gradient_loss(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
-    advantages_per_token: bool | None = None,
-    old_logprobs: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
-    importance_weights: Tensor | None = None,
-    importance_weights_per_token: bool | None = None,
-    loss: str | Callable[..., Tensor] = "ppo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    kl: str = "k3",
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    loss_options: Mapping[str, float] | None = None,
-    temperature: float | Tensor = 1.0,
-    aggregation: str = "token_mean",
-    mask: Tensor | None = None,
-    denominator: float | Tensor | None = None,
     softcap: float = 0.0,
     chunk_tokens: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time.
 
@@ -76,51 +67,28 @@ def linear_policy_gradient_loss(
             unchanged. A gradient through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a
             GPU, but at least 128 tokens.
-        others: as in policy_gradient_loss, as are the results.
+        options: further arguments of policy_gradient_loss, except in_place; results are the same.
 
     Raises:
         As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU
         the backward pass can run only once.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
-    batch, terms, row, options = prepare(
-        hidden.dtype,
-        hidden.device,
-        (len(hidden), size),
-        targets,
-        advantages,
-        cu_seqlens,
-        advantages_per_token=advantages_per_token,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        importance_weights=importance_weights,
-        importance_weights_per_token=importance_weights_per_token,
-        loss=loss,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        kl=kl,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-        loss_options=loss_options,
-        temperature=temperature,
-        aggregation=aggregation,
-        mask=mask,
-        denominator=denominator,
+    given = {**_DEFAULTS, **options}
+    shape = len(hidden), size
+    batch, terms, row, numbers = prepare(
+        hidden.dtype, hidden.device, shape, targets, advantages, cu_seqlens, **given
     )
     if not has_kernels(hidden.device) or not row.fused:
         hidden = torch.where(batch.counted()[:, None], hidden, 0.0)  # masked states may be NaN
         targets = batch.targets.where(batch.counted(), 0)
-        tau = temperature
-        if mask is not None and isinstance(tau, Tensor):
-            tau = tau.where(mask, 1.0)
-        scale: dict[str, Any] = {"temperature": tau, "softcap": softcap}
+        scale: dict[str, Any] = {"temperature": batch.unmasked_temperature(), "softcap": softcap}
         values = linear_token_logprobs(hidden, weight, targets, **scale, chunk_tokens=chunk_tokens)
-        reads = None if row.rows is None else partial(call_rows, row, options)
+        reads = None if row.rows is None else partial(call_rows, row, numbers)
         rows = None if reads is None else linear_rows(hidden, weight, targets, reads, **scale)
-        sums = function_loss(row, options, terms, batch, tokens_of(batch, *values, rows))
+        sums = function_loss(row, numbers, terms, batch, tokens_of(batch, *values, rows))
         return loss_and_metrics(sums, hidden)
-    counted = len(batch) if mask is None else mask.sum()
+    counted = len(batch) if batch.mask is None else batch.mask.sum()
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_loss(hidden, weight, *loss_arguments(batch, terms), chunk, softcap, *needed)
     total, metrics = loss_and_metrics(sums, hidden)
@@ -166,11 +134,7 @@ def linear_token_logprobs(
 )
 def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
-    needed.
-
-    After the weight come the arguments of token_loss, chunk, soft cap, and which gradients are
-    needed.
-    """
+    needed."""
     *loss, chunk, softcap, needs_hidden, needs_weight = arguments
     batch, terms = batch_and_terms(loss)
     index, rows = _needed_index(batch, terms), hidden
@@ -294,7 +258,6 @@ def linear_logprobs_backward(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden [T, H] and weight [V, H], or [0] if not needed."""
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
     tau = temperature if temperatures is None else temperatures
     for start, stop, logits in chunks:

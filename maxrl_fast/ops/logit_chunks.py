@@ -20,7 +20,6 @@ _ROW_MULTIPLE = 64
 
 
 def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
-    """Return all logits hidden @ weight.T, [T, V], with the soft cap."""
     logits = hidden @ weight.to(hidden.dtype).T
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
@@ -28,7 +27,7 @@ def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
 def check_hidden(
     hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float
 ) -> tuple[int, int]:
-    """Return V and the given chunk_tokens, or 0; raise ValueError if an argument does not fit."""
+    """Return V and the given chunk_tokens, or 0."""
     check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(name, matrix)
@@ -56,7 +55,6 @@ def row_stride(vocab_size: int, device: torch.device) -> int:
 
 
 def default_chunk(hidden: Tensor, vocab_size: int) -> int:
-    """Return the number of tokens per chunk of the logits [T, V] of `hidden` [T, H]."""
     device = hidden.device
     row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
     most = max(CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
@@ -132,8 +130,7 @@ class Chunks:
             yield start, stop, logits
 
     def backward(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Add a chunk's contribution to the gradients, given the gradient of its logits [stop -
-        start, V]."""
+        """Add a chunk's contribution, given the gradient of its logits [stop - start, V]."""
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
         if self.grad_hidden is not None:
@@ -142,7 +139,6 @@ class Chunks:
             self.grad_weight = self._added(self.grad_weight, gradient, self.hidden[start:stop])
 
     def _added(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> Tensor:
-        """Return total [V, H] + gradient.T @ hidden, in place if torch supports it."""
         beta, self.beta = self.beta, 1
         if gradient.dtype == total.dtype:
             return total.addmm_(gradient.T, hidden, beta=beta)
@@ -156,7 +152,7 @@ class Chunks:
         return total.add_(product) if beta else product
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of hidden and weight, in their dtypes; [0] if not needed."""
+        """Return them in the dtypes of hidden and weight; [0] if not needed."""
         hidden, weight = self.grad_hidden, self.grad_weight
         return (
             self.hidden.new_empty(0) if hidden is None else hidden,

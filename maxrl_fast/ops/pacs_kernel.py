@@ -36,8 +36,7 @@ def pacs_loss(
     denominators: Tensor | None,
     denominator: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss [], the PacsMetrics [4], the cross-entropies [S], and the gradient of the
-    proxies [S]."""
+    """The last result is the gradient of the proxies [S]."""
     device, dtype, shape = proxies.device, proxies.dtype, proxies.shape
     num_groups = len(offsets) - 1 if offsets is not None else len(proxies) // group_size
     metrics = proxies.new_empty(NUM_METRICS, dtype=torch.float64)
@@ -53,8 +52,7 @@ def pacs_loss(
         num_groups=num_groups,
         group_size=group_size,
         offsets=call.address("offsets", offsets, torch.int64, (num_groups + 1,)),
-        proxies=call.address("reward_proxy", proxies, dtype, shape),
-        labels=call.address("labels", labels, dtype, shape),
+        **call.addresses(dtype, *shape, proxies=proxies, labels=labels),
         denominators=call.address("denominator", denominators, torch.float64, ()),
         denominator=denominator,
         score=score,
@@ -96,8 +94,7 @@ def log_ratio_reward(
         "log_ratio_reward",
         dtype=DTYPES[dtype],
         **_sequences(call, cu_seqlens, mask, beta, len(logprobs)),
-        logprobs=call.address("logprobs", logprobs, dtype, shape),
-        ref_logprobs=call.address("ref_logprobs", ref_logprobs, dtype, shape),
+        **call.addresses(dtype, *shape, logprobs=logprobs, ref_logprobs=ref_logprobs),
         proxies=call.keep(proxies),
     )
     return proxies

@@ -48,7 +48,6 @@ def register_estimator(
 
 
 def own_estimator(function: Callable[..., Any]) -> Estimator:
-    """Return the row of a custom function; raise ValueError if its signature does not fit."""
     return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
 
 

@@ -71,7 +71,6 @@ class TokenBatch:
         return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> list[Tensor]:
-        """Return advantages [T], and importance weights [T] if given."""
         factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
         if self.importance_weights is not None:
             weights = self.importance_weights
@@ -103,6 +102,11 @@ class TokenBatch:
 
     def counted(self) -> Tensor:
         return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
+
+    def unmasked_temperature(self) -> float | Tensor:
+        """Return the temperature, 1 for masked tokens, whose own may be anything."""
+        tau = self.temperature
+        return tau.where(self.counted(), 1.0) if isinstance(tau, Tensor) else tau
 
     def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
         """Return which tokens [T] the loss reads: those with a gradient.
@@ -158,10 +162,7 @@ def prepare(
     denominator: float | Tensor | None,
 ) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
     """Check the arguments of policy_gradient_loss for T, V = shape, and convert them for the
-    kernels.
-
-    Returns the batch, the terms of the loss, its row and its options.
-    """
+    kernels."""
     row = find_loss(loss)
     options = row.resolve(loss_options)
     learns_without_advantage(row, tuple(options.items()))  # raises if the function fails
@@ -288,7 +289,6 @@ def loss_terms(
 def _check_values(
     name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None
 ) -> None:
-    """Raise ValueError for the first wrong number that is not masked."""
     is_wrong = is_wrong if mask is None else is_wrong & mask
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
@@ -307,7 +307,6 @@ def check_rows(
     device: torch.device,
     mask: Tensor | None = None,
 ) -> None:
-    """Raise ValueError if targets or temperature do not fit T, V = shape."""
     check_tensor("targets", targets)
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
@@ -331,7 +330,7 @@ def check_rows(
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise ValueError if cu_seqlens is wrong. On a GPU the values are not read."""
+    """On a GPU the values are not read."""
     check_tensor("cu_seqlens", cu_seqlens)
     is_vector = cu_seqlens.dim() == 1 and len(cu_seqlens) > 0
     if not is_vector or not is_integer(cu_seqlens) or cu_seqlens.device != device:
@@ -370,10 +369,7 @@ def _denominator(
 
 
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Return the denominator as a float64 scalar tensor on the device, or None and a number.
-
-    Raises ValueError if it is not one finite number above 0.
-    """
+    """Return float64 [] on the device, or None and a number."""
     number: Any = given
     if isinstance(given, Tensor):
         check_tensor("denominator", given)

@@ -6,16 +6,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_flag, check_tensor
+from maxrl_fast.algorithms.arguments import check_flag
 from maxrl_fast.algorithms.losses.registry import TokenLoss
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import needs_gradient
 from maxrl_fast.ops.dispatch import has_kernels
-from maxrl_fast.ops.function_loss import function_loss, rows_of_loss, tokens_of
+from maxrl_fast.ops.function_loss import (
+    function_loss,
+    rows_of_loss,
+    token_logprobs_reference,
+    tokens_of,
+)
 from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_loss_kernel import DTYPES, LossSums, loss_arguments, split_temperature
-from maxrl_fast.ops.token_loss_reference import token_logprobs_reference
+from maxrl_fast.ops.token_loss_kernel import LossSums, loss_arguments, shape_of, split_temperature
 
 _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
@@ -194,12 +198,6 @@ def policy_gradient_loss(
     return loss_and_metrics(sums, logits)
 
 
-def _unmasked(batch: TokenBatch) -> float | Tensor:
-    """Return the temperature, set to 1 for masked tokens."""
-    tau = batch.temperature
-    return tau.where(batch.counted(), 1.0) if isinstance(tau, Tensor) else tau
-
-
 def _by_function(
     logits: Tensor,
     batch: TokenBatch,
@@ -208,7 +206,6 @@ def _by_function(
     options: dict[str, float],
     in_place: bool,
 ) -> Tensor:
-    """Return the LossSums [10] of a loss that is a function of token_logprobs."""
     if in_place and row.rows is not None:
         raise ValueError(
             f"in_place must be False for {row.name}, which needs whole rows of logits for its "
@@ -220,7 +217,7 @@ def _by_function(
         return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))
 
     def write_gradient(logits: Tensor) -> Tensor:
-        rows = targets, *split_temperature(_unmasked(batch))
+        rows = targets, *split_temperature(batch.unmasked_temperature())
         logprobs, entropy = (x.requires_grad_() for x in kernels.token_logprobs(logits, *rows))
         with torch.enable_grad():
             sums = sums_of(logprobs, entropy, None)
@@ -233,7 +230,7 @@ def _by_function(
     if not has_kernel or row.rows is not None:
         # masked logits may be NaN, and so their gradient
         logits = torch.where(batch.counted()[:, None], logits, 0.0)
-    values = token_logprobs(logits, targets, temperature=_unmasked(batch))
+    values = token_logprobs(logits, targets, temperature=batch.unmasked_temperature())
     return sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature))
 
 
@@ -244,17 +241,6 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
     means = dict(zip(_MEANS, (sums.detach()[-len(_MEANS) :] / read).unbind(), strict=True))
     metrics = {"tokens": named.tokens, "dropped_tokens": named.dropped_tokens, **means}
     return sums[0].to(real_dtype(like.dtype)), metrics
-
-
-def shape_of(logits: Tensor) -> tuple[int, int]:
-    """Return T and V; raise ValueError or TypeError if the argument is not logits."""
-    check_tensor("logits", logits)
-    if logits.dim() != 2 or logits.dtype not in DTYPES:
-        raise ValueError(
-            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
-            f"{tuple(logits.shape)}"
-        )
-    return logits.shape[0], logits.shape[1]
 
 
 def contiguous_rows(logits: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import _C
+from maxrl_fast.algorithms.arguments import check_tensor
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
@@ -64,29 +65,32 @@ def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
-class LogitsLaunch(KernelLaunch):
-    """A call with the arguments that all token loss kernels share."""
+def shape_of(logits: Tensor) -> tuple[int, int]:
+    check_tensor("logits", logits)
+    if logits.dim() != 2 or logits.dtype not in DTYPES:
+        raise ValueError(
+            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
+            f"{tuple(logits.shape)}"
+        )
+    return logits.shape[0], logits.shape[1]
 
+
+class LogitsLaunch(KernelLaunch):
     __slots__ = ("arguments", "dtype", "real", "shape")
 
     def __init__(
         self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
     ):
         super().__init__(logits.device)
-        if logits.dim() != 2 or logits.dtype not in DTYPES:
-            raise ValueError(
-                f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
-                f"{tuple(logits.shape)}"
-            )
-        self.shape = logits.shape[0], logits.shape[1]
+        self.shape = shape_of(logits)
         self.real, self.dtype = real_dtype(logits.dtype), logits.dtype
         self.arguments = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
             "tokens": (  # TokenRows of csrc/token_loss.h
                 *self.shape,
-                self.vector("targets", targets, torch.int64),
-                self.vector("temperatures", temperatures, self.real),
+                self.address("targets", targets, torch.int64, self.shape[:1]),
+                self.address("temperatures", temperatures, self.real, self.shape[:1]),
                 temperature,
             ),
         }
@@ -94,18 +98,15 @@ class LogitsLaunch(KernelLaunch):
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
         return self.rows(name, tensor, self.dtype, self.shape), tensor.stride(0)
 
-    def vector(self, name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
-        """Return the address of a tensor of this shape, default [T]; 0 for None."""
-        return self.address(name, tensor, dtype, shape or self.shape[:1])
-
     def run_logprobs_backward(
         self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor
     ) -> None:
         self.launch(
             "token_logprobs_backward",
             **self.arguments,
-            grad_logprobs=self.vector("grad_logprobs", grad_logprobs, self.real),
-            grad_entropy=self.vector("grad_entropy", grad_entropy, self.real),
+            **self.addresses(
+                self.real, self.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
+            ),
             gradient=self.matrix("gradient", gradient),
         )
 
@@ -135,7 +136,7 @@ _OF_BATCH, _OF_TERMS = (
 
 @operator(schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)")
 def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the LossSums [10] and the gradient of the logits [T, V], or [0, 0] if not needed."""
+    """The second result is the gradient of the logits [T, V], or [0, 0] if not needed."""
     *of_loss, needs_gradient = arguments
     batch, terms = batch_and_terms(of_loss)
     if not needs_gradient:
@@ -178,42 +179,38 @@ register_loss(token_loss, "policy_gradient_loss", 1)
 
 @operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
 def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
-    """Return the LossSums [10], and overwrite the logits with their gradient."""
     return launch_token_loss(logits, logits, *batch_and_terms(arguments))
 
 
 def launch_token_loss(
     logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms
 ) -> Tensor:
-    """Return the sums [10], and write `gradient`, which may be the logits."""
+    """Write `gradient`, which may be the logits."""
     call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
-    num_sequences = batch.num_sequences
-
-    def values_at(name: str, values: Tensor | None, is_per_token: bool) -> int:
-        return call.vector(name, values, call.real, *(() if is_per_token else (num_sequences,)))
-
+    num_tokens, num_sequences = call.shape[0], batch.num_sequences
+    advantages = num_tokens if batch.advantages_per_token else num_sequences
+    weights = num_tokens if batch.importance_weights_per_token else num_sequences
+    addresses = call.addresses
     size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
     sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
     row = call.launch(
         "token_loss",
         **call.arguments,
         num_sequences=num_sequences,
-        cu_seqlens=call.vector("cu_seqlens", batch.cu_seqlens, torch.int64, num_sequences + 1),
-        advantages=values_at("advantages", batch.advantages, batch.advantages_per_token),
+        **addresses(torch.int64, num_sequences + 1, cu_seqlens=batch.cu_seqlens),
+        **addresses(call.real, advantages, advantages=batch.advantages),
         advantages_per_token=batch.advantages_per_token,
-        importance_weights=values_at(
-            "importance_weights", batch.importance_weights, batch.importance_weights_per_token
-        ),
+        **addresses(call.real, weights, importance_weights=batch.importance_weights),
         importance_per_token=batch.importance_weights_per_token,
-        old_logprobs=call.vector("old_logprobs", batch.old_logprobs, call.real),
-        ref_logprobs=call.vector("ref_logprobs", batch.ref_logprobs, call.real),
-        sequence_log_ratio=call.vector(
-            "sequence_log_ratio", batch.sequence_log_ratio, call.real, num_sequences
+        **addresses(
+            call.real,
+            num_tokens,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
         ),
-        mask=call.vector("mask", batch.mask, torch.bool),
-        sequence_tokens=call.vector(
-            "sequence_tokens", batch.sequence_tokens, torch.int64, num_sequences
-        ),
+        **addresses(call.real, num_sequences, sequence_log_ratio=batch.sequence_log_ratio),
+        **addresses(torch.bool, num_tokens, mask=batch.mask),
+        **addresses(torch.int64, num_sequences, sequence_tokens=batch.sequence_tokens),
         denominator=call.address("denominator", batch.denominator, torch.float64, ()),
         **vars(terms),
         gradient=(0, 0) if gradient is None else call.matrix("gradient", gradient),

@@ -31,14 +31,11 @@ class Sampling:
 
     @property
     def filters_tokens(self) -> bool:
-        """Whether some tokens may be excluded from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
 class RolloutStatistics:
-    """What one call of `generate` did."""
-
     prefill_seconds: float = 0.0  # for the prompts and the first token of each response
     decode_seconds: float = 0.0
     decode_steps: int = 0  # forward passes after the prefill
@@ -50,8 +47,6 @@ class RolloutStatistics:
 
 
 class Engine(Protocol):
-    """The interface of a rollout engine."""
-
     statistics: RolloutStatistics  # of the last call of generate
 
     def describe(self) -> str:
@@ -78,7 +73,6 @@ class Engine(Protocol):
 def check_request(
     prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes
 ) -> None:
-    """Raise InputError for a request that no engine can serve."""
     lengths = prompts.lengths
     if num_samples < 1 or len(prompts) < 1:
         raise InputError(
@@ -116,8 +110,6 @@ def check_request(
 def check_cache(
     cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int
 ) -> None:
-    """Raise InputError if the KV cache cannot hold a prompt and a response of so many bytes and
-    tokens."""
     if prompt + response > cache_bytes:
         raise InputError(
             "kv_cache_gb must hold the longest prompt and a response, "

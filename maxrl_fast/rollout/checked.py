@@ -21,7 +21,7 @@ DTYPES = {
 
 @dataclass
 class CheckedEngine:
-    """An engine whose rollouts are checked. `name` is the engine's in error messages."""
+    """An engine whose rollouts are checked; `name` is for messages."""
 
     engine: Engine
     name: str
@@ -40,7 +40,7 @@ class CheckedEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """See `Engine.generate`. Raises EngineError on rollouts that cannot be true."""
+        """Raises EngineError on rollouts that cannot be true."""
         rollouts = self.engine.generate(prompts, num_samples, sampling, seed=seed, step=step)
         self.statistics = self.engine.statistics
         wrong = find_wrong(rollouts, prompts, num_samples, sampling, self.vocab_size)

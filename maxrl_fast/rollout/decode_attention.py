@@ -124,12 +124,16 @@ class Step:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
+        # [A, Hq] with any strides
+        fits = prompt_lse.dtype == torch.float32 and prompt_lse.device == q.device
+        if not fits or prompt_lse.shape != (batch, heads):
+            raise ValueError(
+                f"prompt_lse must be float32 {(batch, heads)} on {q.device}, got "
+                f"{prompt_lse.dtype} {tuple(prompt_lse.shape)} on {prompt_lse.device}"
+            )
         splits = num_splits(batch, kv_heads, limit)
         partial_shape = batch, heads, splits, dim + 2
         partial = None if splits == 1 else torch.empty(partial_shape, device=q.device)
-
-        def at(name: str, x: Tensor, *shape: int) -> int:
-            return call.address(name, x, q.dtype, shape)
 
         call.launch(
             "decode_attention",
@@ -145,11 +149,10 @@ class Step:
             q_stride=q.stride(0),
             k_stride=k.stride(0),
             v_stride=v.stride(0),
-            k_cache=at("k_cache", own[0], batch, limit, kv_heads, dim),
-            v_cache=at("v_cache", own[1], batch, limit, kv_heads, dim),
+            **call.addresses(q.dtype, batch, limit, kv_heads, dim, k_cache=own[0], v_cache=own[1]),
             lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
-            prompt_out=at("prompt_o", prompt_o, batch, heads, dim),
-            prompt_lse=_float_address(call, prompt_lse, (batch, heads)),
+            prompt_out=call.address("prompt_o", prompt_o, q.dtype, (batch, heads, dim)),
+            prompt_lse=call.keep(prompt_lse),
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
             num_splits=splits,
@@ -162,23 +165,13 @@ class Step:
 def _rows_address(
     call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> int:
-    """Return the address of [A, heads, D] with contiguous rows, a multiple of 16 bytes apart."""
+    """Rows must be contiguous, a multiple of 16 bytes apart."""
     if x.stride(0) * x.element_size() % 16:
         raise ValueError(
             f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
             f"{x.stride()}"
         )
     return call.rows(name, x, dtype, shape)
-
-
-def _float_address(call: KernelLaunch, x: Tensor, shape: tuple[int, int]) -> int:
-    """Return the address of a float32 tensor with any strides."""
-    if x.dtype != torch.float32 or x.shape != shape or x.device != call.device:
-        raise ValueError(
-            f"prompt_lse must be float32 {shape} on {call.device}, got {x.dtype} {tuple(x.shape)} "
-            f"on {x.device}"
-        )
-    return call.keep(x)
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:

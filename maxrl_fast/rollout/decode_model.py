@@ -29,10 +29,7 @@ class DecodeLayer:
 
 
 class DecodeModel:
-    """A decoder without gradients. Its weights keep their addresses, which CUDA graphs read.
-
-    compiled: run torch.compile on the parts before and after attention, instead of the kernels.
-    """
+    """A decoder without gradients. Its weights keep their addresses, which CUDA graphs read."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class DecodeModel:
         self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight by its name in checkpoints; parts of packed weights are views."""
+        """Yield them by their names in checkpoints; parts of packed weights are views."""
         sizes = [count * self.config.head_dim for count in self.head_counts]
         yield "model.embed_tokens.weight", self.embedding
         for i, layer in enumerate(self.layers):
@@ -106,11 +103,7 @@ class DecodeModel:
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> Tensor:
-        """Return the final hidden states [R, H], after the last norm, of `rows` of a packed stream.
-
-        tokens, positions: [U] int64. attention: called once per layer. rows: int64 [R]; after the
-        last layer's attention only these are computed. None: all.
-        """
+        """See PolicyModel.forward. Without `rows` all are computed."""
         eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
         x = F.embedding(tokens, self.embedding)  # [U, H]
         normed = self.ops.rms_norm(x, self.layers[0].input_norm, eps)
@@ -124,7 +117,6 @@ class DecodeModel:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] in the compute dtype of hidden states [R, H]."""
         return F.linear(hidden, self.output)
 
     def _rotary(self, positions: Tensor) -> Rotary:
@@ -141,7 +133,6 @@ def before_attention(
     head_counts: tuple[int, int, int],
     ops: LayerOps,
 ) -> Heads:
-    """Return q [U, Hq, D], k and v [U, Hkv, D] of the normed input [U, H]."""
     heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (sum(head_counts), -1))
     q, k, v = heads.split(head_counts, dim=1)
     return ops.rotate_heads((q, k, v), layer.head_norms, rotary)
@@ -150,8 +141,6 @@ def before_attention(
 def after_attention(
     layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, ops: LayerOps
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [U, H] and its next norm, from the input [U, H] and attention [U, Hq *
-    D]."""
     x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
     gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
     return ops.add_rms_norm(x, F.linear(ops.swiglu(gate, up), layer.down), next_norm, eps)

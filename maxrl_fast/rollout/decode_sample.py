@@ -9,7 +9,7 @@ from maxrl_fast.rollout import Sampling
 
 
 def has_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the CUDA kernel supports the sampling; it has no top-k, top-p or min-p."""
+    """The kernel has no top-k, top-p or min-p."""
     return (
         not sampling.filters_tokens
         and dtype in DEVICE_DTYPES
@@ -54,10 +54,8 @@ def sample_and_append(
         samples_per_logits=num_rows // count,
         rows=call.address("rows", rows, torch.int64, (num_rows,)),
         temperature=sampling.temperature,
-        keys=call.address("keys", keys, torch.int64, (batch,)),
+        **call.addresses(torch.int64, batch, keys=keys, last=last, length=length),
         stops=call.address("stops", stops, torch.bool, (size,)),
-        last=call.address("last", last, torch.int64, (batch,)),
-        length=call.address("length", length, torch.int64, (batch,)),
         done=call.address("done", done, torch.bool, (batch,)),
         tokens=call.address("tokens", tokens, torch.int64, (batch, limit)),
         logprobs=call.address("logprobs", logprobs, torch.float32, (batch, limit)),

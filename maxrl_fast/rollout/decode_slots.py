@@ -32,19 +32,18 @@ class Shape(NamedTuple):
         )
 
     def joined(self, other: "Shape") -> "Shape":
-        """Return the smallest shape that holds both, where their limits are equal."""
         return Shape(*(max(pair) for pair in zip(self, other, strict=True)))
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Numbers of rows to decode at a time, descending; few, as each has a CUDA graph."""
+        """They descend, and are few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
     def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
-        """Return the bytes of the KV cache, and of a step's tensors, which the CUDA graphs keep."""
+        """A step's tensors are included, which the CUDA graphs keep."""
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
@@ -55,15 +54,14 @@ class Shape(NamedTuple):
 
 
 def uses_graphs(device: torch.device) -> bool:
-    """Return whether steps are captured in CUDA graphs. Tests replace this function."""
+    """Tests replace this function."""
     return device.type == "cuda"
 
 
 def captured(
     step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any
 ) -> torch.cuda.CUDAGraph:
-    """Run a step once, which loads its kernels, and return a graph of it. Tests replace this
-    function."""
+    """The first run loads the kernels. Tests replace this function."""
     assert stream is not None
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -142,8 +140,7 @@ class DecodeSlots:
         self._capture(sampling)
 
     def _capture(self, sampling: Sampling) -> None:
-        """Capture the steps that have no graph yet. All rows are done, so a step changes
-        nothing."""
+        """All rows are done, so a step changes nothing."""
         if not uses_graphs(self.last.device):
             return
         starts, most = self.starts.clone(), self.rows
@@ -158,7 +155,7 @@ class DecodeSlots:
         self.starts.copy_(starts)
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
-        """Run `count` steps, after which no sample may have more than `width` tokens."""
+        """No sample may have more than `width` tokens after them."""
         for _ in range(count):
             if uses_graphs(self.last.device):
                 self.graphs[sampling, self.rows].replay()
@@ -166,9 +163,8 @@ class DecodeSlots:
                 self.step(sampling, width)
 
     def step(self, sampling: Sampling, width: int) -> None:
-        """Append one token to every sample that has not ended."""
         rows = slice(self.rows)
-        length = self.length[rows]
+        length = self.length[rows]  # [rows]
         # a graph serves every job
         size = (self.shape if uses_graphs(length.device) else self).group_size
         groups = Groups(
@@ -187,14 +183,13 @@ class DecodeSlots:
             state = (x[rows] for x in of_batch)
             decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
         else:
-            u = uniforms(self.keys[rows], length)[:, None]
+            u = uniforms(self.keys[rows], length)[:, None]  # [rows, 1]
             token, log_p = sample(logits.float(), u, sampling)
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
-        """Append tokens and log-probs to these rows, unless the sample has ended."""
         done, length = self.done[rows], self.length[rows]
-        at = length.clamp_max(self.shape.limit - 1)
+        at = length.clamp_max(self.shape.limit - 1)  # [rows]
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):
             state[rows, at] = torch.where(done, state[rows, at], values)
         self.last[rows] = torch.where(done, self.last[rows], token)
@@ -234,7 +229,7 @@ class DecodeSlots:
                 logits, sampling, self.keys, self.stops, *state, rows=rows
             )
         else:
-            u = uniforms(self.keys[rows], 0).view(-1, self.group_size)
+            u = uniforms(self.keys[rows], 0).view(-1, self.group_size)  # [g, group_size]
             token, log_p = sample(logits.float(), u, sampling)
             self._append(rows, token.flatten(), log_p.flatten())
 
@@ -253,7 +248,7 @@ class DecodeSlots:
         if rows == self.rows:
             return
         # Active rows and others that fit, in their order: the rows of a prompt stay together.
-        chosen = active.long().argsort(descending=True, stable=True)[:rows]
+        chosen = active.long().argsort(descending=True, stable=True)[:rows]  # [rows]
         kept = chosen.sort().values.to(self.last.device)
         for name in self.STATE:
             state = getattr(self, name)

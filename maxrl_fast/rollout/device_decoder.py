@@ -46,7 +46,6 @@ class DeviceDecoder:
         self.batch: DecodeSlots | None = None
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
-        """Return the bytes of the KV cache for so many prompts and samples of these lengths."""
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
     def describe(self) -> str:
@@ -72,7 +71,6 @@ class DeviceDecoder:
             self.batch = None
 
     def load_weights(self, model: Decoder) -> None:
-        """Copy the policy's weights, rounded to the compute dtype."""
         own = dict(self.model.weights())
         for name, weight in model.weights():
             own[name].copy_(weight)
@@ -87,45 +85,32 @@ class DeviceDecoder:
         budget: int,
         max_batch: int,
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most `max_batch` at a time.
-
-        keys: [S] int64, which select the random numbers. budget: bytes of the KV cache and a step's
-        tensors; the longest prompt and a response fit.
-        """
-        # Graphs are captured and replayed on the current device.
-        is_gpu = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
-            shape = self._shape(prompts, num_samples, sampling.max_new_tokens, budget, max_batch)
-            batch = self._batch_for(shape, budget)
-            batch.begin(shape.slots, shape.group_size, sampling)
-            return _Job(prompts, num_samples, sampling, keys, batch).run()
-
-    def _shape(
-        self, prompts: Prompts, num_samples: int, limit: int, budget: int, max_batch: int
-    ) -> Shape:
-        """Return the largest shape within the budget that a call can use."""
+        """Sample responses to checked prompts, at most `max_batch` at a time. keys: [S] int64,
+        which select the random numbers. budget: bytes of the KV cache and a step's tensors."""
+        limit = sampling.max_new_tokens
         row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
+        # the largest shape within the budget that this call can use
         width = min(_rounded(int(prompts.lengths.max())), (budget - row) // token)
         group_size = max(1, min(num_samples, max_batch, (budget - width * token) // row))
         slots = max(1, min(max_batch // group_size, budget // (group_size * row + width * token)))
         slots = min(slots, len(prompts) * -(-num_samples // group_size))
-        return Shape(slots, slots * group_size, group_size, width, limit)
-
-    def _batch_for(self, shape: Shape, budget: int) -> DecodeSlots:
-        """Return slots that hold the shape; new ones also hold the old shape, if the budget
-        allows."""
-        if self.batch is None or not self.batch.shape.holds(shape):
-            if self.batch is not None and self.batch.shape.limit == shape.limit:
-                both = shape.joined(self.batch.shape)
-                shape = both if both.cache_bytes(self.model.config, self.dtype) <= budget else shape
-            self.batch = None  # before the new one is allocated
-            self.batch = DecodeSlots(self.model, shape, self.dtype, self.in_kernel)
-        return self.batch
+        shape = new = Shape(slots, slots * group_size, group_size, width, limit)
+        # Graphs are captured and replayed on the current device.
+        is_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
+            if self.batch is None or not self.batch.shape.holds(shape):
+                if self.batch is not None and self.batch.shape.limit == limit:
+                    both = shape.joined(self.batch.shape)
+                    new = (
+                        both if both.cache_bytes(self.model.config, self.dtype) <= budget else shape
+                    )
+                self.batch = None  # before the new one is allocated
+                self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel)
+            self.batch.begin(slots, group_size, sampling)
+            return _Job(prompts, num_samples, sampling, keys, self.batch).run()
 
 
 class _Job:
-    """One call of `generate`: the groups that wait, and the results so far."""
-
     def __init__(
         self,
         prompts: Prompts,
@@ -169,7 +154,7 @@ class _Job:
                 self.steps += count
             active, lengths = self._finish()
         tokens, logprobs, lengths = self.results.values()
-        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]
+        last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~batch.stops[last])
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,
@@ -191,28 +176,22 @@ class _Job:
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """Admit waiting groups into these slots, at most PREFILL_TOKENS at a time."""
-        start = time.perf_counter()
+        """At most PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
+        start, device = time.perf_counter(), self.keys.device
+        lengths, cu_seqlens = self.prompts.lengths.cpu(), self.prompts.cu_seqlens.cpu()
         for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
-            self._admit_together(part)
+            groups = torch.arange(self.next_group, self.next_group + len(part))
+            chosen = groups // self.groups_per_prompt  # prompt of each group
+            index = ranges(cu_seqlens[chosen], lengths[chosen]).to(device)
+            prompts = Prompts(
+                self.prompts.tokens[index],
+                cumulative(lengths[chosen]).to(device),
+                self.prompts.ids[chosen.to(device)],
+            )
+            samples = self.groups[groups.to(device)]  # [g, group_size]
+            self.batch.admit(part.to(device), prompts, samples, self.keys, self.sampling)
+            self.next_group += len(part)
         self.prefill_seconds += time.perf_counter() - start
-
-    def _admit_together(self, slots: Tensor) -> None:
-        """Admit groups in one forward pass; a prompt's groups each compute it."""
-        groups = torch.arange(self.next_group, self.next_group + len(slots))
-        lengths = self.prompts.lengths.cpu()
-        chosen = groups // self.groups_per_prompt
-        starts = self.prompts.cu_seqlens.cpu()[chosen]
-        cu_seqlens, index = cumulative(lengths[chosen]), ranges(starts, lengths[chosen])
-        device = self.keys.device
-        prompts = Prompts(
-            self.prompts.tokens[index.to(device)],
-            cu_seqlens.to(device),
-            self.prompts.ids[chosen.to(device)],
-        )
-        samples = self.groups[groups.to(device)]
-        self.batch.admit(slots.to(device), prompts, samples, self.keys, self.sampling)
-        self.next_group += len(slots)
 
     def _finish(self) -> tuple[Tensor, Tensor]:
         """Store the results of samples that have ended since the last call.

@@ -7,7 +7,6 @@ ENGINES = ("native", "vllm")
 
 
 def is_plugin(name: str) -> bool:
-    """Whether an engine is custom: FILE.py:CLASS, or the name of an installed one."""
     return name not in ENGINES and (is_file(name) or is_installed("rollout", name))
 
 

@@ -24,7 +24,6 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) -> Tensor:
-    """Return one int64 key per sample, in the shape of prompt_ids and sample_ids."""
     key = torch.zeros_like(prompt_ids)
     for coordinate in (seed, step, prompt_ids, sample_ids):
         key = _mix((key ^ coordinate) + _INCREMENT)

@@ -22,7 +22,7 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
     logits = logits if sampling.temperature == 1 else logits / sampling.temperature
     log_p = torch.log_softmax(logits, -1)
     kept = filtered_logprobs(log_p, sampling) if sampling.filters_tokens else log_p
-    cdf = kept.exp().cumsum(-1)
+    cdf = kept.exp().cumsum(-1)  # [A, V]
     token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)
     return token, log_p.gather(-1, token)
 
@@ -30,12 +30,12 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
     """Apply top-k, top-p and min-p to log-probs [A, V] and renormalise; excluded tokens get
     -inf."""
-    ordered, order = log_p.sort(dim=-1, descending=True, stable=True)
+    ordered, order = log_p.sort(dim=-1, descending=True, stable=True)  # [A, V]
     p = ordered.exp()
-    rank = torch.arange(p.shape[-1], device=p.device)
+    rank = torch.arange(p.shape[-1], device=p.device)  # [V]
     kept = rank < sampling.top_k if sampling.top_k else rank >= 0
     p = p * kept
-    before = p.cumsum(-1) - p
+    before = p.cumsum(-1) - p  # [A, V], the probability of more probable tokens
     kept = kept & ((before < sampling.top_p * p.sum(-1, keepdim=True)) | (rank == 0))
     kept = kept & (p >= sampling.min_p * p[:, :1])
     mask = torch.zeros_like(kept).scatter(-1, order, kept)

@@ -27,11 +27,9 @@ from maxrl_fast.rollout.sampling import sample
 
 
 class TransformersEngine:
-    """Samples responses with a copy of the policy in the compute dtype.
-
-    The random numbers of a sample depend only on (seed, step, prompt id, sample, position).
-    cache_bytes: KV-cache limit; prompts beyond it wait. max_batch: samples decoded at a time.
-    """
+    """Samples responses with a copy of the policy in the compute dtype. The random numbers of a
+    sample depend only on (seed, step, prompt id, sample, position). Prompts beyond `cache_bytes`
+    wait."""
 
     def __init__(
         self,
@@ -60,11 +58,9 @@ class TransformersEngine:
         self.model.copy_weights(model)
 
     def sleep(self) -> None:
-        """Do nothing: the cache exists only while samples are decoded."""
+        """The cache exists only while samples are decoded."""
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response; raise InputError if they
-        exceed it."""
         c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
         token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
         prompt, own = token * prompt_length, token * max_new_tokens
@@ -75,8 +71,6 @@ class TransformersEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
-        cache."""
         check_request(prompts, num_samples, sampling, self.config)
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # of a prompt, in one pass
@@ -98,7 +92,7 @@ class TransformersEngine:
             ]
             parts.append([torch.cat(x, 1).flatten(0, 1) for x in zip(*shares, strict=True)])
         tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
-        truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]
+        truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]  # [S]
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         prefill = sum(one.prefill_seconds for one in passes)
         self.statistics = RolloutStatistics(
@@ -114,8 +108,6 @@ class TransformersEngine:
 
 @dataclass
 class _Pass:
-    """The decoding of some prompts with all or some of their samples."""
-
     model: HuggingFacePolicy
     dtype: torch.dtype
     sampling: Sampling
@@ -128,8 +120,7 @@ class _Pass:
     def run(
         self, prompts: Prompts, seed: int, step: int, samples: range
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of these samples of g
-        prompts."""
+        """Return tokens and log-probs [g, n, limit] and lengths [g, n]."""
         start, device, n = time.perf_counter(), prompts.tokens.device, len(samples)
         limit = self.sampling.max_new_tokens
         number = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts))
@@ -155,7 +146,6 @@ class _Pass:
         return tokens.view(-1, n, limit), logprobs.view(-1, n, limit), lengths.view(-1, n)
 
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
-        """Fill the caches with the prompts, and return the logits [g, V] of the first token."""
         lengths = prompts.lengths
         none = torch.zeros(0, dtype=torch.int64)
         layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
@@ -164,11 +154,12 @@ class _Pass:
         def attention(
             layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
         ) -> Tensor:
+            # [g, n, limit, Hkv, D]
             own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
             self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
             return shared_prompt_attention(q, k, v, layout, variant)
 
-        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
+        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)  # [U]
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(
             prompts.tokens, positions, attention, prompts.cu_seqlens[1:] - 1, self.dtype
@@ -186,7 +177,7 @@ class _Pass:
         ) -> Tensor:
             cache = self.caches[layer]
             for own, x in zip(cache[2:], (k, v), strict=True):
-                own[:, :, at] = x.unflatten(0, (groups, -1))
+                own[:, :, at] = x.unflatten(0, (groups, -1))  # [g, n, Hkv, D]
             return decode_attention(q, cache, prompt_lengths, at, variant)
 
         rows = torch.arange(len(token), device=token.device)
@@ -196,18 +187,16 @@ class _Pass:
 def decode_attention(
     q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant
 ) -> Tensor:
-    """Return the attention [g n, Hq, D] of q [g n, Hq, D], of tokens number `at`, in float32
-    PyTorch.
-
-    cache: keys and values of prompts [g, P, Hkv, D], then of samples [g, n, limit, Hkv, D].
-    """
+    """Return [g n, Hq, D], in float32 PyTorch. cache: keys and values of prompts [g, P, Hkv, D],
+    then of samples [g, n, limit, Hkv, D]."""
     keys, values, own_keys, own_values = (x.float() for x in cache)
     own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
     g, n, kv_heads = *own_keys.shape[:2], keys.shape[2]
+    # [g, n, Hkv, R, D], R query heads of a key head
     wide = q.float().view(g, n, kv_heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5
     to_prompts = torch.einsum("gnkrd,gpkd->gnkrp", wide, keys)
     to_own = torch.einsum("gnkrd,gnwkd->gnkrw", wide, own_keys)
-    scores = torch.cat([to_prompts, to_own], -1)
+    scores = torch.cat([to_prompts, to_own], -1)  # [g, n, Hkv, R, P + at + 1]
     if variant.softcap:
         scores = variant.softcap * torch.tanh(scores / variant.softcap)
     lengths = prompt_lengths[:, None]

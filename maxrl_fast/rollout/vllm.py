@@ -59,8 +59,6 @@ SETTINGS = {
 
 
 def check_installed() -> str:
-    """Return the installed version of vLLM; raise InputError if there is none or it is not
-    supported."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
@@ -80,16 +78,10 @@ def check_installed() -> str:
 
 class VllmEngine:
     """Samples responses with vLLM. Random numbers depend on (seed, step), the first prompt and the
-    batch.
-
-    model: the policy, not sharded yet. cache_bytes: each rank's KV cache. max_batch: samples
-    decoded at a time. ranks: the processes of the run, which build their engines together.
-    tensor_parallel: number of neighbouring ranks that share an engine and call `generate` together,
-    each with its own prompts or none. filters_tokens: see `logprobs_mode`.
-
-    Raises InputError if vLLM is not installed or not supported, rejects the model, or memory is
-    short.
-    """
+    batch. model: the policy, not sharded yet. cache_bytes: each rank's KV cache. ranks: the
+    processes of the run, which build their engines together. tensor_parallel: number of
+    neighbouring ranks that share an engine and call `generate` together, each with its own prompts
+    or none."""
 
     def __init__(
         self,
@@ -130,25 +122,29 @@ class VllmEngine:
             if is_cpu:
                 _pad_heads()
                 _use_gloo()
-            self._llm = _make_llm(
-                vllm.LLM,
-                model=folder,
-                load_format="dummy",  # load_weights below writes the weights
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # read no generation_config.json
-                dtype=str(dtype).removeprefix("torch."),
-                enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
-                kv_cache_memory_bytes=self.cache_bytes,
-                # vLLM refuses to start where less than this is free: 0.92 if not given
-                gpu_memory_utilization=share,
-                max_model_len=self.config.max_position_embeddings,
-                max_num_seqs=max_batch,
-                logprobs_mode=self._logprobs_mode,
-                enable_sleep_mode=self._can_sleep,
-                # a third faster than the default of 128 tokens
-                **({"block_size": 32} if is_cpu else {}),
-                **_launch_options(ranks, tensor_parallel, self._device),
-            )
+            try:
+                self._llm = vllm.LLM(
+                    model=folder,
+                    load_format="dummy",  # load_weights below writes the weights
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",  # read no generation_config.json
+                    dtype=str(dtype).removeprefix("torch."),
+                    enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
+                    kv_cache_memory_bytes=self.cache_bytes,
+                    # vLLM refuses to start where less than this is free: 0.92 if not given
+                    gpu_memory_utilization=share,
+                    max_model_len=self.config.max_position_embeddings,
+                    max_num_seqs=max_batch,
+                    logprobs_mode=self._logprobs_mode,
+                    enable_sleep_mode=self._can_sleep,
+                    # a third faster than the default of 128 tokens
+                    **({"block_size": 32} if is_cpu else {}),
+                    **_launch_options(ranks, tensor_parallel, self._device),
+                )
+            except ValueError as error:
+                raise InputError(
+                    f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
+                ) from error
         if ranks.size > 1:
             # Else vLLM, since 0.32, ends the process group of the run, which it has joined,
             # together with the engine.
@@ -170,10 +166,8 @@ class VllmEngine:
         return f"vllm ({self.version}, {where}, {dtype}, {cache})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Replace vLLM's weights by the policy's, and clear its prefix cache.
-
-        With sharded weights or a shared engine, the ranks must call this together.
-        """
+        """Also clears the prefix cache. With sharded weights or a shared engine, the ranks must
+        call this together."""
         if self._is_asleep:
             # the KV cache later, when the gathered weights have been freed
             self._llm.wake_up(tags=["weights"])
@@ -188,7 +182,6 @@ class VllmEngine:
     def generate(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
     ) -> Rollouts:
-        """See `Engine.generate`."""
         if self._is_asleep:
             raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
         requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
@@ -215,7 +208,6 @@ class VllmEngine:
     def _sample(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
     ) -> list[Any]:
-        """Return vLLM's outputs, one for each prompt."""
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
         options = sampling_parameters(sampling, num_samples)
         parameters = importlib.import_module("vllm").SamplingParams(**options, flat_logprobs=True)
@@ -229,7 +221,6 @@ class VllmEngine:
         return outputs
 
     def sleep(self) -> None:
-        """Free weights and KV cache, on a GPU; `load_weights` must follow."""
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
@@ -245,7 +236,6 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
 
 
 def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
-    """Raise InputError where the model cannot be divided among this many ranks."""
     for name in ("num_attention_heads", "intermediate_size"):
         size = getattr(config, name)
         if size % tensor_parallel:
@@ -262,11 +252,7 @@ def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
 def _memory_share(
     model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
 ) -> float:
-    """Return the fraction of memory for vLLM's weights and KV cache; raise InputError if it is not
-    free.
-
-    `sharing` ranks share the memory.
-    """
+    """Return the share that weights and KV cache take, where `sharing` ranks share the memory."""
     device = model.lm_head.weight.device
     total = memory_bytes(device)
     available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
@@ -281,7 +267,7 @@ def _memory_share(
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for this process of torchrun, and set the variables it reads."""
+    """Return vLLM's options for torchrun, and set the variables that it reads."""
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)
@@ -290,15 +276,6 @@ def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) ->
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": tensor_parallel,
     }
-
-
-def _make_llm(llm_class: Any, **options: Any) -> Any:
-    try:
-        return llm_class(**options)
-    except ValueError as error:
-        raise InputError(
-            f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -356,7 +333,7 @@ def _use_gloo() -> None:
 
 
 def _pad_heads() -> None:
-    """Let vLLM's CPU attention accept any head size: pad heads with zeros to a supported size."""
+    """vLLM's CPU attention accepts few head sizes."""
     attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     sizes = backend.CPUAttentionBackend.get_supported_head_sizes()

@@ -23,7 +23,6 @@ Sample = tuple[list[int], Sequence[float], bool]
 
 
 def check_version(version: str, advice: str = "") -> None:
-    """Raise InputError for a version of vLLM that is not supported; `advice` ends the message."""
     numbers = tuple(int(x) if x.isdecimal() else 0 for x in version.split("+")[0].split(".")[:2])
     if not NEEDS[0] <= numbers < NEEDS[1]:
         wanted = f"from {VERSIONS[0]} to below {VERSIONS[1]}"
@@ -40,7 +39,7 @@ def logprobs_mode(filters_tokens: bool) -> str:
 
 
 def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
-    """Return vLLM's parameters for a prompt; greedy samples are equal, so only one is requested."""
+    """Greedy samples are equal, so only one is requested."""
     return {
         "n": 1 if sampling.temperature == 0 else num_samples,
         "temperature": sampling.temperature,
@@ -77,10 +76,8 @@ def rollouts_of(
 
 
 def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the policy's weights one at a time, in vLLM's dtype, without a second copy of them all.
-
-    With sharded weights, all ranks must iterate together.
-    """
+    """Yield them one at a time, in vLLM's dtype, without a second copy of them all. With sharded
+    weights, all ranks must iterate together."""
     tied, head = _tied_name(model), None
     for name, weight in model.weights():
         cast = weight.to(dtype)

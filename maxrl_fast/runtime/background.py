@@ -39,7 +39,6 @@ class Background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all work is done; raise the error of failed work."""
         job = self._newest
         if job is not None:
             job.join()
@@ -48,6 +47,6 @@ class Background:
                 raise job.error
 
     def join(self, seconds: float) -> None:
-        """Wait at most this many seconds for all work to finish; errors are not raised."""
+        """Wait at most this many seconds; errors are not raised."""
         if self._newest is not None:
             self._newest.join(seconds)

@@ -81,9 +81,7 @@ class Machine:
 
     @classmethod
     def named(cls, text: str) -> "Machine":
-        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each. Raises InputError for other
-        texts.
-        """
+        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each."""
         found = re.fullmatch(r"([1-9]\d{0,5})x(\d{1,5}(?:\.\d{1,3})?)", text)
         if found is None or float(found[2]) == 0:
             raise InputError(
@@ -103,10 +101,8 @@ class Machine:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Copy tensors of one device to the host, with one wait for the device.
-
-    Values must be exact in float64, as float32 and integers below 2^53 are.
-    """
+    """Wait once for the device. Values must be exact in float64, as float32 and integers below 2^53
+    are."""
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
     values = (
@@ -116,17 +112,14 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Read scalars of one device, by name, with one wait for the device."""
+    """Wait once for the device."""
     numbers = to_host(*tensors.values())
     return {name: float(number) for name, number in zip(tensors, numbers, strict=True)}
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Copy host tensors of one dtype to the device, in one asynchronous copy.
-
-    The copy is from pinned memory; from other memory the host would wait until the GPU has finished
-    all queued work.
-    """
+    """Copy tensors of one dtype at once and asynchronously, from pinned memory; from other memory
+    the host would wait until the GPU has finished all queued work."""
     if device.type == "cpu":
         return list(tensors)
     packed = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)

@@ -66,7 +66,6 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, renamed to `path` at the end or removed on an exception."""
     temporary = temporary_path(path)
     temporary.unlink(missing_ok=True)  # a killed process's, or a link that somebody put there
     try:
@@ -80,13 +79,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write or replace a JSON file atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def point(link: Path, target: Path) -> None:
-    """Create or replace a relative symbolic link within one folder tree."""
+    """Create or replace a relative symbolic link."""
     temporary = temporary_path(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent))
@@ -104,10 +102,7 @@ def write_checksums(directory: Path) -> None:
 
 
 def verify_checksums(directory: Path) -> None:
-    """Check every file of a folder against checksums.json.
-
-    Raises DamagedError, naming the file, if one is missing, truncated or changed.
-    """
+    """DamagedError names the file that is missing, truncated or changed."""
     path = directory / CHECKSUMS
     if not path.is_file():
         raise DamagedError(f"{path} is missing")
@@ -163,14 +158,12 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
 
 
 def refused(folder: Path, error: OSError) -> InputError | StorageError:
-    """Return StorageError if the disk is full, else InputError, for an --out folder."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 
 
 @contextlib.contextmanager
 def storing(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Raise StorageError, naming what cannot be written, in place of these errors."""
     try:
         yield
     except errors as error:
@@ -196,15 +189,8 @@ def locked(
     tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
     """Hold an exclusive lock on a folder, which is created if needed; do nothing unless `is_owner`.
-
-    The kernel releases the lock when its owner dies. The file `lock` in the folder names the owner.
-    Another owner may be exiting, so this waits up to `limit` seconds, after a message to `tell`.
-
-    Raises:
-        InputError: if another process still holds the lock (the message names it), or the folder
-        or its checkpoints/ cannot be locked or written to.
-        StorageError: if the disk is full.
-    """
+    The kernel releases the lock when its owner dies; the file `lock` names the owner. Another owner
+    may be exiting, so this waits up to `limit` seconds, after a message to `tell`."""
     if not is_owner:
         yield
         return
@@ -232,7 +218,7 @@ def locked(
 
 
 def _try_writing(folder: Path) -> None:
-    """Raise OSError if no file can be created in a folder or in its checkpoints/."""
+    """Create a file in a folder and in its checkpoints/."""
     checkpoints = folder / "checkpoints"
     for place in (folder, checkpoints) if os.path.lexists(checkpoints) else (folder,):
         probe = temporary_path(place / "probe")
@@ -242,11 +228,7 @@ def _try_writing(folder: Path) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file of a run and return its descriptor; neither follow a link nor wait at a pipe.
-
-    Raises:
-        InputError: if the path is not a regular file. OSError: if it cannot be opened.
-    """
+    """Open a file of a run, without following a link or waiting at a pipe."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -267,11 +249,7 @@ TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Raise InputError if a path is not a regular file (reading a pipe would block), or is larger
-    than `most_bytes`.
-
-    Raises OSError or ValueError if the file does not exist, or its name is not valid.
-    """
+    """Refuse other kinds of files: reading a pipe would block."""
     _check_status(path, os.stat(path), most_bytes)
 
 
@@ -293,13 +271,10 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises InputError, naming the file, if it cannot be read, is larger than JSON_BYTES, or does not
-    hold an object.
-    """
+    """Return an object; InputError names the file."""
     try:
-        content = json.loads(_read(path))
+        check_regular(path, JSON_BYTES)
+        content = json.loads(path.read_bytes())
     # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
@@ -311,19 +286,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read(path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for a writer. fstat checks the open file, which
-    # cannot be swapped.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        _check_status(path, os.fstat(file.fileno()), JSON_BYTES)
-        content = file.read(JSON_BYTES + 1)  # files in /proc report a size of 0
-    if len(content) > JSON_BYTES:
-        raise InputError(f"{shown(path)} must have at most {JSON_BYTES} bytes, and has more")
-    return content
-
-
 def shown(name: object) -> str:
-    """Return a path or name for a message: on one line, and shortened if long."""
+    """Return a name on one line, and shortened if long."""
     text = str(name)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

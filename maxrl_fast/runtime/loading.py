@@ -22,9 +22,7 @@ class LoadError(Exception):
 
 
 def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file. Raises
-    LoadError.
-    """
+    """Return the function "path/to/file.py:name" or "package.module:name", and its file."""
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -63,7 +61,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def describe_error(error: BaseException, file: str) -> str:
-    """Return an error's type, its message, and the last line of its traceback in `file`."""
+    """Add the last line of its traceback in `file`."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:

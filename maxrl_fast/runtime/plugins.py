@@ -31,7 +31,6 @@ def is_file(name: str) -> bool:
 
 
 def installed(option: str) -> list[EntryPoint]:
-    """Return the entry points for an option, a key of GROUPS, sorted by name."""
     return sorted(entry_points(group=GROUPS[option]), key=lambda point: point.name)
 
 
@@ -40,16 +39,12 @@ def is_installed(option: str, name: str) -> bool:
 
 
 def owner(point: EntryPoint) -> str:
-    """Return the name and version of an entry point's distribution."""
     if point.dist is not None:
         return f"{point.dist.name} {point.dist.version}"
     return "an unknown distribution"
 
 
 def find(option: str, name: str) -> EntryPoint | None:
-    """Return the entry point of this name; None if there is none. Raises InputError if several
-    distributions have one.
-    """
     found = [point for point in installed(option) if point.name == name]
     if len(found) > 1:
         owners = " and ".join(map(owner, found))
@@ -61,7 +56,7 @@ def find(option: str, name: str) -> EntryPoint | None:
 
 
 def describe_installed() -> str:
-    """Return a paragraph on the installed plug-ins for --help; "" if there are none."""
+    """Return a paragraph for --help."""
     found = entry_points()  # once: it reads the metadata of every distribution
     points = [
         (option, point) for option, group in GROUPS.items() for point in found.select(group=group)
@@ -81,11 +76,7 @@ def place_of(option: str, name: str) -> str:
 
 @cache
 def load_plugin(option: str, name: str, wanted: str) -> Any:
-    """Return the object that an option's value names. `wanted` is "FUNCTION" or "CLASS", for
-    messages.
-
-    Raises InputError, naming the distribution and the error, if it cannot be loaded.
-    """
+    """Return the object that an option's value names. `wanted`: "FUNCTION" or "CLASS"."""
     if is_file(name):
         try:
             return load(name)[0]
@@ -112,15 +103,9 @@ def build_plugin(
     arguments: Mapping[str, Any] | None = None,
     hint: str = "",
 ) -> Any:
-    """Construct the class that an option's value names, and check the object against a protocol.
-
-    Its constructor must take `arguments`, and gets those of `offered` that it has parameters for.
-    `hint` ends the message about a parameter without an argument.
-
-    Raises:
-        InputError: if it is not a class, its constructor takes other arguments or fails, or a
-        member of the protocol is missing or has another signature or type.
-    """
+    """Construct the class that an option's value names with `arguments` and those of `offered` that
+    it has parameters for, and check the object against a protocol. `hint` ends the message about a
+    parameter without an argument."""
     who, cls = f"--{option} {name}", load_plugin(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")
@@ -158,10 +143,7 @@ def build_plugin(
 
 
 def check_protocol(who: str, plugin: object, protocol: type) -> None:
-    """Raise InputError if a member of the protocol is missing or has another type or signature.
-
-    A method that the class only inherits from the protocol counts as missing.
-    """
+    """A method that the class only inherits from the protocol counts as missing."""
     methods = {
         key: value
         for key, value in vars(protocol).items()
@@ -194,7 +176,7 @@ def _bare(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _can_be_called_as(own: Any, asked: Any) -> bool:
-    """Return whether a bound method accepts the trainer's calls of the protocol's method."""
+    """Whether it accepts the trainer's calls of the protocol's method."""
     try:
         signature = inspect.signature(own)
     except (TypeError, ValueError):

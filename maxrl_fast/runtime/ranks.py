@@ -49,15 +49,12 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return the start and length of this rank's share of `count` items. Shares differ by at
-        most one item.
-        """
+        """Return start and length of this rank's share; shares differ by at most one item."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
     def neighbours(self, count: int) -> "Ranks":
-        """Return this process among `count` neighbouring ranks; `count` must divide the world size.
-        All ranks must call this."""
+        """Return this process among `count` neighbouring ranks. All ranks must call this."""
         if count == 1:
             return Ranks()
         starts = range(0, self.size, count)
@@ -67,7 +64,7 @@ class Ranks:
         return Ranks(self.rank % count, count, groups[self.rank // count])
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks, on every rank; x may be overwritten."""
+        """x may be overwritten."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -76,7 +73,7 @@ class Ranks:
         return bool(self.sum(torch.tensor(int(flag), device=device))) if self.size > 1 else flag
 
     def from_first(self, x: Tensor) -> Tensor:
-        """Return the first rank's x, on every rank; x may be overwritten."""
+        """x may be overwritten."""
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
@@ -90,7 +87,6 @@ class Ranks:
         return bytes(self.from_first(encoded).tolist()).decode().strip()
 
     def texts(self, text: str) -> list[str]:
-        """Return the non-empty lines of all ranks' texts."""
         encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
         lines = bytes(self.concatenate(encoded).tolist()).decode().split("\n")
         return [line for line in lines if line]
@@ -113,7 +109,7 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def concatenate_prompts(self, prompts: Prompts) -> Prompts:
-        """Concatenate the prompts of all ranks in rank order, without their columns."""
+        """The columns are left out."""
         if self.size == 1:
             return prompts
         tokens, lengths, ids = (
@@ -133,11 +129,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[RankMonitor | None]:
-        """Connect the ranks, so that collectives work inside the block. A rank that fails ends the
-        others within a minute.
-
-        Yields the RankMonitor, which reports failures to the other ranks, or None with one process.
-        """
+        """Connect the ranks; one that fails ends the others within a minute. Yields None with one
+        process."""
         if self.size == 1:
             yield None
             return
@@ -193,7 +186,6 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether a collective failed because another process was killed."""
     texts = (
         "connection closed",
         "connection reset",
@@ -205,7 +197,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def own_gpu() -> int:
-    """Return this process's GPU index: its local rank, or 0 if it sees only one GPU."""
+    """Return the local rank, or 0 if the process sees only one GPU."""
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
         raise InputError(
@@ -238,14 +230,9 @@ PAUSE = 0.05  # seconds between polls of the store
 
 def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
     """Return a key prefix that only the ranks of this start use, the same on all of them, once all
-    have arrived.
-
-    Every rank makes up a name. The first rank publishes the names it finds, its own first, until
-    every rank has found its name in the list. So ranks need not agree on how often they were
-    started, which torchrun counts differently on different machines.
-
-    Raises RuntimeError if a rank has not arrived within `limit` seconds.
-    """
+    have arrived. Every rank makes up a name. The first rank publishes the names it finds, its own
+    first, until every rank has found its name in the list. So ranks need not agree on how often
+    they were started, which torchrun counts differently on different machines."""
     own, end = uuid.uuid4().hex, time.monotonic() + limit
     others = range(1, size)
     if rank:

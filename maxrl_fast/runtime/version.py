@@ -6,7 +6,6 @@ FLAG = "--version"
 
 
 def version_text() -> str:
-    """Return the versions of maxrl_fast, torch and Python, and which kernels are built."""
     import torch  # imported here: not all commands need torch
 
     try:

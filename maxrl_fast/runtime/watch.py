@@ -69,7 +69,7 @@ class RankMonitor(threading.Thread):
         self.dump_workers()
 
     def _end(self, message: str) -> None:
-        """End this process, even if the main thread waits inside a collective."""
+        """The main thread may wait inside a collective."""
         print(f"error: {message}; rank {self._rank} stops", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -105,9 +105,7 @@ class RankMonitor(threading.Thread):
         return None
 
     def say_failed(self, message: str) -> str | None:
-        """Make the other ranks end with this rank's message. If another rank failed first, return
-        its message.
-        """
+        """Make the others end with this message. If another failed first, return its message."""
         self._stopped.set()
         own = f"rank {self._rank} failed: {message}"
         try:
@@ -130,7 +128,6 @@ class RankMonitor(threading.Thread):
             self._store.wait([f"stacks/{rank}" for rank in range(self._size)], STACKS_LIMIT)
 
     def stop(self) -> None:
-        """Stop the heartbeats, and tell the other ranks that this rank has finished."""
         self._stopped.set()
         self.join()
         # the others may have ended, and the store with them

@@ -22,21 +22,12 @@ HABIT = 0.9
 
 
 class ChainTask:
-    """A chain of `length` states from the start to the goal, the same in every episode.
-
-    In each state one action leads to the next state. The other action ends the episode; in half of
-    the states it first takes a step into a dead end. The reward is the number of steps, including
-    one into a dead end, divided by `length`. A policy that always takes the more frequent action
-    earns some reward but rarely reaches the goal. Tokens after the end of the episode are ignored.
-
-    Args:
-        length: number of states, and the longest response in tokens.
-        seed: seed of the chain.
-        habit: fraction of states where RIGHT leads on.
-
-    Raises:
-        InputError: if the length is below 2.
-    """
+    """A chain of `length` states from the start to the goal, the same in every episode. In each
+    state one action leads to the next state, RIGHT in the fraction `habit` of them. The other
+    action ends the episode; in half of the states it first takes a step into a dead end. The reward
+    is the number of steps, including one into a dead end, divided by `length`. A policy that always
+    takes the more frequent action earns some reward but rarely reaches the goal. Tokens after the
+    end of the episode are ignored."""
 
     vocab_size = VOCAB_SIZE
     num_test_prompts: int | None = None
@@ -66,17 +57,17 @@ class ChainTask:
         self.max_new_tokens = length
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return the start of the chain `count` times; both splits are the same."""
+        """Both splits are the same."""
         return Prompts(
             torch.full((count,), BOS), torch.arange(count + 1), torch.arange(start, start + count)
         )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Raise InputError: a demonstration would give away the only solution."""
+        """A demonstration would give away the only solution."""
         raise InputError(f"--sft-steps must be 0, as {self.name} has no solutions for a warm start")
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Return rewards [S] float32 in [0, 1]."""
+        """Rewards are in [0, 1]."""
         tokens = rollouts.padded_tokens(PAD)[:, : len(self.actions)]  # [S, L]
         device, width = tokens.device, tokens.shape[1]
         leads_on = tokens == self.actions.to(device)[:width]
@@ -90,11 +81,10 @@ class ChainTask:
         return (forward + into_dead_end) / len(self.actions)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the way to the goal for each response, which is an answer without reasoning."""
+        """The way to the goal is an answer without reasoning."""
         return [ReferenceAnswer(0, [], self.actions.tolist()) for _ in range(len(rollouts))]
 
     def answer(self, response: str) -> str:
-        """Return the actions as text."""
         return response.strip()
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:

@@ -10,16 +10,8 @@ from maxrl_fast.tasks import Task
 
 
 def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Task:
-    """Return the task of a class.
-
-    Args:
-        arguments: --task-args, a JSON object with arguments of the class. seed, model: given to a
-        class that has a parameter of this name; None: a run without --model.
-
-    Raises:
-        InputError: where it is not a class, does not take these arguments, or lacks something of
-        the protocol.
-    """
+    """Return the task of a class. arguments: --task-args, a JSON object; `seed` and `model` are
+    given to a class that has parameters of these names."""
     offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
     hint = "" if model is not None else ", or --model if it is model"
     given = json_object("--task-args", arguments)
@@ -28,9 +20,6 @@ def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Tas
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that is the value of an option, empty for ""; raises InputError where
-    it is none.
-    """
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
@@ -18,35 +17,18 @@ from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
 from maxrl_fast.tasks.jsonl import Line, read_demonstrations, read_hub, read_lines
 from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
 
 Fields = dict[str, Any]
 
 
-class DatasetTask:
-    """The lines of a data set, reshuffled in every epoch.
-
-    Training prompt i is line i mod n of the order of epoch i // n. The order depends only on the
-    seed and the epoch.
-
-    Args:
-        spec: the format of the lines. seed: seed of the order. model: the checkpoint directory with
-        the tokenizer. data, test_data: files of prompts; without `test_data`, a tenth of `data` is
-        held out. hub: a data set of the Hugging Face hub to use instead of `data`; default:
-        `spec.hub`. prompt_key, answer_key: keys of the prompt and the correct answer in a line;
-        default: the keys of `spec`. prompt_suffix: text added to prompts that are text; default:
-        `spec.suffix`. plain_prompts: do not apply the chat template to prompts that are text.
-        max_prompt_tokens: longer prompts are dropped. allow_special_tokens: encode control tokens
-        in the text of a prompt as such; otherwise its line is refused. sft_data: a file of
-        demonstrations, whose prompts are asked as those of `data` are. max_new_tokens: the response
-        limit; demonstrations with longer responses are left out. Default: `spec.max_new_tokens`.
-
-    Raises:
-        InputError: if a file cannot be read, a line is invalid, or no prompt or no demonstration is
-        short enough.
-    """
+class DatasetTask(TextTask):
+    """The lines of a data set, reshuffled in every epoch. Training prompt i is line i mod n of the
+    order of epoch i // n, which depends only on the seed and the epoch. Arguments are the options
+    of these names; what is not given is as in `spec`. Demonstrations are asked as the prompts of
+    `data` are."""
 
     num_test_prompts: int | None
 
@@ -68,69 +50,52 @@ class DatasetTask:
         sft_data: Path | None = None,
         max_new_tokens: int | None = None,
     ):
-        self._seed, self._spec = seed, spec
-        self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
-        self._suffix = spec.suffix if prompt_suffix is None else prompt_suffix
-        self.vocab_size, self.stop_ids, self.max_new_tokens = (
-            self._text.vocab_size,
-            self._text.stop_ids,
-            spec.max_new_tokens,
-        )
+        suffix = spec.suffix if prompt_suffix is None else prompt_suffix
+        super().__init__(model, suffix, plain_prompts, max_prompt_tokens, allow_special_tokens)
+        self._seed, self._spec, self._key = seed, spec, prompt_key or spec.prompt_key
+        self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        self._key = prompt_key or spec.prompt_key
         source, lines, test = _read(spec, self._key, data, test_data, hub)
         if not test:
-            is_held_out = [
-                zlib.crc32(json.dumps(line[self._key]).encode()) % TEST_SHARE == 0
-                for _, line in lines
-            ]
-            test = [line for line, is_test in zip(lines, is_held_out, strict=True) if is_test]
-            lines = [line for line, is_test in zip(lines, is_held_out, strict=True) if not is_test]
+            parts: tuple[list[Line], list[Line]] = [], []
+            for place, line in lines:
+                prompt = json.dumps(line[self._key]).encode()
+                parts[zlib.crc32(prompt) % TEST_SHARE == 0].append((place, line))
+            lines, test = parts
         lines, test = (
             [(place, self._columns(line, answer_key)) for place, line in part]
             for part in (lines, test)
         )
         self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
-        limit, num_long = (
-            max_prompt_tokens,
-            len(lines) + len(test) - sum(map(len, self._lines.values())),
-        )
         for split, kept in self._lines.items():
             if not kept:
                 raise InputError(
-                    f"{source} must have prompts of at most {limit} tokens for the {split} split, "
-                    "got none in "
-                    f"{len(lines)} training lines and {len(test)} test lines"
+                    f"{source} must have prompts of at most {max_prompt_tokens} tokens for the "
+                    f"{split} split, got none in {len(lines)} training lines and {len(test)} test "
+                    "lines"
                 )
+        num_long = len(lines) + len(test) - sum(map(len, self._lines.values()))
         self.prompt_length = max(len(tokens) for kept in self._lines.values() for tokens, _ in kept)
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
         contents = [[line for _, line in part] for part in (lines, test)]
         encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
-        self._demonstrations, self._sft_name = list[tuple[list[int], list[int]]](), ""
-        if sft_data is not None:
-            self._read_demonstrations(
-                sft_data, max_new_tokens or spec.max_new_tokens, max_prompt_tokens
-            )
-            encoded += [
-                [tokens for demonstration in self._demonstrations for tokens in demonstration]
-            ]
-        self.num_demonstrations, self.has_demonstrations = (
-            len(self._demonstrations),
-            bool(self._demonstrations),
-        )
-        self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
-        self._order = lru_cache(4)(self._shuffle)
         self.num_test_prompts = len(self._lines["test"])
         self.name = (
             f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out"
-            + (f", {num_long} longer than {limit} tokens left out" if num_long else "")
         )
-        self.name += self._sft_name
+        if num_long:
+            self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"
+        self._demonstrations: list[tuple[list[int], list[int]]] = []
+        if sft_data is not None:
+            most_tokens = max_new_tokens or spec.max_new_tokens
+            self._read_demonstrations(sft_data, most_tokens, max_prompt_tokens)
+            encoded += [[tokens for pair in self._demonstrations for tokens in pair]]
+        self.num_demonstrations = len(self._demonstrations)
+        self.has_demonstrations = bool(self._demonstrations)
+        self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
+        self._order = lru_cache(4)(self._shuffle)
 
     def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
-        """Read and encode the demonstrations that are short enough and not held out, and say how
-        many are not.
-        """
         # A run lowers its limit to this number, and a resumed run must find the same demonstrations
         # with the lower limit.
         if (room := self._text.positions - self.prompt_length) > 0:
@@ -141,51 +106,41 @@ class DatasetTask:
         responses = self._text.encode_responses(
             [response for _, _, response in lines], places, most_tokens
         )
-        held_out, num_held_out = {tuple(tokens) for tokens, _ in self._lines["test"]}, 0
+        held_out = {tuple(tokens) for tokens, _ in self._lines["test"]}
+        num_held_out, positions = 0, self._text.positions
         for prompt, response in zip(prompts, responses, strict=True):
             if prompt is not None and tuple(prompt) in held_out:
                 num_held_out += 1
-            elif (
-                prompt is not None
-                and response is not None
-                and len(prompt) + len(response) <= self._text.positions
-            ):
+            elif prompt and response and len(prompt) + len(response) <= positions:
                 self._demonstrations.append((prompt, response))
         limits = (
-            f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or "
-            f"{self._text.positions} of both"
-        )
-        num_long = len(lines) - len(self._demonstrations) - num_held_out
-        left_out = (f", {num_long} left out with more than {limits}" if num_long else "") + (
-            f", {num_held_out} left out with held-out prompts" if num_held_out else ""
+            f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {positions} of "
+            "both"
         )
         if not self._demonstrations:
             raise InputError(
                 f"{path.name} must have demonstrations with at most {limits}, whose prompts are "
-                "not held out, got none in "
-                f"{len(lines)} lines"
+                f"not held out, got none in {len(lines)} lines"
             )
-        self._sft_name = f"; {len(self._demonstrations)} demonstrations of {path.name}{left_out}"
+        self.name += f"; {len(self._demonstrations)} demonstrations of {path.name}"
+        if num_long := len(lines) - len(self._demonstrations) - num_held_out:
+            self.name += f", {num_long} left out with more than {limits}"
+        if num_held_out:
+            self.name += f", {num_held_out} left out with held-out prompts"
 
     def _asked(self, prompt: Any) -> Any:
-        """Return a prompt of a line, text or messages, as it is asked."""
         if isinstance(prompt, str) and self._spec.is_question:
             return self._text.prompt(prompt + self._suffix)
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
     def _columns(self, line: Fields, answer_key: str | None) -> Fields:
-        """Return a line with its "prompt" as it is asked and its correct "answer", as the reward
-        function gets it.
-        """
+        """Return a line as the reward function gets it."""
         columns = {**line, "prompt": self._asked(line[self._key])}
-        return (
-            columns
-            if self._spec.gold is None
-            else columns | {"answer": self._spec.gold(line, answer_key)}
-        )
+        gold = self._spec.gold
+        return columns if gold is None else columns | {"answer": gold(line, answer_key)}
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
-        """Return the token ids and lines of the prompts that are not too long."""
+        """Leave out prompts that are too long."""
         encoded = self._text.encode(
             [line["prompt"] for _, line in lines], [place for place, _ in lines]
         )
@@ -200,22 +155,15 @@ class DatasetTask:
         return torch.randperm(count, generator=generator).tolist()
 
     def _shuffled(self, lines: list[Any], i: int) -> Any:
-        """Return line i of the endless stream that has all lines in a new order in each epoch."""
+        """Return line i of an endless stream that has all lines in a new order in each epoch."""
         return lines[self._order(i // len(lines), len(lines))[i % len(lines)]]
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, each with its line."""
         lines, indices = self._lines[split], range(start, start + count)
         chosen = [self._shuffled(lines, i) if split == "train" else lines[i] for i in indices]
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Return the demonstrations `start` to `start + count - 1` of --sft-data, in a new order in
-        every epoch.
-
-        Raises:
-            InputError: if there are none: the lines of prompts have no solution to learn from.
-        """
         if not self._demonstrations:
             raise InputError(
                 f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a "
@@ -227,19 +175,8 @@ class DatasetTask:
         )
         return prompts, Rollouts.given([response for _, response in chosen])
 
-    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Raise InputError: `reward` or the user's function scores responses in worker
-        processes.
-        """
-        raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
-
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the answer of each response's line, after the first box that the response opens.
-
-        Raises:
-            InputError: if only the reward function knows the answers, or an answer has a control
-            token.
-        """
+        """Return the answer of each response's line, after the first box that a response opens."""
         if self._spec.form is None:
             raise InputError(
                 "the reference answer must be known, but only the reward function reads the lines "
@@ -248,24 +185,13 @@ class DatasetTask:
         return text_answers(self._text, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the answer in a response, such as the content of its last box; "" if it has
-        none.
-        """
         return self._spec.answer(response)
-
-    def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        return self._text.decode(tokens, with_special)
-
-    def tokenizer_files(self) -> dict[str, Any]:
-        return self._text.files()
 
 
 def _read(
     spec: DatasetSpec, key: str, data: Path | None, test_data: Path | None, hub: str | None
 ) -> tuple[str, list[Line], list[Line]]:
-    """Return the name of the data set, its lines, and its test lines; no test lines if they are
-    split off later.
-    """
+    """There are no test lines if they are split off later."""
     test = [] if test_data is None else read_lines(test_data, key, "--test-data")
     if data is not None:
         return data.name, read_lines(data, key), test

@@ -3,7 +3,7 @@ answered and scored.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from maxrl_fast.errors import InputError
@@ -61,14 +61,11 @@ class DatasetSpec:
 
 
 def keys_of(line: dict[str, Any]) -> str:
-    """Return a few words on the keys that a line has, for error messages."""
     return f"it has the keys {', '.join(map(repr, line))}"[:300] if line else "it has no keys"
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """Return the value of a key, or of a path of keys such as reward_model.ground_truth; None if
-    the line has none.
-    """
+    """The key may be a path, such as reward_model.ground_truth; None if the line has none."""
     if key in line:
         return line[key]
     value: Any = line
@@ -92,16 +89,12 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the number after the last #### of a GSM8K solution, or the whole text if it has no
-    ####.
-    """
+    """Return the number after the last #### of a solution, or the whole text if it has no ####."""
     return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
 def math_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the answer of a line, or the last boxed answer of its solution if the line has no
-    answer.
-    """
+    """Return the last boxed answer of the solution, if the line has no answer."""
     if (
         key is None
         and look_up(line, "answer") is None
@@ -113,33 +106,32 @@ def math_answer(line: dict[str, Any], key: str | None) -> str:
     return _answer_text(line, key or "answer")
 
 
+_MATHEMATICS = DatasetSpec(
+    is_question=True,
+    form=BOX,
+    reward="maxrl_fast.rewards.verifiers:mathematics",
+    answer=boxed,
+    answer_limit=256,
+)
 DATASETS = {
     "dataset": DatasetSpec(),
     # MaxRL, appendix on GSM8K: SmolLM2, evaluated on GSM8K-Platinum.
-    "gsm8k": DatasetSpec(
+    "gsm8k": replace(
+        _MATHEMATICS,
         prompt_key="question",
-        is_question=True,
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
         hub="openai/gsm8k:main",
         test_hub="madrylab/gsm8k-platinum:main",
         gold=gsm8k_answer,
-        form=BOX,
-        reward="maxrl_fast.rewards.verifiers:mathematics",
-        answer=boxed,
-        answer_limit=256,
     ),
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
-    "math": DatasetSpec(
+    "math": replace(
+        _MATHEMATICS,
         prompt_key="problem",
-        is_question=True,
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
         hub="nlile/hendrycks-MATH-benchmark",
         test_hub="HuggingFaceH4/MATH-500",
         gold=math_answer,
-        form=BOX,
-        reward="maxrl_fast.rewards.verifiers:mathematics",
-        answer=boxed,
-        answer_limit=256,
         max_new_tokens=2048,
     ),
 }

@@ -11,15 +11,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from torch import Tensor
-
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import TAGS
 from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
 # draws for a question of its split; all 200 miss the test split with probability 0.8^200 = 4e-20
@@ -30,24 +28,13 @@ SEEDS = 2**31  # data sets accept seeds below this
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
-class GymTask:
-    """Questions by index, generated on demand.
-
-    A CRC of a question decides its split, so that no test question appears in training. Question i
-    is the first draw of its own random stream that belongs to its split. Draw t is entry i mod n of
-    a data set whose seed is a CRC of the run's seed, the split, i // n and t. n is the data set's
-    default size: n questions share one data set, because some generate all entries at once.
-
-    Args:
-        name: name of the data set. seed: seed of the questions. model: the checkpoint directory
-        with the tokenizer. config: options of the data set, a JSON object as text. prompt_suffix:
-        text added to every question. plain_prompts: do not apply the chat template.
-        max_prompt_tokens: longer questions are skipped. allow_special_tokens: encode control tokens
-        in a question as such; otherwise such a question is refused.
-
-    Raises:
-        InputError: if reasoning-gym is missing, or rejects the name or the options.
-    """
+class GymTask(TextTask):
+    """Questions by index, generated on demand. A CRC of a question decides its split, so that no
+    test question appears in training. Question i is the first draw of its own random stream that
+    belongs to its split. Draw t is entry i mod n of a data set whose seed is a CRC of the run's
+    seed, the split, i // n and t. n is the data set's default size: n questions share one data set,
+    because some generate all entries at once. Arguments are the options of these names; `config` is
+    --gym-config."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
@@ -94,9 +81,8 @@ class GymTask:
             ) from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
-        self._text = TextCodec(model, max_prompt_tokens, plain_prompts, allow_special_tokens)
-        self._suffix = prompt_suffix or ""
-        self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
+        suffix = prompt_suffix or ""
+        super().__init__(model, suffix, plain_prompts, max_prompt_tokens, allow_special_tokens)
         version = importlib.metadata.version("reasoning-gym")
         # By the tokenizer and its chat template.
         encoded = self._text.encode([self._text.prompt("1 + 1 =" + self._suffix)], ["a question"])
@@ -109,9 +95,6 @@ class GymTask:
         self._turn = Lock()
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the token ids of question i of a split, and its arguments for the reward
-        function.
-        """
         for t in range(TRIES):
             seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
             entry = verifiers.gym_entry(self._dataset, self._config, seed, i % self._size)
@@ -138,9 +121,7 @@ class GymTask:
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, each with the data set, seed
-        and index of its question.
-        """
+        """The columns name the data set, seed and index of each question, for the reward."""
         with self._turn:
             found = [self._question(split, i) for i in range(start, start + count)]
         return prompts_of(
@@ -150,7 +131,6 @@ class GymTask:
         )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Return training prompts and one rollout of each, the data set's answer."""
         prompts = self.prompts("train", start, count)
         assert prompts.columns is not None
         entries = [
@@ -164,26 +144,10 @@ class GymTask:
             )
         return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
 
-    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Raise InputError: `reward` scores responses in worker processes."""
-        raise InputError(f"{self.name} is scored in worker processes, by {self.reward}")
-
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the data set's answer after the first answer tag that each response opens.
-
-        Raises:
-            InputError: if a question has no answer as text.
-        """
+        """Return the data set's answer after the first answer tag that each response opens."""
         return text_answers(self._text, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the content of the last answer tags or the last box, or the whole response if it
-        has neither.
-        """
+        """Return the last answer tags or the last box, or the whole response if it has neither."""
         return verifiers.gym_answer(response)
-
-    def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        return self._text.decode(tokens, with_special)
-
-    def tokenizer_files(self) -> dict[str, Any]:
-        return self._text.files()

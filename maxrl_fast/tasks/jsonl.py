@@ -27,18 +27,9 @@ Demonstration = tuple[str, Any, str]  # its place, its prompt (text or messages)
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
     """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
-    with its place.
-
-    Each object has a prompt: text, or chat messages {"role": ..., "content": ...}.
-
-    Args:
-        option: the option that named the file, for error messages.
-
-    Raises:
-        InputError: if the file cannot be read, or a line is longer than LINE_BYTES, is not a JSON
-        object, or has no prompt. The
-            message names the file and the line.
-    """
+    with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}. Raises
+    InputError naming the file and the line that cannot be read, or is too long, no object or
+    without a prompt."""
     return [
         (location, _checked(fields, location, prompt_key))
         for location, fields in _read_objects(path, option)
@@ -46,16 +37,9 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
-    """Return the demonstrations in a file of --sft-data, one of each line: a prompt and the
-    response to it.
-
-    A line has the prompt at `prompt_key`, as in `read_lines`, and text at "response"; or it has
-    messages at `prompt_key` or at "messages", of which the last is the assistant's, and is the
-    response.
-
-    Raises:
-        InputError: as `read_lines`, and if a line has no response.
-    """
+    """Return the demonstrations in a file of --sft-data. A line has the prompt at `prompt_key`, as
+    in `read_lines`, and text at "response"; or it has messages at `prompt_key` or at "messages", of
+    which the last is the assistant's, and is the response."""
     return [
         _demonstration(fields, location, prompt_key)
         for location, fields in _read_objects(path, "--sft-data")
@@ -78,14 +62,8 @@ def _read_objects(path: Path, option: str) -> list[Line]:
 
 def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
     """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
-    places. None of its code is run.
-
-    Where the hub cannot be reached, they are those that `datasets` has in its cache.
-
-    Raises:
-        InputError: as `read_lines`, and if `datasets` is missing, or the rows are neither on the
-        hub nor in the cache.
-    """
+    places. None of its code is run. Where the hub cannot be reached, they are those that `datasets`
+    has in its cache."""
     try:
         import datasets
 
@@ -110,24 +88,19 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
         ) from error
     places = (f"{name}, {split} row {i}" for i in itertools.count(1))
     return [
-        (place, _checked(row, place, prompt_key)) for place, row in zip(places, rows, strict=False)
+        (place, _checked(_checked_object(row, place), place, prompt_key))
+        for place, row in zip(places, rows, strict=False)
     ]
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location of each object, for error messages, and the object."""
     with open(path, "rb") as file:
         for i, line in enumerate(file, start=1):
             location = f"{shown(path)}, line {i}"
             if not line.strip():
                 continue
             try:
-                yield (
-                    location,
-                    json.loads(
-                        line, object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
-                    ),
-                )
+                yield location, json.loads(line, object_pairs_hook=_without_duplicates)
             except RecursionError:
                 raise InputError(f"{location}: it is nested too deeply") from None
             # invalid JSON, invalid UTF-8, or an integer of too many digits
@@ -138,9 +111,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the location of each row and the row, reading a few rows at a time: a small file may
-    unpack to very large rows.
-    """
+    """Read a few rows at a time: a small file may unpack to very large rows."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -174,29 +145,21 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{shown(path)}, row {i}", row
 
 
-def _checked(fields: Any, location: str, prompt_key: str) -> dict[str, Any]:
-    checked = _checked_object(fields, location)
-    if "response" in checked:
+def _checked(fields: dict[str, Any], location: str, prompt_key: str) -> dict[str, Any]:
+    if "response" in fields:
         raise InputError(
             f"{location}: the key 'response' is reserved for the response that is scored; rename it"
         )
-    _prompt_of(checked, location, prompt_key)
-    return checked
+    _prompt_of(fields, location, prompt_key)
+    return fields
 
 
 def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> Demonstration:
-    prompt = _prompt_of(
-        fields,
-        location,
-        prompt_key if prompt_key in fields or "messages" not in fields else "messages",
-    )
-    response = fields.get("response")
-    if (
-        response is None
-        and isinstance(prompt, list)
-        and len(prompt) > 1
-        and prompt[-1]["role"] == "assistant"
-    ):
+    if prompt_key not in fields and "messages" in fields:
+        prompt_key = "messages"
+    prompt, response = _prompt_of(fields, location, prompt_key), fields.get("response")
+    is_chat = isinstance(prompt, list) and len(prompt) > 1
+    if response is None and is_chat and prompt[-1]["role"] == "assistant":
         *prompt, last = prompt
         response = last["content"]
     if not isinstance(response, str) or not response:
@@ -214,8 +177,23 @@ def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
             f"{location}: the line must have a prompt at {key!r} (--prompt-key), but "
             f"{keys_of(fields)}"
         )
-    _check_prompt(fields[key], f"{location}: {key}")
-    return fields[key]
+    prompt, name = fields[key], f"{location}: {key}"
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise InputError(f"{name} must be text or a list of messages, got {prompt!r:.80}")
+    for message in prompt:
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise InputError(
+                f"{name} must have messages with a role and a content, got {message!r:.80}"
+            )
+        if message["role"] not in ROLES or not isinstance(message["content"], str):
+            roles = ", ".join(ROLES)
+            raise InputError(
+                f"{name} must have a role in {roles} and text as content in each message, got "
+                f"{message!r:.80}"
+            )
+    return prompt
 
 
 def _checked_object(fields: Any, location: str) -> dict[str, Any]:
@@ -238,25 +216,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         raise ValueError("a key appears twice")
     return fields
-
-
-def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not valid JSON")
-
-
-def _check_prompt(prompt: Any, name: str) -> None:
-    if isinstance(prompt, str) and prompt:
-        return
-    if not isinstance(prompt, list) or not prompt:
-        raise InputError(f"{name} must be text or a list of messages, got {prompt!r:.80}")
-    for message in prompt:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise InputError(
-                f"{name} must have messages with a role and a content, got {message!r:.80}"
-            )
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            roles = ", ".join(ROLES)
-            raise InputError(
-                f"{name} must have a role in {roles} and text as content in each message, got "
-                f"{message!r:.80}"
-            )

@@ -33,9 +33,7 @@ Grid = list[list[bool]]  # [n][n], True where the cell is open
 
 
 def generate_maze(size: int, rng: random.Random) -> Grid:
-    """Return a spanning tree of the rooms at odd coordinates, by Prim's algorithm; start (1, 1),
-    goal (size-2, size-2).
-    """
+    """Return a spanning tree of the rooms at odd coordinates, by Prim's algorithm."""
 
     def pop_random(items: list[Cell]) -> Cell:
         # Python guarantees the same stream in every version only for random().
@@ -64,7 +62,7 @@ def generate_maze(size: int, rng: random.Random) -> Grid:
 
 @cache
 def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
-    """Return the neighbours of each room in the order up, down, left, right."""
+    """Neighbours are in the order up, down, left, right."""
     rooms = [(row, column) for row in range(1, size, 2) for column in range(1, size, 2)]
     moves = [(2 * row, 2 * column) for row, column in MOVES.values()]
     within = set(rooms)
@@ -75,9 +73,7 @@ def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
 
 
 def shortest_path(is_open: Grid) -> list[int]:
-    """Return the move tokens from start to goal. A generated maze is a tree, so its simple path is
-    unique.
-    """
+    """A generated maze is a tree, so its simple path is unique."""
     goal = len(is_open) - 2
     moves_into: dict[Cell, int] = {(1, 1): UP}  # the move that reaches each cell
     stack = [(1, 1)]
@@ -97,9 +93,7 @@ def shortest_path(is_open: Grid) -> list[int]:
 
 
 def encode_maze(is_open: Grid) -> list[int]:
-    """Return the size * (size + 1) + 4 prompt tokens: <bos> GRID_START, each row's cells and
-    NEWLINE, GRID_END PATH_START.
-    """
+    """Return <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
     size = len(is_open)
     tokens = [BOS, GRID_START]
     for row in is_open:
@@ -151,19 +145,10 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
 
 
 class MazeTask:
-    """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests.
-
-    A CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever
-    the seeds. Maze i is the first draw of its own random stream that belongs to its split.
-
-    Args:
-        size: cells along one side, odd, 5 to 31.
-        seed: seed of the generator.
-        strict: a response must end on the goal; otherwise moves after the goal are ignored.
-
-    Raises:
-        InputError: if the size is not odd or not from 5 to 31.
-    """
+    """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests. A
+    CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever the
+    seeds. Maze i is the first draw of its own random stream that belongs to its split. strict: a
+    response must end on the goal; otherwise moves after the goal are ignored."""
 
     vocab_size = VOCAB_SIZE
     fingerprint = ""
@@ -186,7 +171,6 @@ class MazeTask:
         self.max_new_tokens = longest if size < 17 else max(longest, 180)
 
     def maze(self, split: str, index: int) -> Grid:
-        """Return maze `index` of `split`, "train" or "test"."""
         rng = random.Random(f"maze {self.size} {split} {self.seed} {index}")
         while True:
             is_open = generate_maze(self.size, rng)
@@ -197,7 +181,7 @@ class MazeTask:
         return self._encode(start, [self.maze(split, i) for i in range(start, start + count)])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """Return training prompts and one rollout of each, the solution: its moves, DONE, <eos>."""
+        """A solution is its moves, DONE, <eos>."""
         mazes = [self.maze("train", i) for i in range(start, start + count)]
         return self._encode(start, mazes), Rollouts.given(
             [[*shortest_path(maze), DONE, EOS] for maze in mazes]
@@ -207,9 +191,7 @@ class MazeTask:
         return judge(prompts, rollouts, self.size, self.strict)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the solution for each response, its moves and DONE; a response is an answer
-        without reasoning.
-        """
+        """The moves and DONE are an answer without reasoning."""
         # [G, size, size]
         cells = (
             prompts.tokens.cpu()
@@ -232,7 +214,6 @@ class MazeTask:
         )
 
     def answer(self, response: str) -> str:
-        """Return the moves before DONE as text."""
         return response.partition("DONE")[0].strip()
 
     def tokenizer_files(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The names that --task takes."""
 
 import ast
-import difflib
 from pathlib import Path
 
+from maxrl_fast.algorithms.options import nearest
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.plugins import is_file, is_installed
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
@@ -15,33 +15,28 @@ TASKS = ("maze", "chain", *DATASETS)
 
 
 def is_built_in(name: str) -> bool:
-    """Return whether a task of this name is part of the package."""
     return name in TASKS or name.startswith(GYM)
 
 
 def is_known(name: str) -> bool:
-    """Return whether a task has this name."""
     return (
         is_built_in(name) or name.startswith(OBJECT) or is_file(name) or is_installed("task", name)
     )
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether a task is a class of the user's: `FILE.py:CLASS`, or the name of an installed
-    one.
-    """
+    """Whether it is a class of the user's: FILE.py:CLASS, or the name of an installed one."""
     if is_built_in(name):
         return False
     return _is_class(name) if is_file(name) else is_installed("task", name)
 
 
 def dataset_spec(name: str) -> DatasetSpec | None:
-    """Return the format of a task's data set; None for tasks that read no data set."""
     return DatasetSpec(reward=name) if is_reward(name) else DATASETS.get(name)
 
 
 def is_reward(name: str) -> bool:
-    """Return whether a task is FILE.py:FUNCTION, a reward for the prompts of --data."""
+    """Whether it is FILE.py:FUNCTION, a reward for the prompts of --data."""
     return is_file(name) and not _is_class(name)
 
 
@@ -54,9 +49,7 @@ def _is_class(name: str) -> bool:
 
 
 def _defines_class(name: str) -> bool:
-    """Return whether FILE.py:NAME has the statement `class NAME`. It is not run: rewards run in
-    separate processes.
-    """
+    """The file is not run: rewards run in separate processes."""
     file, _, wanted = name.rpartition(":")
     check_regular(Path(file), JSON_BYTES)
     statements = ast.parse(Path(file).read_bytes()).body
@@ -66,9 +59,7 @@ def _defines_class(name: str) -> bool:
 
 
 def needs_data(name: str) -> str:
-    """Return the error message for a task FILE.py:NAME without --data: why it is not a task with
-    prompts of its own either.
-    """
+    """Say why a task FILE.py:NAME without --data has no prompts of its own either."""
     file, _, wanted = name.rpartition(":")
     why = f"{file} has no class {wanted}"
     try:
@@ -84,9 +75,7 @@ def needs_data(name: str) -> str:
 
 
 def lost_object(option: str, name: str) -> str:
-    """Return the error message for a Python object that another process has given to
-    maxrl_fast.train.
-    """
+    """Another process has given this Python object to maxrl_fast.train."""
     what = (
         f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its "
         "caller has"
@@ -95,11 +84,8 @@ def lost_object(option: str, name: str) -> str:
 
 
 def unknown_task(name: str) -> str:
-    """Return the error message for a name that no task has."""
-    close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     wanted = (
         f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, FILE.py:FUNCTION or the name of an "
         "installed task"
     )
-    return f"--task must be {wanted}, got {name!r}{hint}"
+    return f"--task must be {wanted}, got {name!r}{nearest(name, TASKS)}"

@@ -3,6 +3,7 @@ right one there as tokens.
 """
 
 import bisect
+from itertools import takewhile
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, unpack
@@ -15,17 +16,11 @@ def text_answers(
     text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
 ) -> list[ReferenceAnswer]:
     """Return the reference answer, the column "answer" of each prompt, after the first marker of
-    each response.
-
-    The reasoning consists of the sampled tokens up to the first at which the text has the marker.
-    Where this token reaches beyond the marker, its text must begin the answer, and the rest of the
-    answer follows. The tokens of the answer are the tokenizer's for the marker and the answer
-    together, without those of the marker. A response without the marker, or that continues
-    otherwise within a token, does not lead to the answer; the lead is then the marker.
-
-    Raises:
-        InputError: if a prompt has no answer, or an answer has a control token.
-    """
+    each response. The reasoning is the sampled tokens up to the first at which the text has the
+    marker. Where this token reaches beyond the marker, its text must begin the answer, and the rest
+    of the answer follows. The tokens of the answer are the tokenizer's for the marker and the
+    answer together, without those of the marker. A response without the marker, or that continues
+    otherwise within a token, does not lead to the answer; the lead is then the marker."""
     num_rollouts = len(rollouts) // len(prompts)
     wholes = [f"{form.marker}{form.opening}{answer}{form.closing}" for answer in _answers(prompts)]
     ids_of_wholes = text.encode_pieces(
@@ -33,25 +28,19 @@ def text_answers(
     )
     responses = unpack(rollouts.tokens, rollouts.lengths)
     ends = [_marker_end(text, form.marker, tokens) for tokens in responses]
-    # of answers, by their text; only those that have been checked above
-    starts = {form.marker: list[int]()}
-    starts |= {
-        start: []
-        for s, (_, start) in enumerate(ends)
-        if wholes[s // num_rollouts].startswith(start)
-    }
-    starts = dict(
-        zip(
-            starts,
-            text.encode_pieces([*starts], ["the start of an answer"] * len(starts)),
-            strict=True,
-        )
-    )
+    # of answers; only those that have been checked above
+    texts = [form.marker]
+    texts += [x for s, (_, x) in enumerate(ends) if wholes[s // num_rollouts].startswith(x)]
+    texts = [*dict.fromkeys(texts)]
+    pieces = text.encode_pieces(texts, ["the start of an answer"] * len(texts))
+    starts = dict(zip(texts, pieces, strict=True))
     found = []
     for s, (length, start) in enumerate(ends):
         ids, lead = ids_of_wholes[s // num_rollouts], starts.get(start)
         if length is None or lead is None or ids[: len(lead)] != lead or len(ids) == len(lead):
-            length, lead = None, _common(starts[form.marker], ids)
+            # the tokens with which the marker and the whole begin, but not all of the whole
+            both = zip(starts[form.marker], ids[:-1], strict=False)
+            length, lead = None, [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
         found.append(ReferenceAnswer(length, lead, ids[len(lead) :]))
     return found
 
@@ -67,20 +56,10 @@ def _answers(prompts: Prompts) -> list[str]:
 
 
 def _marker_end(text: TextCodec, marker: str, tokens: list[int]) -> tuple[int | None, str]:
-    """Return how many tokens have the marker in their text, and their text from the marker on;
-    (None, marker) if not all.
-    """
+    """Return how many tokens have the marker in their text, and their text from the marker on."""
     if marker not in text.decode(tokens):
         return None, marker
     length = bisect.bisect_left(
         range(len(tokens) + 1), True, key=lambda n: marker in text.decode(tokens[:n])
     )
     return length, marker + text.decode(tokens[:length]).partition(marker)[2]
-
-
-def _common(one: list[int], other: list[int]) -> list[int]:
-    """Return the tokens with which both begin, but not all of `other`."""
-    count = 0
-    while count < min(len(one), len(other) - 1) and one[count] == other[count]:
-        count += 1
-    return one[:count]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
@@ -21,23 +22,14 @@ from maxrl_fast.model.tokenizer import (
     time_limit,
     tokenizer_files,
 )
-from maxrl_fast.records import Prompts, pack
+from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.runtime.files import read_json
 
 
 class TextCodec:
-    """Encodes prompts and responses as token ids, and decodes them.
-
-    Args:
-        model: the checkpoint directory with the tokenizer. max_prompt_tokens: the longest prompt;
-        `encode` returns None for longer ones. is_plain: do not apply the chat template to prompts
-        that are text. allow_special: encode control tokens in the text of a prompt as such;
-        otherwise they are refused.
-
-    Raises:
-        InputError: if the tokenizer cannot be read or does not fit the policy, or the directory
-        names no stop token.
-    """
+    """Encodes prompts and responses as token ids with the tokenizer of a checkpoint, and decodes
+    them. is_plain: do not apply the chat template to prompts that are text. allow_special: encode
+    control tokens in the text of a prompt as such; otherwise they are refused."""
 
     def __init__(
         self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False
@@ -57,50 +49,31 @@ class TextCodec:
         self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
 
     def prompt(self, question: str) -> str | list[Message]:
-        """Return a question as one user message, or unchanged if no chat template is used."""
+        """Return one user message, or the question unchanged if no chat template is used."""
         return [{"role": "user", "content": question}] if self._uses_chat else question
 
     def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
-        """Return the token ids of each prompt; None if there are none, or more than
-        max_prompt_tokens.
-
-        Args:
-            places: where each prompt comes from, for error messages.
-
-        Raises:
-            InputError: if a prompt has a control token, the chat template rejects it, or one takes
-            longer than SECONDS.
-        """
+        """Return the token ids of each prompt; None if there are none, or too many. places: where
+        each comes from, for messages. Raises InputError if a prompt has a control token, the chat
+        template rejects it, or one takes longer than SECONDS."""
         return self._encode_each(
             encode_prompt, "a prompt", prompts, places, self._max_prompt_tokens
         )
 
     def encode_response(self, response: str) -> list[int]:
-        """Return the token ids of a response, followed by its stop token."""
         return self._stopped(encode_response(self.tokenizer, response))
 
     def encode_responses(
         self, responses: Sequence[str], places: Sequence[str], limit: int
     ) -> list[list[int] | None]:
-        """Return the token ids of responses from a file, each followed by its stop token; None for
-        more than `limit`.
-
-        Raises:
-            InputError: as `encode`.
-        """
+        """Each is followed by its stop token; None for more than `limit` tokens."""
         encoded = self._encode_each(encode_response, "a response", responses, places, limit - 1)
         return [None if ids is None else self._stopped(ids) for ids in encoded]
 
     def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts within a response, without a stop token.
-
-        Raises:
-            InputError: as `encode`.
-        """
-        return [
-            ids or []
-            for ids in self._encode_each(encode_response, "a response", texts, places, 2**31)
-        ]
+        """Encode texts within a response, without a stop token."""
+        encoded = self._encode_each(encode_response, "a response", texts, places, 2**31)
+        return [ids or [] for ids in encoded]
 
     def _encode_each(
         self,
@@ -110,19 +83,12 @@ class TextCodec:
         places: Sequence[str],
         limit: int,
     ) -> list[list[int] | None]:
-        """Return the token ids of each text; None for those that have none, or more than
-        `limit`.
-        """
-        encoded, of_text, of_chat = (
-            list[list[int] | None](),
-            self.model / "tokenizer.json",
-            template_file(self.model),
-        )
+        encoded: list[list[int] | None] = []
+        of_text, of_chat = self.model / "tokenizer.json", template_file(self.model)
         for text, place in zip(texts, places, strict=True):
+            file = of_text if isinstance(text, str) else of_chat
             try:
-                with time_limit(
-                    f"encoding {what} with {of_text if isinstance(text, str) else of_chat}"
-                ):
+                with time_limit(f"encoding {what} with {file}"):
                     if self._control_tokens is not None:
                         self._control_tokens.refuse(text, what)
                     ids = encode(self.tokenizer, text)
@@ -132,38 +98,53 @@ class TextCodec:
         return encoded
 
     def _stopped(self, ids: list[int]) -> list[int]:
-        """Return token ids that end with a stop token."""
+        if ids and ids[-1] in self.stop_ids:
+            return ids
         end = self.tokenizer.eos_token_id
-        return (
-            ids
-            if ids and ids[-1] in self.stop_ids
-            else [*ids, self.stop_ids[0] if end is None else end]
-        )
+        return [*ids, self.stop_ids[0] if end is None else end]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return text, without special tokens unless they are asked for."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=not with_special)
         return text
 
-    def files(self) -> dict[str, Any]:
-        """Return the tokenizer's files, for checkpoints."""
-        return dict(tokenizer_files(self.model))
+
+class TextTask:
+    """What tasks share whose prompts are text. Arguments: as of TextCodec."""
+
+    name: str
+
+    def __init__(
+        self,
+        model: Path,
+        suffix: str,
+        is_plain: bool,
+        max_prompt_tokens: int,
+        allow_special: bool,
+    ):
+        self._text = TextCodec(model, max_prompt_tokens, is_plain, allow_special)
+        self._suffix = suffix  # of prompts that are text
+        self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        """`reward` or the user's function scores responses, in worker processes."""
+        raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
+
+    def decode(self, tokens: list[int], with_special: bool = False) -> str:
+        return self._text.decode(tokens, with_special)
+
+    def tokenizer_files(self) -> dict[str, Any]:
+        return dict(tokenizer_files(self._text.model))
 
 
 def prompts_of(
     tokens: Sequence[list[int]], ids: Sequence[int], columns: Sequence[dict[str, Any]]
 ) -> Prompts:
-    """Return a record of prompts from their token ids, their indices and their arguments for the
-    reward function.
-    """
     packed, cu_seqlens = pack(tokens)
     return Prompts(packed, cu_seqlens, torch.tensor(ids, dtype=torch.int64), tuple(columns))
 
 
 def _stop_ids(model: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the stop tokens: the tokenizer's end-of-sequence token and the tokens in
-    generation_config.json.
-    """
+    """Return the end-of-sequence token and the tokens in generation_config.json."""
     path = model / "generation_config.json"
     listed = read_json(path).get("eos_token_id") if path.exists() else None
     ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]

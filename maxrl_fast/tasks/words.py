@@ -5,24 +5,17 @@ from typing import Any
 
 
 def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
-    """Return the words of token ids, separated by spaces."""
     return " ".join(
         words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens
     )
 
 
 def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
-    """Return the JSON files of a Hugging Face tokenizer, by file name. It has one token per word
-    and ignores spaces.
-
-    Every word is an added token: transformers 5 loads the tokenizer of a qwen2 checkpoint as
-    Qwen2's byte-level tokenizer, whatever its class, and a byte-level tokenizer ignores a
-    word-level vocabulary. It decodes without spaces.
-
-    Args:
-        words: the word of each token id; the first are <pad>, <bos>, <eos> and <unk>.
-        vocab_size: ids from len(words) to vocab_size - 1 are reserved.
-    """
+    """Return the JSON files of a Hugging Face tokenizer, by file name, with one token per word; it
+    ignores spaces, and decodes without them. Every word is an added token: transformers 5 loads the
+    tokenizer of a qwen2 checkpoint as Qwen2's byte-level tokenizer, whatever its class, and a byte-
+    level tokenizer ignores a word-level vocabulary. The first words are <pad>, <bos>, <eos> and
+    <unk>; ids from len(words) on are reserved."""
     all_words = [*words, *(f"<reserved_{i}>" for i in range(len(words), vocab_size))]
     special = {
         "pad_token": "<pad>",

@@ -148,7 +148,9 @@ def test_a_download_that_stands_still_is_ended(hub, monkeypatch):
         answer(path) if "/revision/" not in path else waits.wait(60) and (503, {}, b"")
     )
     monkeypatch.setattr(model_hub, "STALL_SECONDS", 1)
-    with refused("nothing of hf://org/tiny has arrived in 1 s from the hub"):
+    with refused(
+        r"the hub cannot be reached \(ReadTimeout: .*its cache does not have hf://org/tiny"
+    ):
         find_model("hf://org/tiny", pytest.fail)
     waits.set()
 

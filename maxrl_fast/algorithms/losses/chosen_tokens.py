@@ -79,7 +79,7 @@ def clip_cov(
 def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
     """Return the log-prob [C, 1] of each target after removing tokens below min_p times the
     greatest probability and renormalising; -inf for removed ones."""
-    least = log_p.detach().amax(-1) + math.log(min_p)
+    least = log_p.detach().amax(-1) + math.log(min_p)  # [C]
     kept = log_p.detach().masked_fill(log_p < least[:, None], -torch.inf)
     return kept.log_softmax(-1).gather(-1, targets[:, None])
 
@@ -104,7 +104,7 @@ def lp_reg(
     lowest log-probs; the proxy is pi without the tokens below min_p times its greatest probability,
     renormalised."""
     assert t.rows is not None
-    proxy = t.rows[:, 0]
+    proxy = t.rows[:, 0]  # [T]
     negative = t.mask & (t.advantages < 0)
     ascending = t.logprobs.detach().masked_fill(~negative, torch.inf).argsort(stable=True)
     lowest = ascending[: number_of(share, negative)]
@@ -121,7 +121,7 @@ def lp_reg(
 def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:
     """Return the log-probs of the k most probable tokens, and whether the target is the first:
     [C, k + 1]."""
-    top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)
+    top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)  # values and indices [C, k]
     return torch.cat([top.values, (top.indices[:, :1] == targets[:, None]).to(log_p.dtype)], -1)
 
 
@@ -147,7 +147,7 @@ def simko(
     the most probable one; both only for tokens whose entropy is above the quantile tau of their
     response, the others have ppo."""
     assert t.rows is not None
-    entropy, is_top = t.entropy.detach(), t.rows[:, -1] > 0
+    entropy, is_top = t.entropy.detach(), t.rows[:, -1] > 0  # [T] each
     is_high = t.mask & (entropy > t.sequence_quantile(entropy, tau))
     rewarded, punished = is_high & (t.advantages > 0), is_high & (t.advantages < 0) & is_top
     t.metrics["tokens_chosen"] = (rewarded | punished).sum()

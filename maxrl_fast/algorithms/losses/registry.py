@@ -118,8 +118,6 @@ def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenL
 
 
 def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
-    """Return the row of a name in LOSSES, or of a function of Tokens; raise ValueError if it
-    does not fit."""
     if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
     if isinstance(loss, str) or not callable(loss):
@@ -204,7 +202,6 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
 
 
 def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tokens:
-    """Return seven tokens with advantages of both signs, times `scale`."""
     place = torch.arange(7, dtype=torch.float64)
     logprobs = -0.3 - (place * 1.7).sin().square()
     rows = None
@@ -228,6 +225,5 @@ def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tok
 def call_rows(
     loss: TokenLoss, options: Mapping[str, float], log_p: Tensor, targets: Tensor
 ) -> Tensor:
-    """Return what the loss needs of rows of log-probs [C, V] with these targets [C]."""
     assert loss.rows is not None
     return loss.rows(log_p, targets, **{name: options[name] for name in options_of(loss.rows)})

@@ -106,10 +106,13 @@ def _read_run(path: Path, folder: Folder) -> None:
         path / "eval.jsonl", folder, ("pass_at_k",)
     )
     sizes = [size or 0 for size in folder.eval_metrics.get("num_prompts", [])]
-    if parts := [i for i, size in enumerate(sizes) if size < max(sizes)]:
-        folder.notes.append(f"{len(parts)} evaluations on a part of the prompts are not shown")
-        for values in (folder.eval_steps, records, *folder.eval_metrics.values()):
-            values[:] = [value for i, value in enumerate(values) if i not in parts]
+    whole = [i for i, size in enumerate(sizes) if size == max(sizes)]
+    if len(whole) < len(sizes):  # one on a part of the prompts is not comparable
+        folder.eval_steps = [folder.eval_steps[i] for i in whole]
+        folder.eval_metrics = {
+            name: [values[i] for i in whole] for name, values in folder.eval_metrics.items()
+        }
+        records = [records[i] for i in whole]
     for step, record in zip(folder.eval_steps, records, strict=True):
         if rows := coverage_rows(record.get("pass_at_k")):
             folder.coverage.append({"step": step, "rows": rows})

@@ -160,7 +160,10 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "\xff"}', "line 2: it must be a JSON object in UTF-8"),
         (b'{"prompt": "\\ud800"}', "line 2: it must be a JSON object in UTF-8"),
         (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key appears twice"),
-        (b'{"prompt": "1", "answer": NaN}', "line 2: it must be a JSON object in UTF-8: .*not JSON compliant"),
+        (
+            b'{"prompt": "1", "answer": NaN}',
+            "line 2: it must be a JSON object in UTF-8: .*not JSON compliant",
+        ),
         (
             b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}",
             "line 2: it must be a JSON object in UTF-8",

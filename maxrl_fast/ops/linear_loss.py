@@ -74,6 +74,8 @@ def linear_policy_gradient_loss(
         the backward pass can run only once.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
+    if unknown := options.keys() - _DEFAULTS.keys():
+        raise TypeError(f"linear_policy_gradient_loss does not take {', '.join(sorted(unknown))}")
     given = {**_DEFAULTS, **options}
     shape = len(hidden), size
     batch, terms, row, numbers = prepare(

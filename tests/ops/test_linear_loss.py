@@ -260,6 +260,12 @@ def test_bad_input(change, message):
         linear_token_logprobs(**{name: x for name, x in arguments.items() if name in kept})
 
 
+def test_an_unknown_argument_is_named():
+    hidden, weight, batch = make(torch.float32)
+    with pytest.raises(TypeError, match=r"loss does not take cliphigh, in_place"):
+        linear_policy_gradient_loss(hidden, weight, **batch, cliphigh=0.3, in_place=True)
+
+
 @pytest.mark.parametrize(
     "options", [{"loss": "gspo", "aggregation": "seq_mean_token_mean"}, {"loss": "ppo"}]
 )

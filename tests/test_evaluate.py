@@ -6,9 +6,6 @@ import errno
 import io
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -574,9 +571,7 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
         "ValueError('odd')\n    return -len(response)\n"
     )
     flags = (
-        "--maze-size",
-        "5",
-        "--reward",
+        *"--maze-size 5 --reward".split(),
         f"{tmp_path}/reward.py:score",
         "--max-reward-error-rate",
         "0.99",
@@ -603,9 +598,7 @@ def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys)
         "def score(prompt, response):\n    raise ValueError('no idea')\n"
     )
     flags = (
-        "--maze-size",
-        "5",
-        "--reward",
+        *"--maze-size 5 --reward".split(),
         f"{tmp_path}/reward.py:score",
         "--out",
         tmp_path / "out",
@@ -629,45 +622,8 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
     assert "stopped; nothing was kept" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_sigint_ends_the_process_with_130(untrained, tmp_path):
-    flags = [
-        *"--maze-size 5 --prompts 2000 --samples 64".split(),
-        *RUNTIME,
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "maxrl_fast.evaluate", str(untrained), *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # a shell's background jobs ignore it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout is not None
-    for line in process.stdout:  # wait until it samples
-        if line.startswith(b"evaluate"):
-            break
-    process.send_signal(signal.SIGINT)
-    process.stdout.close()
-    assert process.wait(timeout=100) == 130
-
-
 def test_greedy_decoding_with_one_sample(trained, tmp_path):
     assert run(trained, *"--temperature 0 --samples 1 --out".split(), tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert list(results["pass_at_k"]) == ["1"]
     assert results["diversity"]["num_left_out"] == 7
-
-
-def test_help_lists_the_options(capsys):
-    with pytest.raises(SystemExit) as end:
-        evaluate.main(["--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    for words in (
-        "CHECKPOINT",
-        *"--baseline --samples --compare --embeddings --task".split(),
-        "top-p .95",
-    ):
-        assert words in text

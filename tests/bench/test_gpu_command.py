@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_build
+from bench import gpu, gpu_build, profiles, train_step
 from bench.counters import kernels
 from bench.gpu_run import last_document, run_step
 from bench.gpu_steps import (
@@ -235,15 +235,7 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
 def test_every_kernel_has_a_test_in_the_race_checks():
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "--collect-only",
-        "-m",
-        "gpu",
-        "-k",
+        *"-m pytest -q -n 0 --collect-only -m gpu -k".split(),
         SMALLEST,
         *SMALLEST_FILES,
     ]
@@ -466,17 +458,11 @@ def test_the_dry_run_writes_its_results(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "only"), [("profile", ["profiles", "counters"]), ("races", []), ("maze", [])]
-)
+@pytest.mark.parametrize(("part", "only"), [("profile", ["counters"]), ("races", []), ("maze", [])])
 def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
     command = [
         sys.executable,
-        "-m",
-        "bench.gpu",
-        "--device",
-        "cpu",
-        "--part",
+        *"-m bench.gpu --device cpu --part".split(),
         part,
         *(["--only", *only] if only else []),
     ]
@@ -487,16 +473,19 @@ def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     steps = json.loads((tmp_path / f"gpu_dry_run_{part}.json").read_text())["steps"]
     assert steps.keys() == set(only or [step.name for step in dry_steps()[part]])
-    assert {name for name, record in steps.items() if record["state"] != "absent"} == {
-        "profiles"
-    } & set(only)
-    if only:
-        found = steps["profiles"]["figures"]["profiles"]
-        assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
-        for case in found.values():
-            times = [kernel["microseconds"] for kernel in case["kernels"]]
-            assert times == sorted(times, reverse=True)
-            assert 0 < times[0] <= 1e3 * case["milliseconds"]
+    assert {record["state"] for record in steps.values()} == {"absent"}
+
+
+def test_profiles_have_the_longest_kernels_first(monkeypatch):
+    monkeypatch.setitem(train_step.QWEN, "qwen-0.5b", (32, 48, 1, 4, 2, 8))
+    cpu, found = torch.device("cpu"), {}
+    for make, _ in profiles.CASES.values():
+        found |= make(cpu, torch.float32, 1, 2)
+    assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
+    for figures in found.values():
+        times = [kernel["microseconds"] for kernel in figures["kernels"]]
+        assert times == sorted(times, reverse=True)
+        assert 0 < times[0] <= 1e3 * figures["milliseconds"]
 
 
 def refusal(monkeypatch, capsys, *arguments):

@@ -321,11 +321,11 @@ def test_ties_order_shift_and_scale_of_the_core(rewards, random):
             torch.testing.assert_close(ops.group_advantage(4 * r, name, **size), 4 * a)
 
 
-@pytest.mark.parametrize("name", ops.ESTIMATORS)
-def test_dtypes_threads_and_instructions(name):
+@pytest.mark.parametrize("name", KERNELS)
+def test_results_do_not_depend_on_threads_and_instructions(name):
     """Of so many groups that several threads take them."""
     r = (torch.rand(40, 30, 8, generator=torch.Generator().manual_seed(1)) < 0.4).float()
-    a, exact, threads = call(name, r), call(name, r.double()), torch.get_num_threads()
+    a, threads = call(name, r), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for instructions in _C.instruction_sets():
@@ -334,15 +334,6 @@ def test_dtypes_threads_and_instructions(name):
     finally:
         torch.set_num_threads(threads)
         _C.limit_instructions(_C.instruction_sets()[0])
-    for dtype, tolerance in (
-        (torch.int32, 1e-6),
-        (torch.bool, 1e-6),
-        (torch.float16, 2e-3),
-        (torch.bfloat16, 1e-2),
-    ):
-        torch.testing.assert_close(
-            call(name, r.to(dtype)).double(), exact, rtol=tolerance, atol=tolerance
-        )
 
 
 R, RR, NAN = (
@@ -657,16 +648,14 @@ def test_ranks_are_not_rounded_to_the_dtype_of_the_logprobs():
         assert torch.equal(actual, expected)
 
 
-def test_importing_the_operators_imports_no_trainer():
+def test_importing_the_operators_imports_no_trainer_and_nothing_else_than_torch():
     code = (
-        "import sys; from maxrl_fast import ops; "
-        "ours = ('maxrl_fast.ops', 'maxrl_fast.algorithms', 'maxrl_fast._C'); "
-        "print([m for m in sys.modules if m.startswith('maxrl_fast.') and not m.startswith(ours)]"
-        " + [m for m in ('tyro', 'rich', 'matplotlib', 'tensorboard') if m in sys.modules])"
+        "import sys, torch; before = set(sys.modules); from maxrl_fast import ops; "
+        "print(*(set(sys.modules) - before))"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "[]"
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = {name for name in run.stdout.split() if name.startswith("maxrl_fast.")}
+    assert "maxrl_fast.ops.group_advantage" in modules
+    assert {name.split(".")[1] for name in modules} == {"ops", "algorithms", "_C"}
+    known = {"maxrl_fast", *sys.stdlib_module_names}
+    assert {name.partition(".")[0] for name in run.stdout.split()} <= known

@@ -16,22 +16,9 @@ from tests.papers.load import FOLDER, load
 
 bandit = load("bandit")
 TINY = (
-    *(
-        "--threads",
-        "1",
-        "--seeds",
-        "3",
-        "--num-actions",
-        "6",
-        "--num-rollouts",
-        "5",
-        "--k",
-        "3",
-        "--bias-batches",
-        "150",
-    ),
-    *("--variance-batches", "50", "--rollouts-swept", "4", "6", "--actions-swept", "2", "5"),
-)
+    "--threads 1 --seeds 3 --num-actions 6 --num-rollouts 5 --k 3 --bias-batches 150 "
+    "--variance-batches 50 --rollouts-swept 4 6 --actions-swept 2 5"
+).split()
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -245,35 +245,10 @@ def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-TINY = [
-    *(
-        "--length",
-        "30",
-        "--iterations",
-        "40",
-        "--batch-sizes",
-        "4",
-        "8",
-        "--ks",
-        "2",
-        "4",
-        "--learning-rates",
-        "0.01",
-        "0.3",
-    ),
-    *(
-        "--search-seeds",
-        "2",
-        "--seeds",
-        "3",
-        "--records",
-        "4",
-        "--variance-batches",
-        "8",
-        "--threads",
-        "1",
-    ),
-]
+TINY = (
+    "--length 30 --iterations 40 --batch-sizes 4 8 --ks 2 4 --learning-rates 0.01 0.3 "
+    "--search-seeds 2 --seeds 3 --records 4 --variance-batches 8 --threads 1"
+).split()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import DONE, EOS, MOVES, PATH, MazeTask, encode_maze
 from tests.papers.load import FOLDER, load
+from tests.tables import table
 
 LOGITS = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64)
 N = 4
@@ -254,19 +255,17 @@ def test_the_same_seed_gives_the_same_results():
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
-    [
-        ("--seeds 1", "--seeds must be at least 2, got 1"),
-        ("--rate 0", "--rate must be above 0 and finite, got 0.0"),
-        (
-            "--objectives maxrl-16",
-            "--objectives maxrl-16: maxrl needs 1 <= order <= N-1 = 15 for N = 16 rollouts, got 16",
-        ),
-        ("--objectives best", "--objectives must be names of estimators"),
-        ("--objectives grpo-2", "--objectives grpo-2: grpo does not use k"),
-        ("--objectives rloo rloo", "--objectives must be different ones, got rloo rloo"),
-        ("--maze 6", "maze size must be an odd number from 5 to 31, got 6"),
-        ("--arms 40", "--arms and --rollouts must give at most 500000 groups to enumerate"),
-    ],
+    table("""
+    --seeds 1 | --seeds must be at least 2, got 1
+    --rate 0 | --rate must be above 0 and finite, got 0.0
+    --objectives maxrl-16 | --objectives maxrl-16: maxrl needs 1 <= order <= N-1 = 15 for N = 16
+        rollouts, got 16
+    --objectives best | --objectives must be names of estimators
+    --objectives grpo-2 | --objectives grpo-2: grpo does not use k
+    --objectives rloo rloo | --objectives must be different ones, got rloo rloo
+    --maze 6 | maze size must be an odd number from 5 to 31, got 6
+    --arms 40 | --arms and --rollouts must give at most 500000 groups to enumerate
+    """),
 )
 def test_bad_settings_are_refused(flags, sentence, tmp_path, capsys):
     assert load("continuous_maxrl").main(["--out", str(tmp_path), *flags.split()]) == 2

@@ -77,7 +77,6 @@ def test_command_writes_results_and_picture(tmp_path):
             for label in ("cross-entropy", "MaxRL, N = 8", "GRPO, N = 8", "REINFORCE, N = 8")
             for rate in (4.0, 32.0)
         }
-    assert results != script.experiment(settings(seed=1))
 
 
 def test_bad_settings_exit_with_2(tmp_path):

@@ -18,6 +18,7 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.batches import collected, make_prompts
+from tests.tables import table
 from tests.test_train import base, read
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_advantage.py"
@@ -113,22 +114,15 @@ def test_samples_without_a_reward_have_no_advantage(file):
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [
-        ("flat", r"flat must return a floating tensor of shape \(4, 16\)"),
-        ("integers", "integers must return a floating tensor .* got torch.int64"),
-        (
-            "divides_by_zero",
-            "advantages of divides_by_zero must be finite in torch.float32, got nan at index 32, "
-            "on a",
-        ),
-        ("fails", "fails fails on a small example: KeyError: 'no idea'"),
-        (
-            "asks",
-            "asks may ask for k, valid, lengths, .* besides the rewards, got the parameter "
-            "temperature",
-        ),
-        ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),
-    ],
+    table(r"""
+    flat | flat must return a floating tensor of shape \(4, 16\)
+    integers | integers must return a floating tensor .* got torch.int64
+    divides_by_zero | advantages of divides_by_zero must be finite in torch.float32, got nan at
+        index 32, on a
+    fails | fails fails on a small example: KeyError: 'no idea'
+    asks | asks may ask for k, valid, lengths, .* besides the rewards, got the parameter temperature
+    nothing | must be FILE.py:FUNCTION: .*mine.py has no nothing
+    """),
 )
 def test_a_bad_function_is_refused_before_any_work(file, function, message):
     with pytest.raises(InputError, match=message):
@@ -153,9 +147,7 @@ def test_the_example_trains(tmp_path):
     flags = [
         "--objective",
         f"{EXAMPLE}:short_and_right",
-        "--steps",
-        "2",
-        "--out",
+        *"--steps 2 --out".split(),
         str(tmp_path / "run"),
     ]
     assert train.main([*base(), *flags]) == 0

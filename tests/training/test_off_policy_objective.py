@@ -20,6 +20,7 @@ from maxrl_fast.training.passes import Passes
 from tests.batches import collected
 from tests.models import tiny_decoder
 from tests.ops.definitions import OFF_POLICY
+from tests.tables import table
 from tests.training.test_pacs_objective import (
     PROMPTS,
     N,
@@ -181,14 +182,12 @@ def test_the_options_choose_the_objective():
         "clamp_delta": 0.0,
     }
     assert objective_of(parse(["--objective", "bon_off_policy"])).learns_from_equal_rewards(8)
-    for flags, message in (
-        ("--loss ppo", "loss must be reinforce for maxpo_off_policy"),
-        ("--importance-cap 2", "maxpo_off_policy does not support --correction: .*, got tis"),
-        (
-            "--clamp-delta -1",
-            "clamp_delta of maxpo_off_policy must be a finite number of at least 0, got -1",
-        ),
-        ("--k 16", "maxpo_off_policy needs 1 <= k <= N-1 = 15"),
-    ):
+    for flags, message in table("""
+        --loss ppo | loss must be reinforce for maxpo_off_policy
+        --importance-cap 2 | maxpo_off_policy does not support --correction: .*, got tis
+        --clamp-delta -1 | clamp_delta of maxpo_off_policy must be a finite number of at least 0,
+            got -1
+        --k 16 | maxpo_off_policy needs 1 <= k <= N-1 = 15
+        """):
         with pytest.raises(InputError, match=message):
             check(parse(["--objective", "maxpo_off_policy", *flags.split()]))

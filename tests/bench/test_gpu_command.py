@@ -221,12 +221,7 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
         if "tyro" in step.absent
     }
     assert absent.keys() == {
-        "whole_step",
-        "whole_step_compiled",
-        "qwen_0.5b",
-        "qwen_1.5b",
-        "profiles",
-        "maze",
+        *"whole_step whole_step_compiled qwen_0.5b qwen_1.5b profiles maze".split()
     }
     assert set(absent.values()) == {"tyro is not installed"}
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
@@ -246,11 +241,11 @@ def test_every_kernel_has_a_test_in_the_race_checks():
         if "::" in line
     }
     assert names == {
-        "test_rows_at_any_address_and_in_place",
-        "test_pacs",
-        "test_bad_values_become_nan_or_are_refused",
-        "test_attention_equals_float64",
-        "test_sampling_equals_pytorchs",
+        *(
+            "test_rows_at_any_address_and_in_place test_pacs "
+            "test_bad_values_become_nan_or_are_refused test_attention_equals_float64 "
+            "test_sampling_equals_pytorchs"
+        ).split()
     }
     tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
     assert tools == ["memcheck", "racecheck", "synccheck"]
@@ -261,12 +256,7 @@ def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_pat
     monkeypatch.setattr("bench.gpu_steps.NSIGHT", tmp_path / "nsight")
     files = [
         tmp_path / place
-        for place in (
-            "cuda/nvcc",
-            "cuda/compute-sanitizer",
-            "nsight/2024.1/ncu",
-            "nsight/2025.3/ncu",
-        )
+        for place in "cuda/nvcc cuda/compute-sanitizer nsight/2024.1/ncu nsight/2025.3/ncu".split()
     ]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -62,12 +62,8 @@ def run(out, *flags):
 
 def assert_same(one, two):
     for log in (
-        "metrics.jsonl",
-        "eval.jsonl",
-        "eval_prompts.jsonl",
-        "pass_rates.jsonl",
-        "warnings.jsonl",
-    ):
+        "metrics.jsonl eval.jsonl eval_prompts.jsonl pass_rates.jsonl warnings.jsonl"
+    ).split():
         assert without_timings(one / log) == without_timings(two / log), log
     assert read(one / "rollouts.jsonl") == read(two / "rollouts.jsonl") != []
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):

@@ -8,7 +8,6 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import Failure, RewardSource, Scores
 from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
 from maxrl_fast.rollout import Sampling
@@ -16,7 +15,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Needs
-from tests.tables import table
+from tests.tables import refused, table
 from tests.training.test_collect import NumberedEngine
 
 NAN = float("nan")
@@ -103,7 +102,7 @@ def test_a_rollout_with_a_failed_reward_is_left_out():
     """),
 )
 def test_options_that_do_not_fit_are_refused(flags, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         check(parse(flags.split()))
     check(
         parse(

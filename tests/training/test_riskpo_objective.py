@@ -9,10 +9,10 @@ import torch
 
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from tests.batches import collected, make_prompts
+from tests.tables import refused
 
 REWARDS = torch.tensor(
     [
@@ -144,5 +144,5 @@ def test_options():
             "rewards are equal, from which riskpo learns",
         ),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             check(parse(["--objective", "riskpo", *flags]))

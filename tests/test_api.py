@@ -63,12 +63,9 @@ def test_the_command_is_started_without_a_warning():
 
 
 def test_help_shows_the_arguments():
-    assert list(inspect.signature(maxrl_fast.run).parameters) == [
-        "config",
-        "task",
-        "reward",
-        "options",
-    ]
+    assert (
+        list(inspect.signature(maxrl_fast.run).parameters) == "config task reward options".split()
+    )
     assert "bitwise" in inspect.getdoc(maxrl_fast.run)
 
 
@@ -146,17 +143,11 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
             "unknown option max-new-tokens; did you mean max_new_tokens?",
         ),
         ({"config": {3: 4}}, "unknown option 3"),
-        ({"steps": "many"}, "steps must be an integer, got 'many'"),
         ({"steps": 1.5}, "steps must be an integer, got 1.5"),
-        ({"steps": [1, 2]}, "steps must be an integer, got [1, 2]"),
         ({"steps": True}, "steps must be an integer, got True"),
         ({"compile": 1}, "compile must be true or false, got 1"),
-        ({"loss": "pppo"}, "FILE.py:FUNCTION, got 'pppo'; did you mean 'ppo'?"),
-        ({"prompts": 0}, "prompts must be at least 1, got 0"),
-        ({"maze_size": 8}, "odd number from 5 to 31, got 8"),
         ({"chain_length": 8}, "chain_length is not used by task maze"),
         ({"config": "/nowhere.toml"}, "--config must be a readable TOML file, got /nowhere.toml"),
-        ({"config": {"stepz": 3}}, "unknown option stepz; did you mean steps?"),
         (
             {"resume": "/nowhere"},
             "--resume must be the folder of a run, got /nowhere, which does not exist",
@@ -164,7 +155,6 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
         ({"dry_run": True}, "dry_run is of the command alone"),
         ({"reward": 3}, "reward must be a name or a function, got 3"),
         ({"task": object()}, "task object must have the method"),
-        ({"task": "maize"}, "did you mean 'maze'?"),
         (
             {"reward": len, "reward_workers": 2},
             "reward_workers needs a --reward that runs in processes",
@@ -383,14 +373,6 @@ def test_a_reward_that_always_fails_raises_before_anything_is_written(tmp_path):
     ):
         maxrl_fast.run({**OPTIONS, "reward": lambda prompt, response: 1 / 0}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_reward_whose_arguments_do_not_fit_names_the_nearest_fix(tmp_path):
-    with pytest.raises(
-        InputError,
-        match=r"the reward python:<lambda>: your function asks for `completion`: rename it to",
-    ):
-        maxrl_fast.run(OPTIONS, reward=lambda prompt, completion: 1.0, out=tmp_path / "run")
 
 
 def test_a_notebook_gets_few_plain_lines(monkeypatch, capsys):

@@ -258,36 +258,3 @@ def test_gym_tiny(tmp_path):
     lines = run.stdout.splitlines()
     assert "task gym:spell_backward" in lines[0] or "spell_backward of reasoning-gym" in lines[0]
     assert len([line for line in lines if line.startswith("'Spell this word backward")]) == 4
-
-
-def test_the_ops_import_no_trainer():
-    code = (
-        "import sys; from maxrl_fast import ops; print([m for m in sys.modules if "
-        "m.startswith('maxrl_fast')])"
-    )
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert "maxrl_fast.ops.group_advantage" in modules
-    for name in ("train", "config", "model", "rollout", "tasks", "learner"):
-        assert f"maxrl_fast.{name}" not in modules
-
-
-def test_the_ops_import_nothing_but_torch_and_the_standard_library():
-    """So `import maxrl_fast.ops` costs little beyond `import torch`: no transformers, tyro, rich,
-    matplotlib or tensorboard.
-    """
-    code = (
-        "import sys, torch; before = set(sys.modules); from maxrl_fast import ops; "
-        "print(*(set(sys.modules) - before))"
-    )
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert "maxrl_fast.ops" in modules
-    others = {
-        name
-        for name in modules
-        if name.partition(".")[0] not in {"maxrl_fast", *sys.stdlib_module_names}
-    }
-    assert not others

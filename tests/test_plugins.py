@@ -5,7 +5,6 @@ installed distributions.
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from maxrl_fast.job.build_engine import build_engine
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.runtime import plugins
 from tests.models import tiny_decoder
+from tests.tables import table
 from tests.test_train import base, read
 
 ROOT = Path(__file__).parents[1]
@@ -118,39 +118,22 @@ def own_task(tmp_path, body):
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [
-        (
-            "prompts = None",
-            r"must have the method prompts\(split, start, count\), which it does not",
-        ),
-        (
-            "def prompts(self, split, start): ...",
-            r"must have the method prompts\(split, start, count\), got prompts\(split, start\)",
-        ),
-        (
-            "def decode(self, tokens): ...",
-            r"the method decode\(tokens, with_special=False\), got decode\(tokens\)",
-        ),
-        (
-            "def score(self, prompts, rollouts, why): ...",
-            r"the method score\(prompts, rollouts\), got score\(prompts, rollouts, why\)",
-        ),
-        ("stop_ids = [2]", r"must have the attribute stop_ids, tuple\[int, \.\.\.\], got \[2\]"),
-        ("vocab_size = True", r"must have the attribute vocab_size, int, got True"),
-        (
-            "num_test_prompts = 1.5",
-            r"must have the attribute num_test_prompts, int or None, got 1\.5",
-        ),
-        ("def __init__(self): pass", r"must have the attribute name, str, which it does not"),
-        (
-            "def __init__(self, size): pass",
-            r"has the parameter size without a default, which nothing gives; --task-args gives it",
-        ),
-        (
-            "def __init__(self): self.x = {}['key']",
-            r"cannot be made: KeyError: 'key' \(own\.py, line 3\)",
-        ),
-    ],
+    table(r"""
+    prompts = None | must have the method prompts\(split, start, count\), which it does not
+    def prompts(self, split, start): ... | must have the method prompts\(split, start, count\), got
+        prompts\(split, start\)
+    def decode(self, tokens): ... | the method decode\(tokens, with_special=False\), got
+        decode\(tokens\)
+    def score(self, prompts, rollouts, why): ... | the method score\(prompts, rollouts\), got
+        score\(prompts, rollouts, why\)
+    stop_ids = [2] | must have the attribute stop_ids, tuple\[int, \.\.\.\], got \[2\]
+    vocab_size = True | must have the attribute vocab_size, int, got True
+    num_test_prompts = 1.5 | must have the attribute num_test_prompts, int or None, got 1\.5
+    def __init__(self): pass | must have the attribute name, str, which it does not
+    def __init__(self, size): pass | has the parameter size without a default, which nothing gives;
+        --task-args gives it
+    def __init__(self): self.x = {}['key'] | cannot be made: KeyError: 'key' \(own\.py, line 3\)
+    """),
 )
 def test_a_class_that_is_no_task_is_refused_with_what_it_lacks(body, message, tmp_path, capsys):
     said = refused(capsys, *own_task(tmp_path, body))
@@ -241,11 +224,11 @@ def test_a_name_of_two_distributions_is_refused_with_both(site, capsys):
 
 @pytest.mark.parametrize(
     ("option", "group"),
-    [
-        ("task", "maxrl_fast.tasks"),
-        ("objective", "maxrl_fast.objectives"),
-        ("rollout", "maxrl_fast.engines"),
-    ],
+    table("""
+    task | maxrl_fast.tasks
+    objective | maxrl_fast.objectives
+    rollout | maxrl_fast.engines
+    """),
 )
 def test_a_plugin_that_fails_on_import_says_whose_it_is(
     option, group, tmp_path, monkeypatch, capsys
@@ -393,35 +376,3 @@ class Own(SortTask):
         == 0
     )
     assert read(tmp_path / "run" / "metrics.jsonl")[0]["reward_mean"] == 1.0
-
-
-@pytest.mark.slow
-def test_own_classes_run_under_torchrun(tmp_path):
-    flags = [
-        *SIZES,
-        "--task",
-        f"{SORT}:SortTask",
-        *ARGS,
-        "--rollout",
-        f"{NAIVE}:NaiveEngine",
-        "--steps",
-        "1",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *"--standalone --nproc-per-node 2 -m maxrl_fast.train".split(),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [*command, *flags, "--out", str(tmp_path / "two")],
-        env=environment,
-        cwd=ROOT,
-        check=True,
-        timeout=300,
-    )
-    assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
-    one, two = (read(tmp_path / name / "metrics.jsonl")[0] for name in ("one", "two"))
-    assert two["reward_mean"] == one["reward_mean"]
-    assert two["num_tokens"] == one["num_tokens"]

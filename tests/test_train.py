@@ -2,10 +2,6 @@
 
 import io
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -14,14 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from maxrl_fast import ops, train
 from maxrl_fast.config.names import PASS_RATES
-from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.passes import Passes
 from tests.models import save_checkpoint, tiny_decoder
+from tests.tables import table
 
 SMALL = [
     *"--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 3".split(),
@@ -71,13 +68,10 @@ def test_a_run_writes_its_files(finished):
     )
     assert [record["lr"] for record in metrics] == [schedule.at(step) for step in (1, 2, 3)]
     wanted = {
-        "reward_mean",
-        "pass_at_1",
-        "ratio_clamped",
-        "frac_prompts_solved",
-        "entropy",
-        "grad_norm",
-        "response_length_mean",
+        *(
+            "reward_mean pass_at_1 ratio_clamped frac_prompts_solved entropy grad_norm "
+            "response_length_mean"
+        ).split()
     }
     for record in metrics:
         assert wanted | TIMINGS <= record.keys()
@@ -104,16 +98,6 @@ def test_transformers_loads_the_checkpoint(finished):
 
 
 @pytest.mark.slow
-def test_the_same_seed_repeats_bitwise_and_another_does_not(finished, tmp_path):
-    assert run(tmp_path / "again", *"--save-every 2 --eval-every 2".split()) == 0
-    assert_same_run(finished, tmp_path / "again")
-    assert run(tmp_path / "other", "--seed", "1") == 0
-    assert without_timings(tmp_path / "other" / "metrics.jsonl") != without_timings(
-        finished / "metrics.jsonl"
-    )
-
-
-@pytest.mark.slow
 def test_the_warm_start_has_its_own_beta2(tmp_path):
     flags = {"as-beta2": ("--beta2", "0.5"), "as-sft-beta2": ("--sft-beta2", "0.5"), "default": ()}
     weights = {}
@@ -130,7 +114,10 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
 def test_two_threads_repeat_bitwise(tmp_path):
     for name in ("one", "two"):
         assert (
-            run(tmp_path / name, *"--threads 2 --prompts 32 --rollouts 16 --maze-size 9".split())
+            run(
+                tmp_path / name,
+                *"--threads 2 --prompts 32 --rollouts 16 --maze-size 9 --steps 2".split(),
+            )
             == 0
         )
     assert_same_run(tmp_path / "one", tmp_path / "two")
@@ -141,22 +128,6 @@ def assert_same_run(one, two):
         assert without_timings(one / name) == without_timings(two / name)
     weights = [path / "latest" / "model.safetensors" for path in (one, two)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-@pytest.mark.slow
-def test_the_last_checkpoint_is_the_trained_model(tmp_path, monkeypatch):
-    save, models = Checkpoints.save, []
-
-    def spy(self, progress, learner):
-        models.append({name: tensor.clone() for name, tensor in learner.model.state_dict().items()})
-        return save(self, progress, learner)
-
-    monkeypatch.setattr(Checkpoints, "save", spy)
-    assert run(tmp_path / "run") == 0
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest").state_dict()
-    assert saved.keys() == models[-1].keys()
-    for name, tensor in saved.items():
-        assert torch.equal(tensor, models[-1][name]), name
 
 
 def test_a_terminal_shows_progress(tmp_path, monkeypatch):
@@ -173,26 +144,17 @@ def test_a_terminal_shows_progress(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--objective maxrl",
-        "--objective grpo --kl-coef 0.1 --entropy-coef 0.01",
-        "--objective dr_grpo --updates-per-step 2",
-        "--objective rloo --loss gspo --lr-schedule cosine",
-        "--objective reinforce --loss reinforce --temperature 0.8",
-        "--objective pkpo --k 2 --token-budget 50",
-        "--objective maxpo --k 2 --dtype bfloat16",
+        "--objective maxrl --loss vespo --updates-per-step 2",
+        "--objective grpo --kl-coef 0.1 --entropy-coef 0.01 --correction tis_sequence --top-p 0.9",
+        "--objective dr_grpo --updates-per-step 2 --dtype bfloat16",
+        "--objective rloo --loss gspo --correction icepop --updates-per-step 2",
+        "--objective reinforce --loss reinforce --temperature 0.8 --lr-schedule cosine",
+        "--objective pkpo --k 2 --token-budget 50 --loss luspo",
         "--objective maxpo_off_policy --k 2 --updates-per-step 2",
-        "--objective pacs --updates-per-step 2",
-        "--objective pacs_paper --score grpo --ref-reset-interval 2",
-        *(
-            f"--objective grpo --loss {loss} --updates-per-step 2"
-            for loss in ("luspo", "gmpo", "vespo", "topr", "topr_token")
-        ),
+        "--objective pacs --score grpo --updates-per-step 2",
+        "--objective opo --loss gmpo --updates-per-step 2",
         "--objective grpo --loss sapo --loss-options tau_positive=0.8 tau_negative=1.2 "
         "--updates-per-step 2",
-        "--objective grpo --loss dppo --loss-options high=0.1 --updates-per-step 2",
-        "--objective grpo --loss dispo --loss-options high_negative=5 --updates-per-step 2",
-        "--objective grpo --correction tis_sequence --top-p 0.9",
-        "--objective grpo --correction icepop --loss gspo --updates-per-step 2",
         "--objective rl_zvp --correction mis",
         "--objective rloo --correction sequence_mask --correction-options delta=0.001 "
         "--updates-per-step 2",
@@ -209,25 +171,6 @@ def test_every_objective_and_loss_changes_the_policy(tmp_path, flags):
         load_checkpoint(tmp_path / "run" / "checkpoints" / f"step-00000{i}") for i in (0, 3)
     )
     assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
-
-
-@pytest.mark.slow
-def test_top_p_sampling_needs_no_correction(tmp_path, capsys):
-    flags = (*"--top-p 0.9 --kv-cache-gb 0.001".split(),)
-    assert run(tmp_path / "run", *flags) == 0
-    assert (
-        "rollout engine: native (C++, float32, key/value cache of at most 0.001 GB)"
-        in capsys.readouterr().out
-    )
-    assert run(tmp_path / "tis", *flags, "--correction", "tis") == 0
-    for plain, tis in zip(
-        *(read(tmp_path / name / "metrics.jsonl") for name in ("run", "tis")), strict=True
-    ):
-        # with the kept mass it would be above 0.01
-        assert max(plain["logprob_diff"], tis["logprob_diff"]) < 1e-4
-        assert plain["ratio"] == pytest.approx(1, abs=1e-4)
-        assert tis["importance_weight"] == pytest.approx(1, abs=1e-4)
-        assert "importance_weight" not in plain
 
 
 @pytest.mark.slow
@@ -253,29 +196,22 @@ def test_a_run_resumes_with_another_correction(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_training_a_checkpoint_of_another_family(tmp_path, family):
-    model, task = (
-        tiny_decoder(model_type=family, tie_word_embeddings=False, dtype="bfloat16"),
-        MazeTask(5),
-    )
-    save_checkpoint(
-        tmp_path / "start", model.config, model.weights(), task.tokenizer_files(), task.stop_ids
-    )
-    assert (
-        run(
-            tmp_path / "run",
-            *"--task maze --model".split(),
-            str(tmp_path / "start"),
-            "--checkpoint-activations",
-            "--sft-steps",
-            "5",
-        )
-        == 0
-    )
+def test_training_a_checkpoint_of_another_family(tmp_path):
+    model = tiny_decoder(model_type="llama", tie_word_embeddings=False, dtype="bfloat16")
+    task, start = MazeTask(5), tmp_path / "start"
+    save_checkpoint(start, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
+    flags = *"--task maze --checkpoint-activations --sft-steps 5 --model".split(), str(start)
+    assert run(tmp_path / "run", *flags) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "latest")
-    assert (theirs.config.model_type, theirs.dtype) == (family, torch.bfloat16)
+    assert (theirs.config.model_type, theirs.dtype) == ("llama", torch.bfloat16)
     assert not torch.equal(theirs.model.norm.weight.float(), model.model.norm.weight)
+
+
+def test_compile_compiles_the_layers(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Decoder, "compile_layers", lambda self: calls.append(self))
+    assert run(tmp_path / "run", *"--compile --steps 0 --sft-steps 1".split()) == 0
+    assert len(calls) == 1
 
 
 @pytest.mark.slow
@@ -298,17 +234,6 @@ def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
     }
     assert run(tmp_path / "bad", *"--lora-rank 2 --lora-targets qkv".split()) == 2
     assert "lora_targets must be among" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_compiled_layers_train_like_eager_ones(finished, tmp_path):
-    assert run(tmp_path / "run", "--compile") == 0
-    for ours, theirs in zip(
-        read(finished / "metrics.jsonl"), read(tmp_path / "run" / "metrics.jsonl"), strict=True
-    ):
-        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-2, abs=1e-4)
-        # a sampled token may differ
-        assert theirs["reward_mean"] == pytest.approx(ours["reward_mean"], abs=0.13)
 
 
 def base():
@@ -340,49 +265,25 @@ def test_training_from_a_checkpoint(finished, tmp_path):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ("--objective maxpo --k 3", lambda r, _: ops.maxpo_advantage(r, 3)),
-        ("--objective maxrl", lambda r, _: ops.maxrl_advantage(r)),
-        ("--objective maxrl --order 2", lambda r, _: ops.maxrl_advantage(r, 2)),
-        ("--objective grpo", lambda r, _: ops.grpo_advantage(r)),
         (
             "--objective grpo --eps 0.5 --ddof 0",
             lambda r, _: ops.grpo_advantage(r, eps=0.5, ddof=0),
         ),
-        ("--objective rloo", lambda r, _: ops.rloo_advantage(r)),
         ("--objective dr_grpo", lambda r, _: r - r.mean(1, keepdim=True)),
-        ("--objective reinforce", lambda r, _: r - r.mean(1, keepdim=True)),
-        ("--objective pkpo --k 3", lambda r, _: ops.expected_improvement(r, 3) * 3 / 4),
         (
             "--objective opo",
             lambda r, s: ops.group_advantage(r, "opo", lengths=s.lengths.view(4, 4)),
         ),
-        (
-            "--objective reinforce_pp_tokens --ddof 0",
-            lambda r, s: ops.group_advantage(
-                r, "reinforce_pp_tokens", lengths=s.lengths.view(4, 4), ddof=0
-            ),
-        ),
-        (
-            "--objective differential_smoothing",
-            lambda r, s: ops.group_advantage(
-                r, "differential_smoothing", logprobs=s.mean_logprobs.view(4, 4)
-            ),
-        ),
-        ("--objective lite_ppo", lambda r, _: (r - r.mean(1, keepdim=True)) / (r.std() + 1e-6)),
         ("--objective remax", lambda r, _: r - torch.tensor([[1.0], [0], [0], [1]])),
         (
             "--objective reinforce --max-new-tokens 8 --overlong-buffer 4",
             lambda r, s: ops.group_advantage(
                 r - (s.lengths.view(4, 4) - 4).clamp_min(0) / 4, "reinforce"
             ),
-        ),
-        (
-            "--objective self",
-            lambda r, _: ops.grpo_advantage(r) * torch.tensor([[0.0], [1], [1], [0]]),
         ),
     ],
 )
@@ -404,18 +305,8 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
         return torch.tensor([1.0, 0, 0, 1]) if is_greedy else rewards[: len(prompts)].flatten()
 
     monkeypatch.setattr(MazeTask, "score", score)
-    assert (
-        train.main(
-            [
-                *base(),
-                "--out",
-                str(tmp_path / "run"),
-                *"--steps 1 --eval-prompts 4".split(),
-                *flags.split(),
-            ]
-        )
-        == 0
-    )
+    more = "--steps 1 --sft-steps 0 --eval-prompts 4 --out".split()
+    assert train.main([*base(), *flags.split(), *more, str(tmp_path / "run")]) == 0
     when, advantages, rollouts, aggregation = seen[-1]
     assert when == "step 1"
     torch.testing.assert_close(advantages, expected(rewards, rollouts).flatten())
@@ -425,22 +316,20 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
-    [
-        ("--objective maxpoo", "did you mean 'maxpo'?"),
-        ("--k 4", "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
-        ("--maze-size 8", "odd number from 5 to 31, got 8"),
-        ("--maze-size 3", "odd number from 5 to 31, got 3"),
-        ("--rollouts 1", "maxpo needs at least 2 rollouts per prompt, got 1"),
-        ("--hidden-size 800000000", "GB of weights, this machine"),
-        ("--layers 1000000000", "GB of weights, this machine"),
-        ("--hidden-size 8000000000000000000", "got"),
-        ("--kv-cache-gb 1e-6", "kv_cache_gb must hold the longest prompt and a response"),
-        ("--model /nowhere", "--model needs --task, which says what it shall answer: gsm8k, "),
-        (
-            "--task maze --model /nowhere",
-            "--model must be the folder of a checkpoint, got /nowhere, which is not there",
-        ),
-    ],
+    table("""
+    --objective maxpoo | did you mean 'maxpo'?
+    --k 4 | maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4
+    --maze-size 8 | odd number from 5 to 31, got 8
+    --maze-size 3 | odd number from 5 to 31, got 3
+    --rollouts 1 | maxpo needs at least 2 rollouts per prompt, got 1
+    --hidden-size 800000000 | GB of weights, this machine
+    --layers 1000000000 | GB of weights, this machine
+    --hidden-size 8000000000000000000 | got
+    --kv-cache-gb 1e-6 | kv_cache_gb must hold the longest prompt and a response
+    --model /nowhere | --model needs --task, which says what it shall answer: gsm8k,
+    --task maze --model /nowhere | --model must be the folder of a checkpoint, got /nowhere, which
+        is not there
+    """),
 )
 def test_bad_input_exits_with_2_before_any_work(tmp_path, capsys, flags, sentence):
     assert run(tmp_path / "run", *flags.split()) == 2
@@ -527,49 +416,3 @@ def test_out_of_gpu_memory_is_reported_with_advice(tmp_path, capsys, monkeypatch
     error = capsys.readouterr().err
     assert error.startswith("error: CUDA out of memory; a lower --token-budget")
     assert error.endswith("--resume resumes from the last checkpoint\n")
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_exits_with_130(tmp_path):
-    out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "maxrl_fast.train",
-        *SMALL,
-        "--steps",
-        "100000",
-        "--out",
-        str(out),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists() or len(read(out / "metrics.jsonl")) < 2:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, output
-    steps = len(read(out / "metrics.jsonl"))
-    assert f"stopped by Ctrl-C after step {steps}" in output
-    assert (out / "latest").resolve().name == f"step-{steps:06d}"
-    load_checkpoint(out / "latest")
-    assert (out / "curves.png").exists()
-
-
-def test_help_groups_the_options(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    for words in (
-        "objective options",
-        "rollout options",
-        "--maze-size",
-        "--token-budget",
-        "evaluation options",
-    ):
-        assert words in text
-    assert "second backward pass; 0: none." in text  # one line, unlike in the source

@@ -14,8 +14,8 @@ import pytest
 from bench import against, attention
 from bench.against import ROOT, agree, built_worktree, in_turn, main
 from bench.measure import run_command
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import DecoderConfig
+from tests.tables import refused
 
 TINY = DecoderConfig(16, 32, 48, 1, 4, 2, 8, max_position_embeddings=32)
 
@@ -173,5 +173,5 @@ def test_ctrl_c_while_a_side_computes_leaves_no_timer_to_wait_for():
 
 def test_unknown_commit_raises_before_anything_is_built(monkeypatch, repository):
     monkeypatch.setattr(against, "build", lambda folder: pytest.fail("built"))
-    with pytest.raises(InputError, match="COMMIT must name a commit"), built_worktree("--help"):
+    with refused("COMMIT must name a commit"), built_worktree("--help"):
         pass

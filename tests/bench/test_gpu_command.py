@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_build
+from bench import gpu, gpu_build, profiles, train_step
 from bench.counters import kernels
 from bench.gpu_run import last_document, run_step
 from bench.gpu_steps import (
@@ -28,7 +28,7 @@ from bench.gpu_steps import (
 )
 from bench.gpu_table import SECTIONS, lines, rows
 from bench.measure import Sides, milliseconds
-from maxrl_fast.errors import InputError
+from tests.tables import refused
 
 ROOT = Path(__file__).parents[2]
 GPU = {"device": "cuda", "dtype": "torch.bfloat16"}
@@ -221,12 +221,7 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
         if "tyro" in step.absent
     }
     assert absent.keys() == {
-        "whole_step",
-        "whole_step_compiled",
-        "qwen_0.5b",
-        "qwen_1.5b",
-        "profiles",
-        "maze",
+        *"whole_step whole_step_compiled qwen_0.5b qwen_1.5b profiles maze".split()
     }
     assert set(absent.values()) == {"tyro is not installed"}
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
@@ -235,15 +230,7 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
 def test_every_kernel_has_a_test_in_the_race_checks():
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "--collect-only",
-        "-m",
-        "gpu",
-        "-k",
+        *"-m pytest -q -n 0 --collect-only -m gpu -k".split(),
         SMALLEST,
         *SMALLEST_FILES,
     ]
@@ -254,11 +241,11 @@ def test_every_kernel_has_a_test_in_the_race_checks():
         if "::" in line
     }
     assert names == {
-        "test_rows_at_any_address_and_in_place",
-        "test_pacs",
-        "test_bad_values_become_nan_or_are_refused",
-        "test_attention_equals_float64",
-        "test_sampling_equals_pytorchs",
+        *(
+            "test_rows_at_any_address_and_in_place test_pacs "
+            "test_bad_values_become_nan_or_are_refused test_attention_equals_float64 "
+            "test_sampling_equals_pytorchs"
+        ).split()
     }
     tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
     assert tools == ["memcheck", "racecheck", "synccheck"]
@@ -269,12 +256,7 @@ def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_pat
     monkeypatch.setattr("bench.gpu_steps.NSIGHT", tmp_path / "nsight")
     files = [
         tmp_path / place
-        for place in (
-            "cuda/nvcc",
-            "cuda/compute-sanitizer",
-            "nsight/2024.1/ncu",
-            "nsight/2025.3/ncu",
-        )
+        for place in "cuda/nvcc cuda/compute-sanitizer nsight/2024.1/ncu nsight/2025.3/ncu".split()
     ]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +282,7 @@ def test_the_counters_of_a_kernel_are_medians_over_its_launches():
     rows, sample = kernels(NCU).values()
     assert rows == {"launches": 2, "nanoseconds": 1.1e6, "registers": 60}
     assert sample == {"launches": 1, "nanoseconds": 3500}
-    with pytest.raises(InputError, match="no table"):
+    with refused("no table"):
         kernels("==ERROR== the profiler cannot be used here")
 
 
@@ -466,17 +448,11 @@ def test_the_dry_run_writes_its_results(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "only"), [("profile", ["profiles", "counters"]), ("races", []), ("maze", [])]
-)
+@pytest.mark.parametrize(("part", "only"), [("profile", ["counters"]), ("races", []), ("maze", [])])
 def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
     command = [
         sys.executable,
-        "-m",
-        "bench.gpu",
-        "--device",
-        "cpu",
-        "--part",
+        *"-m bench.gpu --device cpu --part".split(),
         part,
         *(["--only", *only] if only else []),
     ]
@@ -487,16 +463,19 @@ def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     steps = json.loads((tmp_path / f"gpu_dry_run_{part}.json").read_text())["steps"]
     assert steps.keys() == set(only or [step.name for step in dry_steps()[part]])
-    assert {name for name, record in steps.items() if record["state"] != "absent"} == {
-        "profiles"
-    } & set(only)
-    if only:
-        found = steps["profiles"]["figures"]["profiles"]
-        assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
-        for case in found.values():
-            times = [kernel["microseconds"] for kernel in case["kernels"]]
-            assert times == sorted(times, reverse=True)
-            assert 0 < times[0] <= 1e3 * case["milliseconds"]
+    assert {record["state"] for record in steps.values()} == {"absent"}
+
+
+def test_profiles_have_the_longest_kernels_first(monkeypatch):
+    monkeypatch.setitem(train_step.QWEN, "qwen-0.5b", (32, 48, 1, 4, 2, 8))
+    cpu, found = torch.device("cpu"), {}
+    for make, _ in profiles.CASES.values():
+        found |= make(cpu, torch.float32, 1, 2)
+    assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
+    for figures in found.values():
+        times = [kernel["microseconds"] for kernel in figures["kernels"]]
+        assert times == sorted(times, reverse=True)
+        assert 0 < times[0] <= 1e3 * figures["milliseconds"]
 
 
 def refusal(monkeypatch, capsys, *arguments):

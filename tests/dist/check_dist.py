@@ -13,16 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 VERSION = re.search(
     r'^__version__ = "(.*)"$', (ROOT / "maxrl_fast" / "__init__.py").read_text(), re.MULTILINE
 )[1]
-BUILD_FILES = [
-    "CHANGELOG.md",
-    "CMakeLists.txt",
-    "LICENSE",
-    "MANIFEST.in",
-    "README.md",
-    "constraints.txt",
-    "pyproject.toml",
-    "setup.py",
-]
+BUILD_FILES = ("CHANGELOG.md CMakeLists.txt LICENSE MANIFEST.in README.md constraints.txt " "pyproject.toml setup.py").split()
 METADATA = re.compile(r"PKG-INFO|setup\.cfg|maxrl_fast\.egg-info/.*")  # written by setuptools
 
 

@@ -5,40 +5,60 @@ one.
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.test_torchrun import TIMES, read, run_job
-from tests.objectives_with_more import NAMES, flags_of
+from tests.distributed.test_torchrun import assert_same_metrics, read, run_job
 
 pytestmark = pytest.mark.slow
 
+REWARDS = """
+def is_even(prompt, response):
+    return float(len(response.split()) % 2 == 0)
 
-@pytest.mark.parametrize("name", NAMES)
+def share_of_right(prompt, response):
+    return response.count("RIGHT") / (1 + len(response.split()))
+
+def dense(prompt, response):
+    words = response.split()
+    return {"right": words.count("RIGHT") / (1 + len(words)), "even": float(len(words) % 2 == 0)}
+"""
+ADVANTAGE = """
+import torch
+
+def by_token(rewards, lengths, texts, components):
+    even = torch.tensor([[parts["even"] for parts in group] for group in components])
+    same = torch.tensor([[group.count(text) for text in group] for group in texts])
+    values = rewards / same + even
+    each = zip((values - values.mean(1, keepdim=True)).flatten(), lengths.flatten().tolist())
+    return torch.cat([value * 0.8 ** torch.arange(n) for value, n in each])
+"""
+OF_REWARDS = {  # with 6 prompts on each of two processes, a bundle is of both
+    "gdpo": "--objective gdpo --reward {0}:is_even {0}:share_of_right",
+    "rl_zvp": "--objective rl_zvp",
+    "riskpo": "--objective riskpo --reward {0}:share_of_right --bundle-size 4",
+    "by_token": "--objective {1}:by_token --reward {0}:dense",
+}
+
+
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_steps_are_the_same_on_two_processes(name, tmp_path):
     """Each process samples 6 prompts, and each update learns from 6 of the 12: prompts of both
     processes.
     """
-    flags = [
-        *flags_of(name, tmp_path),
-        *"--prompts 12 --rollouts 4 --steps 4 --maze-size 5".split(),
-    ]
+    rewards, advantage = tmp_path / "rewards.py", tmp_path / "mine.py"
+    rewards.write_text(REWARDS)
+    advantage.write_text(ADVANTAGE)
+    flags = OF_REWARDS[name].format(rewards, advantage).split()
+    flags += "--updates-per-step 2 --prompts 12 --rollouts 4 --steps 4 --maze-size 5".split()
     for num_ranks in (1, 2):
         run_job(tmp_path / str(num_ranks), num_ranks, *flags, "--diagnose-every", "2")
     alone, together = tmp_path / "1", tmp_path / "2"
-    for expected, result in zip(read(alone, "metrics"), read(together, "metrics"), strict=True):
-        assert expected["grad_norm"] > 1e-3
-        assert expected.keys() == result.keys()
-        for key in expected.keys() - TIMES:
-            assert result[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (
-                expected["step"],
-                key,
-            )
+    assert_same_metrics(alone, together)
+    assert all(record["grad_norm"] > 1e-3 for record in read(alone, "metrics"))
     for expected, result in zip(
         read(alone, "diagnostics"), read(together, "diagnostics"), strict=True
     ):
         assert max(expected["grad_norm"]) > 1e-3
-        assert result == {
-            **expected,
-            "grad_norm": pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-5),
-        }
+        norms = pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-5)
+        assert result == {**expected, "grad_norm": norms}
     weights, others = (load_file(run / "latest" / "model.safetensors") for run in (alone, together))
     before = load_file(alone / "checkpoints" / "step-000000" / "model.safetensors")
     for key, weight in weights.items():

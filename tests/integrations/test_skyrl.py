@@ -2,9 +2,6 @@
 test-integrations`.
 """
 
-import os
-import subprocess
-import sys
 import typing
 
 import numpy as np
@@ -83,28 +80,6 @@ def test_the_same_estimators_of_skyrl_agree_in_groups_of_two_and_more(skyrl, our
     sizes = torch.tensor([batch.prompts.count(key) for key in batch.prompts])
     a, b = (compute(batch, name)[0][sizes > 1] for name in (f"maxrl_fast/{ours}", theirs))
     torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-4)
-
-
-UNPICKLE = """
-import sys, cloudpickle, torch
-function = cloudpickle.load(open(sys.argv[1], "rb"))
-rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
-given = {"response_mask": torch.ones(4, 2), "index": ["a", "b", "a", "b"]}
-print(function(token_level_rewards=rewards, **given)[0][:, 0].tolist())
-"""
-
-
-def test_a_function_of_the_registry_survives_pickling_to_another_process(skyrl, tmp_path):
-    import cloudpickle
-    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry as Registry
-
-    skyrl.register("maxpo", k=1)
-    (tmp_path / "function").write_bytes(cloudpickle.dumps(Registry.get("maxrl_fast/maxpo")))
-    command = [sys.executable, "-c", UNPICKLE, str(tmp_path / "function")]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ}
-    )
-    assert done.stdout.strip() == "[1.0, -1.0, -1.0, 1.0]", done.stderr
 
 
 def test_rays_workers_have_the_estimators_of_the_driver(skyrl):

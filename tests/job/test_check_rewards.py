@@ -174,8 +174,8 @@ def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported(sec
 def test_a_run_with_a_slow_judge_says_so_once(reward, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(health, "SLOW_SECONDS", 0.0)
     reward.write_text(
-        "import time\ndef score(prompt, response):\n    time.sleep(.3)\n    return len(response) % "
-        "2\n"
+        "import time\ndef score(prompt, response):\n    time.sleep(.02)\n"
+        "    return len(response) % 2\n"
     )
     assert train.main([*job(reward, tmp_path / "run"), *"--steps 4 --eval-prompts 1".split()]) == 0
     assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == [

@@ -30,7 +30,7 @@ from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.run_files import RunFiles
-from maxrl_fast.runtime.files import locked, write_checksums
+from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums, write_checksums
 from maxrl_fast.training.learner import Learner
 from tests.test_train import SMALL, base, read, without_timings
 
@@ -41,16 +41,18 @@ JOB = [
     *base(),
     *"--sft-steps 40 --steps 6 --eval-every 2 --save-every 2 --keep-checkpoints 0".split(),
 ]
+# What each keeps from step to step: adapters and a reference policy, which may be reset; a critic;
+# quantiles; the anchor of an entropy; draws of tokens.
+CHAIN = "--task chain --chain-length 8 --reward-threshold .1 --updates-per-step 2 --objective "
 OBJECTIVES = {
     "maxpo": "--objective maxpo --k 2",
-    "maxrl": "--objective maxrl --kl-coef 0.1",
+    "lora": "--objective maxrl --kl-coef 0.1 --lora-rank 2 --loss gspo",
     "pacs": "--objective pacs_paper --ref-reset-interval 4 --updates-per-step 2",
-    "off-policy": "--objective maxrl_off_policy --updates-per-step 2",
-    "lora": "--objective grpo --lora-rank 2 --loss gspo",
-    "verifree": "--objective verifree --updates-per-step 2",
     "critic": "--objective ppo --updates-per-step 2 --gae-lambda 0.9",
-    "mask": "--objective grpo --correction sequence_mask --correction-options delta=0.001 "
-    "--updates-per-step 2",
+    "riskpo": f"{CHAIN} riskpo --bundle-size 2",
+    "simko": f"{CHAIN} grpo --loss simko --loss-options alpha=.2 k=2 tau=.4 --siren .5",
+    "clip_cov": f"{CHAIN} grpo --loss clip_cov --loss-options share=.1 low=0 high=9 "
+    "--top-entropy .3",
 }
 
 
@@ -60,12 +62,8 @@ def run(out, *flags):
 
 def assert_same(one, two):
     for log in (
-        "metrics.jsonl",
-        "eval.jsonl",
-        "eval_prompts.jsonl",
-        "pass_rates.jsonl",
-        "warnings.jsonl",
-    ):
+        "metrics.jsonl eval.jsonl eval_prompts.jsonl pass_rates.jsonl warnings.jsonl"
+    ).split():
         assert without_timings(one / log) == without_timings(two / log), log
     assert read(one / "rollouts.jsonl") == read(two / "rollouts.jsonl") != []
     for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
@@ -90,12 +88,11 @@ def stop_at(monkeypatch, when, number=signal.SIGTERM):
 
 
 @pytest.fixture(scope="module")
-def whole_runs(tmp_path_factory):
-    """Return a folder with an uninterrupted run for each objective."""
-    folder = tmp_path_factory.mktemp("whole")
-    for name, flags in OBJECTIVES.items():
-        assert run(folder / name, *flags.split()) == 0
-    return folder
+def whole(tmp_path_factory):
+    """Return the folder of an uninterrupted run of maxpo."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert run(out, *OBJECTIVES["maxpo"].split()) == 0
+    return out
 
 
 def stop_and_resume(monkeypatch, out, job, *stops):
@@ -113,38 +110,31 @@ def stop_and_resume(monkeypatch, out, job, *stops):
     assert train.main(arguments) == 0
 
 
+def resumes_bitwise(monkeypatch, folder, job, *stops):
+    """Compare a whole run of a job with one that is stopped during each of these updates. A
+    diagnosis of the whole run changes nothing.
+    """
+    assert train.main([*job, "--diagnose-every", "1", "--out", str(folder / "whole")]) == 0
+    stop_and_resume(monkeypatch, folder / "stopped", job, *stops)
+    assert_same(folder / "whole", folder / "stopped")
+    return read(folder / "whole" / "metrics.jsonl")
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_stopped_run_resumes_bitwise(whole_runs, tmp_path, monkeypatch, name):
-    job = [*JOB, *OBJECTIVES[name].split()]
-    stop_and_resume(monkeypatch, tmp_path / "run", job, "warm start step 23", "step 1", "step 4")
-    assert_same(whole_runs / name, tmp_path / "run")
-
-
-CHAIN = (
-    "--task chain --chain-length 8 --reward-threshold .1 --sft-steps 0 --steps 4 --save-every 2 "
-    "--updates-per-step 2"
-)
-LOSSES = {
-    "kl_cov": "--loss kl_cov --loss-options share=.1 --top-entropy .3",
-    "clip_cov": "--loss clip_cov --loss-options share=.1 low=0 high=9 --clip-high .3",
-    "simko": "--loss simko --loss-options alpha=.2 k=2 tau=.4 --clip-high .3 --siren .5",
-    "sapo": "--loss sapo --loss-options tau_negative=1.3",
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_stopped_run_of_a_loss_that_is_a_function_resumes_bitwise(name, tmp_path, monkeypatch):
-    job = [*base()[2:], *CHAIN.split(), "--objective", "grpo", *LOSSES[name].split()]
-    # a diagnosis changes nothing
-    assert train.main([*job, "--diagnose-every", "1", "--out", str(tmp_path / "whole")]) == 0
-    stop_and_resume(monkeypatch, tmp_path / "stopped", job, "step 3")
-    assert_same(tmp_path / "whole", tmp_path / "stopped")
-    steps = read(tmp_path / "whole" / "metrics.jsonl")
+def test_a_stopped_run_resumes_bitwise(tmp_path, monkeypatch, name):
+    flags, is_chain = OBJECTIVES[name].split(), CHAIN in OBJECTIVES[name]
+    job = [*JOB[2:], *flags, "--sft-steps", "0"] if is_chain else [*JOB, *flags]
+    stops = ("step 3",) if is_chain else ("warm start step 23", "step 1", "step 4")
+    steps = resumes_bitwise(monkeypatch, tmp_path, job, *stops)
     assert any(step["grad_norm"] > 0 for step in steps)
-    assert name == "sapo" or any(step["tokens_chosen"] >= 2 for step in steps)
-    assert all(("entropy_threshold" in step) == (name == "kl_cov") for step in steps)
-    assert len({step.get("siren_anchor") for step in steps}) == 1
-    assert name != "simko" or steps[-1]["siren_entropy"] != steps[-1]["siren_anchor"] > 0
+    if name == "riskpo":
+        assert len({step["riskpo_quantile_high"] for step in steps}) > 1
+    if name == "simko":
+        assert len({step["siren_anchor"] for step in steps}) == 1
+        assert steps[-1]["siren_entropy"] != steps[-1]["siren_anchor"] > 0
+    if name in ("simko", "clip_cov"):
+        assert any(step["tokens_chosen"] >= 2 for step in steps)
+    assert all(("entropy_threshold" in step) == (name == "clip_cov") for step in steps)
 
 
 def slowed(monkeypatch, name, wait):
@@ -159,7 +149,7 @@ def slowed(monkeypatch, name, wait):
     monkeypatch.setattr("maxrl_fast.job.checkpoints.save_tensors", slow)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(whole_runs, tmp_path, monkeypatch):
+def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
     """The checkpoint of step 2 is written after the update of step 3, and has the state of step
     2.
     """
@@ -173,12 +163,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(whole_runs, tmp_path, mo
 
     monkeypatch.setattr(Learner, "update", spy)
     slowed(monkeypatch, "step-000002", lambda: waited.append(has_updated.wait(60)))
-    assert run(tmp_path / "run", *OBJECTIVES["maxrl"].split()) == 0
+    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == 0
     assert waited == [True]
-    assert_same(whole_runs / "maxrl", tmp_path / "run")
-    folders = [
-        path / "checkpoints" / "step-000002" for path in (whole_runs / "maxrl", tmp_path / "run")
-    ]
+    assert_same(whole, tmp_path / "run")
+    folders = [path / "checkpoints" / "step-000002" for path in (whole, tmp_path / "run")]
     for name in ("model.safetensors", STATE):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
     size, _ = json.loads((folders[1] / "progress.json").read_text())["logs"]["metrics"]
@@ -202,62 +190,43 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
     assert (tmp_path / "run" / "latest").resolve() == newest
 
 
-@pytest.mark.parametrize("every", [0, 3])
-def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path, capsys, every):
-    flags = (*"--objective maxpo --k 2 --lr-schedule constant --eval-every".split(), str(every))
+def test_a_run_extended_at_a_constant_rate_equals_a_longer_run(tmp_path, capsys):
+    flags = "--objective maxpo --k 2 --lr-schedule constant --eval-every 0".split()
     assert run(tmp_path / "whole", *flags) == 0
     assert run(tmp_path / "twice", *flags, "--steps", "3") == 0
     capsys.readouterr()
     assert train.main(["--resume", str(tmp_path / "twice"), "--steps", "6"]) == 0
     printed = capsys.readouterr()
-    assert (
-        "options: the run's own, from its config.json, but for steps: 3 before, 6 now\n"
-        in printed.out
-    )
+    said = "options: the run's own, from its config.json, but for steps: 3 before, 6 now\n"
+    assert said in printed.out
     assert not printed.err  # neither a switch nor a warning
     # its first end was evaluated too, which draws none of the random numbers of training
-    if every == 0:
-        evaluations = [
-            line
-            for line in (tmp_path / "twice" / "eval.jsonl").read_text().splitlines()
-            if '"step": 3,' not in line
-        ]
-        (tmp_path / "twice" / "eval.jsonl").write_text("\n".join(evaluations) + "\n")
+    file = tmp_path / "twice" / "eval.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"step": 3,' not in line))
     assert_same(tmp_path / "whole", tmp_path / "twice")
 
 
 def test_only_what_is_given_is_compared_and_a_file_counts_as_given(
-    whole_runs, tmp_path, monkeypatch, capsys
+    whole, tmp_path, monkeypatch, capsys
 ):
-    out, file = copied(whole_runs / "maxrl", tmp_path), tmp_path / "run.toml"
-    file.write_text("objective = 'maxrl'\nkl_coef = 0.1\neval_every = 3\nsteps = 6\n")
+    out, file = copied(whole, tmp_path), tmp_path / "run.toml"
+    file.write_text("objective = 'maxpo'\nk = 2\neval_every = 3\nsteps = 6\n")
     monkeypatch.chdir(tmp_path)
     # Not the other options of JOB; the folder by another name, a task by its default.
-    assert (
-        train.main(
-            [
-                "--resume",
-                "run",
-                "--out",
-                str(out),
-                "--config",
-                str(file),
-                *"--device auto --task maze".split(),
-            ]
-        )
-        == 0
-    )
+    more = ["--resume", "run", "--out", str(out), "--config", str(file)]
+    assert train.main([*more, *"--device auto --task maze".split()]) == 0
     assert (
         "options: the run's own, from its config.json, but for eval_every: 2 before, 3 now\n"
         in capsys.readouterr().out
     )
     file.write_text("kl_coef = 0.2\n")
     assert train.main(["--resume", "run", "--config", str(file)]) == 2
-    assert "(kl_coef: 0.1 before, 0.2 now)" in capsys.readouterr().err
+    assert "(kl_coef: 0.0 before, 0.2 now)" in capsys.readouterr().err
 
 
-def test_another_objective_on_resume_brings_its_own_defaults(whole_runs, tmp_path, capsys):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_another_objective_on_resume_brings_its_own_defaults(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
     changed = "--objective pacs --steps 7 --allow-changes".split()
     assert train.main(["--resume", str(out), *changed]) == 0
     printed = capsys.readouterr()
@@ -287,34 +256,16 @@ def test_another_objective_on_resume_begins_with_its_own_state(tmp_path, capsys)
 def test_another_loss_on_resume_brings_its_own_defaults(tmp_path, capsys):
     flags = "--objective rloo --loss sapo --loss-options tau_positive=0.8 --steps 1".split()
     assert run(tmp_path / "run", *flags) == 0
-    for number, loss, aggregation in (
-        (2, "luspo", "seq_mean_token_sum"),
-        (3, "dppo", "token_mean"),
-    ):
-        changed = ["--loss", loss, "--steps", str(number), "--allow-changes"]
-        assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0, (
-            capsys.readouterr().err
-        )
-        options = json.loads((tmp_path / "run" / "config.json").read_text())
-        assert (options["loss"], options["aggregation"], options["loss_options"]) == (
-            loss,
-            aggregation,
-            None,
-        )
-        assert "aggregation: " in capsys.readouterr().err  # what changes is said
-
-
-def test_a_finished_run_has_nothing_left_to_do(whole_runs, tmp_path, capsys):
-    out = copied(whole_runs / "maxpo", tmp_path)
-    assert train.main(["--resume", str(out)]) == 0
-    output = capsys.readouterr().out
-    assert "the run is finished: it had done all its 6 steps" in output
-    assert "held-out prompts" in output
-    assert_same(whole_runs / "maxpo", out)
+    changed = "--loss luspo --steps 2 --allow-changes".split()
+    assert train.main(["--resume", str(tmp_path / "run"), *changed]) == 0
+    options = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (options["loss"], options["loss_options"]) == ("luspo", None)
+    assert options["aggregation"] == "seq_mean_token_sum"
+    assert "aggregation: " in capsys.readouterr().err  # what changes is said
 
 
 def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_is_finished(
-    whole_runs, tmp_path, monkeypatch, capsys
+    whole, tmp_path, monkeypatch, capsys
 ):
     out, command = (
         tmp_path / "run",
@@ -325,14 +276,16 @@ def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_i
     monkeypatch.undo()
     assert run(out, *command) == 0
     assert f"from {out / 'checkpoints' / 'step-000004'}\n" in capsys.readouterr().out
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
     assert run(out, *command) == 0
-    assert "the run is finished" in capsys.readouterr().out
-    assert_same(whole_runs / "maxpo", out)
+    printed = capsys.readouterr().out
+    assert "the run is finished: it had done all its 6 steps" in printed
+    assert "held-out prompts" in printed
+    assert_same(whole, out)
 
 
 def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_command(
-    whole_runs, tmp_path, capsys
+    whole, tmp_path, capsys
 ):
     out = tmp_path / "run"
     out.mkdir()
@@ -348,13 +301,13 @@ def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_
         f"{out} has no checkpoint yet: the run restarts from the beginning"
         in capsys.readouterr().err
     )
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
 
 
 def test_resume_auto_is_refused_with_other_options_and_in_a_folder_of_something_else(
-    whole_runs, tmp_path, capsys
+    whole, tmp_path, capsys
 ):
-    out = copied(whole_runs / "maxpo", tmp_path)
+    out = copied(whole, tmp_path)
     assert run(out, *OBJECTIVES["maxpo"].split(), *"--resume auto --lr 0.5".split()) == 2
     assert "(lr: 0.0003 before, 0.5 now)" in capsys.readouterr().err
     assert train.main([*JOB, "--resume", "auto"]) == 2
@@ -393,54 +346,53 @@ def flip_a_bit(path):
 STATE = "state/state-00001-of-00001.safetensors"
 
 
+def halve(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def listed(name):
+    """Replace the list of files by one that has this name."""
+    return lambda path: path.write_text(json.dumps({name: {"bytes": 1, "sha256": ""}}))
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
         (STATE, flip_a_bit, "has changed since it was written"),
-        (
-            STATE,
-            lambda path: os.truncate(path, path.stat().st_size // 2),
-            r"has [\d,]+ bytes, [\d,]+ were written",
-        ),
+        (STATE, halve, r"has [\d,]+ bytes, [\d,]+ were written"),
         (STATE, Path.unlink, "is missing"),
         ("model.safetensors", flip_a_bit, "has changed since it was written"),
         ("progress.json", flip_a_bit, "has changed since it was written"),
-        (
-            "checksums.json",
-            lambda path: os.truncate(path, path.stat().st_size // 2),
-            "cannot be read",
-        ),
+        ("checksums.json", halve, "cannot be read"),
         ("checksums.json", Path.unlink, "is missing"),
-        (
-            "checksums.json",
-            lambda path: path.write_text('{"../../config.json": {"bytes": 1, "sha256": ""}}'),
-            "not a file of",
-        ),
-        (
-            "checksums.json",
-            lambda path: path.write_text('{"/dev/zero": {"bytes": 1, "sha256": ""}}'),
-            "not a file of",
-        ),
+        ("checksums.json", listed("../../config.json"), "not a file of"),
+        ("checksums.json", listed("/dev/zero"), "not a file of"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
-    whole_runs, tmp_path, capsys, file, damage, message
-):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_damage_of_a_checkpoint_is_named(whole, tmp_path, file, damage, message):
+    folder = Path(shutil.copytree(whole / "checkpoints" / "step-000004", tmp_path / "copy"))
+    verify_checksums(folder)
+    damage(folder / file)
+    with pytest.raises(DamagedError, match=message) as error:
+        verify_checksums(folder)
+    assert str(folder / file) in str(error.value)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
-    newest = out / "checkpoints" / "step-000004"
-    damage(newest / file)
+    file = out / "checkpoints" / "step-000004" / STATE
+    flip_a_bit(file)
     assert train.main(["--resume", str(out)]) == 0
     output = capsys.readouterr()
     warning = next(line for line in output.err.splitlines() if line.startswith("warning: "))
-    assert str(newest / file) in warning
-    assert re.search(message, warning)
+    assert f"{file} has changed since it was written" in warning
     assert f"from {out / 'checkpoints' / 'step-000002'}\n" in output.out
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused(whole_runs, tmp_path, capsys):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
     for directory in checkpoints_of(out):
         flip_a_bit(directory / STATE)
     before = (out / "metrics.jsonl").read_bytes()
@@ -449,10 +401,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(whole_runs, tmp_path
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 100), flip_a_bit])
-def test_a_changed_log_is_refused_by_name(whole_runs, tmp_path, capsys, damage):
-    out = copied(whole_runs / "maxpo", tmp_path)
-    damage(out / "metrics.jsonl")
+def test_a_changed_log_is_refused_by_name(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
+    flip_a_bit(out / "metrics.jsonl")
     assert train.main(["--resume", str(out)]) == 2
     assert re.search(
         r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err
@@ -464,8 +415,8 @@ def test_a_changed_log_is_refused_by_name(whole_runs, tmp_path, capsys, damage):
     )
 
 
-def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, monkeypatch):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_damaged_checkpoints_do_not_displace_good_ones(whole, tmp_path, monkeypatch):
+    out = copied(whole, tmp_path)
     for name in ("step-000004", "step-000006"):
         flip_a_bit(out / "checkpoints" / name / STATE)
     stop_at(monkeypatch, "step 3")
@@ -476,11 +427,11 @@ def test_damaged_checkpoints_do_not_displace_good_ones(whole_runs, tmp_path, mon
         path.name for path in (out / "checkpoints").iterdir()
     }
     assert train.main(["--resume", str(out)]) == 0
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
 
 
-def test_metrics_without_checkpoints_are_kept(whole_runs, tmp_path, capsys):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_metrics_without_checkpoints_are_kept(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
     (out / "checkpoints").rename(tmp_path / "elsewhere")
     before = (out / "metrics.jsonl").read_bytes()
     assert train.main(["--resume", str(out)]) == 2
@@ -488,11 +439,11 @@ def test_metrics_without_checkpoints_are_kept(whole_runs, tmp_path, capsys):
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_options_of_a_resume_that_saved_nothing_are_forgotten(whole_runs, tmp_path, monkeypatch):
+def test_options_of_a_resume_that_saved_nothing_are_forgotten(whole, tmp_path, monkeypatch):
     """A run that was resumed with other options, and killed before it saved, resumes with its own
     options.
     """
-    out = copied(whole_runs / "maxpo", tmp_path)
+    out = copied(whole, tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
     child = os.fork()
@@ -502,7 +453,7 @@ def test_options_of_a_resume_that_saved_nothing_are_forgotten(whole_runs, tmp_pa
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     monkeypatch.undo()
     assert train.main(["--resume", str(out)]) == 0
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
 
 
 @pytest.mark.parametrize("name", ["point", "RunFiles.write_config", "RunFiles.log_marks"])
@@ -519,14 +470,13 @@ def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeyp
     )
 
 
-@pytest.mark.parametrize(("code", "number"), [(1, errno.ENOSPC), (2, errno.EROFS)])
 @pytest.mark.parametrize(
-    "write",
+    ("write", "code", "number"),
     [
-        "runtime.files.os.pwrite",
-        "job.run_files.write_json",
-        "job.run_files.LogFile",
-        "job.run_files.TensorBoard",
+        ("runtime.files.os.pwrite", 1, errno.ENOSPC),
+        ("job.run_files.write_json", 2, errno.EROFS),
+        ("job.run_files.LogFile", 1, errno.ENOSPC),
+        ("job.run_files.TensorBoard", 2, errno.EROFS),
     ],
 )
 def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(
@@ -542,8 +492,8 @@ def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(
     assert capfd.readouterr().err == f"error: cannot write to --out {tmp_path / 'run'}: {error}\n"
 
 
-def test_a_folder_in_place_of_a_link_gives_one_sentence(whole_runs, tmp_path, monkeypatch, capfd):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_a_folder_in_place_of_a_link_gives_one_sentence(whole, tmp_path, monkeypatch, capfd):
+    out = copied(whole, tmp_path)
     (out / "latest").unlink()
     (out / "latest").mkdir()
     assert train.main(["--resume", str(out)]) == 2
@@ -579,7 +529,7 @@ def with_write_config(full):
     return started
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_ignored(whole_runs, tmp_path, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_removed_is_ignored(whole, tmp_path, monkeypatch):
     rmtree = shutil.rmtree
 
     def refused(path, ignore_errors=False):
@@ -590,7 +540,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_ignored(whole_runs, tmp_pat
     monkeypatch.setattr("maxrl_fast.job.checkpoints.shutil.rmtree", refused)
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--keep-checkpoints", "1") == 0
     monkeypatch.undo()
-    assert_same(whole_runs / "maxpo", tmp_path / "run")
+    assert_same(whole, tmp_path / "run")
 
 
 def test_warnings_are_the_same_after_resuming(tmp_path, monkeypatch):
@@ -598,13 +548,9 @@ def test_warnings_are_the_same_after_resuming(tmp_path, monkeypatch):
     reward.write_text("def nothing(prompt, response):\n    return 0\n")
     flags = ["--reward", f"{reward}:nothing"]
     job = [*JOB, *"--objective rloo --reward-workers 1 --steps 14".split(), *flags]
-    assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
-    assert [record["kind"] for record in read(tmp_path / "whole" / "warnings.jsonl")] == [
-        "equal_rewards",
-        "no_reward",
-    ]
-    stop_and_resume(monkeypatch, tmp_path / "stopped", job, "step 12")
-    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    resumes_bitwise(monkeypatch, tmp_path, job, "step 12")
+    warnings = read(tmp_path / "whole" / "warnings.jsonl")
+    assert [record["kind"] for record in warnings] == ["equal_rewards", "no_reward"]
 
 
 def test_a_folder_with_only_a_lock_is_accepted(tmp_path):
@@ -613,14 +559,14 @@ def test_a_folder_with_only_a_lock_is_accepted(tmp_path):
     assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split(), "--steps", "1") == 0
 
 
-def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path, capsys):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_a_run_killed_before_its_first_checkpoint_restarts(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
     shutil.rmtree(out / "checkpoints")
     for log in ("metrics", "eval"):
         os.truncate(out / f"{log}.jsonl", 0)
     assert train.main(["--resume", str(out)]) == 0
     assert "has no checkpoint yet" in capsys.readouterr().err
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
 
 
 @pytest.mark.parametrize(
@@ -666,8 +612,8 @@ def test_a_run_killed_before_its_first_checkpoint_restarts(whole_runs, tmp_path,
         ("--layers 3 --allow-changes", 2, "has another shape (layers: 2 before, 3 now)"),
     ],
 )
-def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, message):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_other_options_on_resume(whole, tmp_path, capsys, flags, code, message):
+    out = copied(whole, tmp_path)
     assert train.main(["--resume", str(out), *flags.split()]) == code
     error = capsys.readouterr().err
     assert message in error
@@ -680,10 +626,8 @@ def test_other_options_on_resume(whole_runs, tmp_path, capsys, flags, code, mess
     )
 
 
-def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(
-    whole_runs, tmp_path, capsys
-):
-    out = copied(whole_runs / "maxpo", tmp_path)
+def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(whole, tmp_path, capsys):
+    out = copied(whole, tmp_path)
     progress = out / "checkpoints" / "step-000006" / "progress.json"
     fields = json.loads(progress.read_text())
     del fields["fingerprints"]
@@ -696,9 +640,9 @@ def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(
     assert error.count("\n") == 1
 
 
-def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole_runs, tmp_path):
+def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole, tmp_path):
     start, out = (
-        Path(shutil.copytree(whole_runs / "maxpo" / "latest", tmp_path / "start")),
+        Path(shutil.copytree(whole / "latest", tmp_path / "start")),
         tmp_path / "run",
     )
     added = {"bos_token_id": 11, "pad_token_id": 0, "its_own": [1, None]}
@@ -854,9 +798,7 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
-    whole_runs, tmp_path, monkeypatch
-):
+def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(whole, tmp_path, monkeypatch):
     out = tmp_path / "run"
     stop_at(monkeypatch, "step 3")
     assert run(out, *OBJECTIVES["maxpo"].split()) == 143
@@ -880,18 +822,18 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
     assert f"the last good checkpoint is {out / 'checkpoints' / 'step-000003'}" in sentence
     assert not list((out / "checkpoints").glob(".*"))  # the incomplete checkpoint was removed
     assert train.main(["--resume", str(out)]) == 0
-    assert_same(whole_runs / "maxpo", out)
+    assert_same(whole, out)
 
 
-def test_a_run_killed_eight_times_ends_with_the_same_result(tmp_path):
+def test_a_run_killed_four_times_ends_with_the_same_result(tmp_path):
     """Each run saves at least one checkpoint more before it is killed; half of the kills happen
     while a checkpoint is being written, the others at random times.
     """
-    job = [*SMALL, *"--sft-steps 40 --steps 250 --eval-every 50 --eval-prompts 3".split()]
-    whole = started(*job, "--out", str(tmp_path / "whole"))
+    job = [*SMALL, *"--sft-steps 10 --steps 150 --eval-every 50 --eval-prompts 3".split()]
+    assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     out, moments, num_in_saves = tmp_path / "killed", random.Random(0), 0
     arguments = [*job, "--save-every", "1", "--out", str(out)]
-    for i in range(8):
+    for i in range(4):
         first_step = newest_step(out)
         process = started(*arguments)
         try:
@@ -906,9 +848,8 @@ def test_a_run_killed_eight_times_ends_with_the_same_result(tmp_path):
         assert process.returncode == -signal.SIGKILL  # it was still running
         num_in_saves += bool(partial(out))
         arguments = ["--resume", str(out)]
-    assert num_in_saves >= 2
+    assert num_in_saves >= 1
     assert train.main(arguments) == 0
-    assert whole.wait(300) == 0
     assert_same(tmp_path / "whole", out)
     assert not partial(out)
 

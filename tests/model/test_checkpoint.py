@@ -277,44 +277,18 @@ def edit_weights(directory, change):
     ("damage", "message"),
     [
         (lambda d: (d / "config.json").unlink(), "cannot read the checkpoint's .*config.json"),
-        (lambda d: (d / "config.json").write_text("[]"), r"must hold a JSON object, got \[\]"),
-        (
-            {"model_type": "mamba"},
-            "model_type must be one of qwen2, qwen3, llama, got 'mamba'",
-        ),
-        (
-            {"dtype": "float8"},
-            "dtype must be one of float32, bfloat16, float16, got 'float8'",
-        ),
-        (
-            {"model_type": "llama", "attention_bias": True},
-            "attention_bias must be false, got true",
-        ),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "must all be full_attention",
-        ),
+        ({"model_type": "mamba"}, "model_type must be one of qwen2, qwen3, llama, got 'mamba'"),
+        ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16, got 'float8'"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias must be false, got true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "must all be full_attention"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
-        (
-            {"num_key_value_heads": 3},
-            "multiple of num_key_value_heads, got 4 and 3",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-            "lacks the key 'factor'",
-        ),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 4 and 3"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks the key 'factor'"),
         (
             {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
             "of type default or llama3",
         ),
-        (
-            {"partial_rotary_factor": 0.5},
-            "of type default or llama3, and not partial",
-        ),
-        (
-            {"rope_parameters": "x"},
-            "rope_parameters must be an object, got 'x'",
-        ),
+        ({"partial_rotary_factor": 0.5}, "of type default or llama3, and not partial"),
         ({"hidden_act": "gelu"}, 'hidden_act must be "silu", got "gelu"'),
         (
             lambda d: (d / "model.safetensors").unlink(),

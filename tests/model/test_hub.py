@@ -23,11 +23,10 @@ from tests.tasks.test_dataset import SUMS, save_byte_level_policy, written
 
 NAME = f"hf://org/tiny@{COMMIT}"
 SMALL = {
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
+    *(
+        "config.json generation_config.json tokenizer.json tokenizer_config.json "
+        "chat_template.jinja"
+    ).split()
 }
 NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
 

@@ -32,9 +32,11 @@ from tests.ops.loss_definitions import (
     OF_RESPONSES,
     S,
     T,
+    V,
     computed,
     drawn_options,
     example,
+    in_float32,
 )
 from tests.ops.test_pacs import SCORES, slow_loss
 
@@ -404,53 +406,23 @@ def test_log_ratio_reward_and_pacs_loss(data):
     call_with_strangers(data.draw, function, arguments, check)
 
 
-_HIDDEN = {"hidden": torch.ones(3, 2), "weight": torch.ones(4, 2), "chunk_tokens": 2}
-_ROWS = {"targets": torch.tensor([0, 1, 3]), "temperature": 1.0}
-_LOSS = {
-    **_ROWS,
-    **{
-        "advantages": torch.tensor([1.0, -1.0]),
-        "cu_seqlens": torch.tensor([0, 1, 3]),
-        "ref_logprobs": -torch.ones(3),
-    },
-    **{
-        "old_logprobs": -torch.ones(3),
-        "importance_weights": torch.ones(2),
-        "mask": torch.tensor([True, True, False]),
-    },
-    **{
-        "loss": "gmpo",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": 3.0,
-        "kl": "k2",
-        "kl_coef": 0.1,
-        "entropy_coef": 0.1,
-    },
-    **{"loss_options": {"low": 0.3}, "aggregation": "seq_mean_token_mean", "denominator": 2.0},
-}
+def last(values):
+    return values[-1]
+
+
+_LOSS = in_float32(example()) | drawn_options(last, "gmpo") | {"loss": "gmpo"}
+_LOGITS = {"logits": _LOSS.pop("logits")}
+_ROWS = {name: _LOSS[name] for name in ("targets", "temperature")}
+_HIDDEN = {"hidden": torch.ones(T, 2), "weight": torch.ones(V, 2), "chunk_tokens": 2}
+_SEQUENCES = {name: _LOSS[name] for name in ("ref_logprobs", "cu_seqlens", "mask")}
+_PACS = {"reward_proxy": torch.ones(4), "labels": torch.tensor([0.0, 1, 1, 0]), "groups": 2}
 PLAIN = {
-    "token_logprobs": {"logits": torch.ones(3, 4), **_ROWS},
-    "policy_gradient_loss": {"logits": torch.ones(3, 4), **_LOSS, "in_place": False},
+    "token_logprobs": {**_LOGITS, **_ROWS},
+    "policy_gradient_loss": {**_LOGITS, **_LOSS, "in_place": False},
     "linear_token_logprobs": {**_HIDDEN, **_ROWS},
     "linear_policy_gradient_loss": {**_HIDDEN, **_LOSS},
-    "log_ratio_reward": {
-        **{
-            "logprobs": -torch.ones(3),
-            "ref_logprobs": torch.zeros(3),
-            "cu_seqlens": torch.tensor([0, 1, 3]),
-        },
-        **{"beta": 1.0, "mask": torch.tensor([True, True, False])},
-    },
-    "pacs_loss": {
-        **{
-            "reward_proxy": torch.ones(4),
-            "labels": torch.tensor([0.0, 1, 1, 0]),
-            "groups": 2,
-            "score": "rloo",
-        },
-        **{"weight": "none", "denominator": 4.0},
-    },
+    "log_ratio_reward": {**_SEQUENCES, "logprobs": _LOSS["old_logprobs"], "beta": 1.0},
+    "pacs_loss": {**_PACS, "score": "rloo", "weight": "none", "denominator": 4.0},
 }
 
 

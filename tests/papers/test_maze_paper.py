@@ -16,32 +16,10 @@ from tests.papers.load import FOLDER, load
 read = load("training_runs").records
 RECIPE = ("--config", str(FOLDER / "maze_paper.toml"))
 TINY = (
-    *(
-        "--maze-size",
-        "5",
-        "--max-new-tokens",
-        "8",
-        "--hidden-size",
-        "32",
-        "--intermediate-size",
-        "48",
-        "--layers",
-        "2",
-    ),
-    *(
-        "--prompts",
-        "2",
-        "--rollouts",
-        "4",
-        "--eval-prompts",
-        "3",
-        "--eval-samples",
-        "2",
-        "--eval-every",
-        "2",
-    ),
-    *("--save-every", "1", "--threads", "1", "--dtype", "float32", "--device", "cpu"),
-)
+    "--maze-size 5 --max-new-tokens 8 --hidden-size 32 --intermediate-size 48 --layers 2 "
+    "--prompts 2 --rollouts 4 --eval-prompts 3 --eval-samples 2 --eval-every 2 --save-every 1 "
+    "--threads 1 --dtype float32 --device cpu"
+).split()
 
 
 def test_the_papers_settings():
@@ -52,33 +30,15 @@ def test_the_papers_settings():
     assert (
         sum(parameter.numel() for parameter in build_policy(config, task).parameters()) == 3_944_704
     )
-    options = config.flat()
-    assert [options[name] for name in ("objective", "order", "maze_size", "max_new_tokens")] == [
-        "maxrl",
-        127,
-        17,
-        180,
-    ]
-    assert [options[name] for name in ("sft_steps", "sft_batch", "sft_lr", "sft_beta2")] == [
-        1500,
-        32,
-        5e-4,
-        0.95,
-    ]
-    assert [options[name] for name in ("steps", "prompts", "rollouts", "updates_per_step")] == [
-        20000,
-        32,
-        128,
-        1,
-    ]
-    assert [options[name] for name in ("lr", "lr_schedule", "warmup_steps")] == [
-        1e-4,
-        "constant",
-        0,
-    ]
-    assert [options[name] for name in ("beta2", "weight_decay")] == [0.999, 0.01]
-    assert [options[name] for name in ("temperature", "kl_coef", "entropy_coef")] == [1.0, 0.0, 0.0]
-    assert [options[name] for name in ("eval_prompts", "eval_samples")] == [256, 256]
+    expected = {
+        **{"objective": "maxrl", "order": 127, "maze_size": 17, "max_new_tokens": 180},
+        **{"sft_steps": 1500, "sft_batch": 32, "sft_lr": 5e-4, "sft_beta2": 0.95},
+        **{"steps": 20000, "prompts": 32, "rollouts": 128, "updates_per_step": 1},
+        **{"lr": 1e-4, "lr_schedule": "constant", "warmup_steps": 0, "beta2": 0.999},
+        **{"weight_decay": 0.01, "temperature": 1.0, "kl_coef": 0.0, "entropy_coef": 0.0},
+        **{"eval_prompts": 256, "eval_samples": 256},
+    }
+    assert {name: config.flat()[name] for name in expected} == expected
 
 
 @pytest.mark.slow
@@ -95,13 +55,7 @@ def test_every_phase_runs_at_a_tiny_size(tmp_path):
         command.main(
             [
                 str(first),
-                "--prompts",
-                "3",
-                "--samples",
-                "4",
-                "--bootstrap",
-                "10",
-                "--out",
+                *"--prompts 3 --samples 4 --bootstrap 10 --out".split(),
                 str(tmp_path / "eval"),
             ]
         )

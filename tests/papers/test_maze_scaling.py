@@ -16,7 +16,7 @@ maze_scaling, training_runs = load("maze_scaling"), load("training_runs")
 
 TINY = [
     *"--maze-size 5 --sft-steps 20 --steps 3 --prompts 2 --rollouts 4 8 --seeds 1".split(),
-    *"--objectives maxpo pacs --eval-mazes 4 --eval-samples 4".split(),
+    *"--objectives maxpo --eval-mazes 4 --eval-samples 4".split(),
 ]
 
 
@@ -37,9 +37,7 @@ def test_the_command_trains_and_reuses_finished_runs(tmp_path):
     runs = record["results"]["runs"]
     assert [(run["objective"], run["rollouts"]) for run in runs] == [
         ("maxpo", 8),
-        ("pacs", 8),
         ("maxpo", 4),
-        ("pacs", 4),
     ]
     first = runs[0]["pass_at_k"]["0"]
     for outcome in runs:
@@ -57,7 +55,7 @@ def test_the_command_trains_and_reuses_finished_runs(tmp_path):
             outcome["objective"],
             outcome["rollouts"],
         )
-        assert config["k"] == (2 if outcome["objective"] == "maxpo" else None)
+        assert config["k"] == 2
     logs = {path: path.read_bytes() for path in (tmp_path / "work").glob("*.log")}
     # all runs are finished
     again = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -73,9 +71,7 @@ def test_a_run_that_fails_is_named(tmp_path, capsys):
     code = maze_scaling.main(
         [
             *TINY,
-            "--sft-steps",
-            "-1",
-            "--out",
+            *"--sft-steps -1 --out".split(),
             str(tmp_path / "out"),
             "--work",
             str(tmp_path / "work"),
@@ -87,17 +83,6 @@ def test_a_run_that_fails_is_named(tmp_path, capsys):
     assert (
         "sft_steps must be at least 0, got -1" in (tmp_path / "work" / "warm-start.log").read_text()
     )
-
-
-def test_bad_settings_are_refused(tmp_path, capsys):
-    assert (
-        maze_scaling.main(
-            ["--rollouts", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path)]
-        )
-        == 2
-    )
-    assert "--rollouts must be at least 4 each, got 2" in capsys.readouterr().err
-    assert not (tmp_path / "work").exists()
 
 
 def test_thinned_curves_are_means():

@@ -323,9 +323,7 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
 
     server.answers["/inference/v1/generate"] = failing
     flags = [
-        "--rollout",
-        "vllm",
-        "--vllm-url",
+        *"--rollout vllm --vllm-url".split(),
         server.url,
         *f"--task chain --objective grpo --out {tmp_path}".split(),
     ]

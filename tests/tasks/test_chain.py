@@ -5,11 +5,9 @@ import random
 import pytest
 import torch
 
-from maxrl_fast import train
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.chain import BOS, EOS, HABIT, LEFT, PAD, RIGHT, ChainTask
 from tests.tables import refused
-from tests.test_train import read
 
 
 def simulated_steps(task, tokens):
@@ -58,41 +56,3 @@ def test_every_prompt_is_one_bos_token():
     )
     with refused("chain_length must be at least 2, got 1"):
         ChainTask(1)
-
-
-@pytest.mark.slow
-def test_it_is_learned(tmp_path):
-    flags = (
-        "--task chain --chain-length 8 --objective maxpo --k 4 --steps 40 --prompts 8 --rollouts "
-        "16 --hidden-size 32"
-    )
-    sizes = (
-        "--intermediate-size 64 --layers 2 --heads 4 --kv-heads 4 --lr 3e-3 --warmup-steps 5 "
-        "--eval-prompts 4 --threads 1"
-    )
-    assert (
-        train.main(
-            [*flags.split(), *sizes.split(), "--eval-samples", "4", "--out", str(tmp_path / "run")]
-        )
-        == 0
-    )
-    rewards = [record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")]
-    assert sum(rewards[-5:]) / 5 > 3 * rewards[0]
-
-
-def test_verifree_learns_the_chain_from_its_exact_gradient(tmp_path):
-    flags = (
-        "--task chain --chain-length 4 --objective verifree --prompts 1 --rollouts 2 --steps 40 "
-        "--lr 1e-2 --warmup-steps 1"
-    )
-    flags += (
-        " --eval-prompts 1 --eval-samples 2 --hidden-size 32 --intermediate-size 48 --layers 1 "
-        "--heads 2 --kv-heads 1"
-    )
-    flags += " --threads 1 --dtype float32 --device cpu"
-    assert train.main([*flags.split(), "--out", str(tmp_path / "run")]) == 0
-    metrics = read(tmp_path / "run" / "metrics.jsonl")
-    first, last = metrics[0], metrics[-1]
-    assert first["reward_mean"] < 0.01
-    assert last["reward_mean"] > 0.5
-    assert last["reward/answer_leads"] == 1.0

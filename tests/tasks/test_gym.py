@@ -13,7 +13,6 @@ import reasoning_gym
 import torch
 from reasoning_gym.factory import DATASETS
 
-from maxrl_fast import train
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.errors import RewardError
 from maxrl_fast.job.build_rewards import build_scorer
@@ -22,7 +21,7 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.gym import HASHED
-from tests.job.test_resume import assert_same, stop_and_resume
+from tests.job.test_resume import resumes_bitwise
 from tests.tables import refused
 from tests.test_train import read
 
@@ -107,7 +106,7 @@ def test_questions_do_not_depend_on_pythons_hash_seed():
             text=True,
             check=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     ]
     lines = zip(*(text.splitlines() for text in printed), strict=True)
     assert {line[0].split()[0] for line in lines if len(set(line)) > 1} <= set(HASHED)
@@ -228,9 +227,7 @@ def test_training_with_a_warm_start_and_resuming(policy, tmp_path, monkeypatch):
         "--task gym:lcm"
     )
     flags = [*sizes.split(), *more.split(), "--model", str(policy)]
-    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
-    stop_and_resume(monkeypatch, tmp_path / "stopped", flags, "step 2")
-    assert_same(tmp_path / "whole", tmp_path / "stopped")
+    resumes_bitwise(monkeypatch, tmp_path, flags, "step 2")
     samples = read(tmp_path / "whole" / "samples.jsonl")
     assert len(samples) == 2 * 4 * 2  # evaluations, prompts, samples
     assert {sample["step"] for sample in samples} == {0, 4}

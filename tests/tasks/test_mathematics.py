@@ -297,21 +297,19 @@ def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
 
 
 def test_invalid_task_options_are_refused(tmp_path, capsys):
-    for flags, message in (
-        (
-            "--task gsm8",
-            "FILE.py:FUNCTION or the name of an installed task, got 'gsm8'; did you mean 'gsm8k'?",
-        ),
-        ("--task gsm8k", "--task gsm8k needs --model DIR, whose tokenizer reads text"),
-        ("--task math --data x --hub y", "--task math takes --data or --hub, got both"),
-        ("--task gym:gcd", "--task gym:gcd needs --model DIR"),
-        ("--task gym:gcd --gym-config [1]", "--gym-config must be a JSON object"),
-        ("--data x.jsonl", "--data is not used by task maze"),
-        ("--task chain --gym-config {}", "--gym-config is not used by task chain"),
-        ("--task gym:gcd --hub me/mine", "--hub is not used by task gym:gcd"),
-        ("--task dataset --answer-key gold", "--answer-key is not used by task dataset"),
-        ("--task reward.py:score --reward a:b", "--reward is not used by task reward.py:score"),
-    ):
+    for flags, message in table("""
+        --task gsm8 | FILE.py:FUNCTION or the name of an installed task, got 'gsm8'; did you mean
+            'gsm8k'?
+        --task gsm8k | --task gsm8k needs --model DIR, whose tokenizer reads text
+        --task math --data x --hub y | --task math takes --data or --hub, got both
+        --task gym:gcd | --task gym:gcd needs --model DIR
+        --task gym:gcd --gym-config [1] | --gym-config must be a JSON object
+        --data x.jsonl | --data is not used by task maze
+        --task chain --gym-config {} | --gym-config is not used by task chain
+        --task gym:gcd --hub me/mine | --hub is not used by task gym:gcd
+        --task dataset --answer-key gold | --answer-key is not used by task dataset
+        --task reward.py:score --reward a:b | --reward is not used by task reward.py:score
+        """):
         assert train.main([*flags.split(), "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.sort_task import BOS, EOS, PAD, SORT, WORDS, SortTask
 from maxrl_fast import train
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Rollouts
+from tests.tables import refused
 from tests.test_train import read
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_answers_are_text_before_the_end():
 
 @pytest.mark.parametrize("length", [1, 0, -3, 65])
 def test_bad_lengths(length):
-    with pytest.raises(InputError, match=f"length must be from 2 to 64, got {length}"):
+    with refused(f"length must be from 2 to 64, got {length}"):
         SortTask(length)
 
 

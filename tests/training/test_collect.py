@@ -12,7 +12,7 @@ from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.training.collect import RolloutCollector, is_mixed
-from tests.job.test_resume import assert_same, stop_at
+from tests.job.test_resume import resumes_bitwise
 from tests.test_train import base, read
 
 NAN = float("nan")
@@ -232,8 +232,7 @@ CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "
 def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
     """The prompt cursor, which advances by the number of sampled prompts, is restored."""
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]
-    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
-    records = read(tmp_path / "whole" / "metrics.jsonl")
+    records = resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
     assert len({record["num_prompts_sampled"] for record in records}) > 1, records
     assert all(
         record["frac_groups_zero_variance"] <= 1 - record["frac_prompts_alive"]
@@ -244,8 +243,3 @@ def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
         ids = {rollout["id"] for rollout in kept if rollout["step"] == record["step"]}
         assert ids <= {*range(start, start + record["num_prompts_sampled"])}
         start += record["num_prompts_sampled"]
-    stop_at(monkeypatch, "step 3")
-    assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
-    monkeypatch.undo()
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
-    assert_same(tmp_path / "whole", tmp_path / "stopped")

@@ -11,7 +11,6 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.checks import check, correction_of
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
@@ -27,6 +26,7 @@ from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
+from tests.tables import refused, table
 from tests.training.test_learner import PROMPTS, learner
 
 REWARDS = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
@@ -285,53 +285,28 @@ def test_under_top_p_every_ratio_is_1(correction):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        ("--objective pacs --correction tis", "pacs does not support --correction: .*, got tis"),
-        (
-            "--objective maxpo_off_policy --correction sequence_mask",
-            "maxpo_off_policy does not support --correction",
-        ),
-        (
-            "--objective rl_zvp --correction sequence_mask",
-            "rl_zvp weights single tokens by either sign",
-        ),
-        (
-            "--correction tis --importance-cap 0",
-            "importance_cap of tis must be finite and above 0, got 0",
-        ),
-        (
-            "--correction icepop --importance-cap 2",
-            "--importance-cap is not used by correction icepop",
-        ),
-        (
-            "--correction tis --correction-options low=1",
-            "--correction-options needs --correction icepop",
-        ),
-        ("--correction-options low=1", "--correction-options needs --correction"),
-        (
-            "--correction icepop --correction-options lo=1",
-            "correction_options of icepop must be among low, high, got 'lo'",
-        ),
-        (
-            "--correction icepop --correction-options low=6",
-            "low of icepop must be below high, got 6 and 5",
-        ),
-        (
-            "--correction mis --correction-options high=nan",
-            "high of mis must be finite and at least 0, got nan",
-        ),
-        (
-            "--correction sequence_mask --correction-options delta",
-            "correction_options must be NAME=VALUE with a number",
-        ),
-        (
-            "--rollout vllm --top-p 0.9 --temperature 0.7",
-            "--rollout vllm with --top-p needs --temperature 1, got 0.7",
-        ),
-    ],
+    table("""
+    --objective pacs --correction tis | pacs does not support --correction: .*, got tis
+    --objective maxpo_off_policy --correction sequence_mask | maxpo_off_policy does not support
+        --correction
+    --objective rl_zvp --correction sequence_mask | rl_zvp weights single tokens by either sign
+    --correction tis --importance-cap 0 | importance_cap of tis must be finite and above 0, got 0
+    --correction icepop --importance-cap 2 | --importance-cap is not used by correction icepop
+    --correction tis --correction-options low=1 | --correction-options needs --correction icepop
+    --correction-options low=1 | --correction-options needs --correction
+    --correction icepop --correction-options lo=1 | correction_options of icepop must be among low,
+        high, got 'lo'
+    --correction icepop --correction-options low=6 | low of icepop must be below high, got 6 and 5
+    --correction mis --correction-options high=nan | high of mis must be finite and at least 0, got
+        nan
+    --correction sequence_mask --correction-options delta | correction_options must be NAME=VALUE
+        with a number
+    --rollout vllm --top-p 0.9 --temperature 0.7 | --rollout vllm with --top-p needs --temperature
+        1, got 0.7
+    """),
 )
 def test_combinations_that_make_no_sense_are_refused(flags, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         check(parse(flags.split()))
 
 

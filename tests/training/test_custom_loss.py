@@ -12,6 +12,7 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime import plugins
+from tests.tables import table
 from tests.test_plugins import install, refused
 from tests.test_train import base, read
 from tests.training.test_collect import CHAIN
@@ -28,16 +29,7 @@ def soft(t: Tokens, *, tau: float = 1.0) -> torch.Tensor:
     return -t.advantages * (4 / tau) * torch.sigmoid(tau * (t.ratio - 1))
 '''
 BAD = """
-import torch
-
-def no_tokens(): ...
-def asks(t, temperature): ...
-def mean(t): return (t.advantages * t.logprobs).mean()
-def single(t): return (t.advantages * t.logprobs).float()
-def number(t): return 0.0
 def constant(t): return t.advantages * t.logprobs.detach()
-def infinite(t): return t.advantages * t.logprobs / (t.old_logprobs - t.old_logprobs)
-def fails(t): raise KeyError("no idea")
 def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
 """
 
@@ -89,40 +81,16 @@ def test_an_installed_loss_is_listed(site, capsys):
     check(parse(["--loss", "softly", "--loss-options", "tau=2"]))
 
 
+# what functions must return: tests/ops/test_users_loss.py
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        ("nothing", "must be FILE.py:FUNCTION: .*bad.py has no nothing"),
-        ("no_tokens", "no_tokens must take Tokens as its first parameter"),
-        (
-            "asks",
-            "the parameters of loss asks after Tokens must be keyword-only numbers, got "
-            "temperature",
-        ),
-        (
-            "mean",
-            r"loss mean must return torch.float64 \[T\] = \[7\], got torch.float64 of shape \(\)",
-        ),
-        (
-            "single",
-            r"loss single must return torch.float64 \[T\] = \[7\], got torch.float32 of shape "
-            r"\(7,\)",
-        ),
-        ("number", r"loss number must return torch.float64 \[T\] = \[7\], got float"),
-        (
-            "constant",
-            "loss constant must have a gradient in the logprobs or the entropy of its tokens, got "
-            "none",
-        ),
-        ("infinite", "loss infinite must be finite, got -inf at token 0"),
-        ("fails", "loss fails fails on seven tokens: KeyError: 'no idea'"),
-        (
-            "right --loss-options tua=2",
-            "loss right takes the options tau, got 'tua'; did you mean 'tau'?",
-        ),
-        ("right --loss-options tau=inf", "tau of loss right must be a finite number, got inf"),
-        ("right --clip-low .1", "clip_low is not used by loss right, got 0.1"),
-    ],
+    table(r"""
+    nothing | must be FILE.py:FUNCTION: .*bad.py has no nothing
+    constant | loss constant must have a gradient in the logprobs or the entropy
+    right --loss-options tua=2 | loss right takes the options tau, got 'tua'; did you mean 'tau'?
+    right --loss-options tau=inf | tau of loss right must be a finite number, got inf
+    right --clip-low .1 | clip_low is not used by loss right, got 0.1
+    """),
 )
 def test_a_bad_function_is_refused_before_any_work(tmp_path, capsys, flags, message):
     (tmp_path / "bad.py").write_text(BAD)

@@ -50,14 +50,6 @@ def test_advantages_are_the_double_sum(gamma, gae_lambda):
     torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_with_lambda_1_it_is_the_reward_minus_the_value():
-    values, rewards = numbers(0), numbers(1, len(LENGTHS))
-    expected = rewards.repeat_interleave(CU_SEQLENS.diff()) - values
-    torch.testing.assert_close(
-        gae_advantages(values, rewards, CU_SEQLENS, 1.0, 1.0), expected, rtol=1e-12, atol=1e-12
-    )
-
-
 def test_no_token_and_values_that_are_not_finite():
     assert (
         len(

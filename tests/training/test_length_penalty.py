@@ -6,13 +6,13 @@ import torch
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_rewards import build_length_penalty
 from maxrl_fast.records import Rollouts, Samples, pack
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.length_penalty import LengthPenalty
 from tests.batches import collected, make_prompts
+from tests.tables import refused
 
 
 def soft_punishment(length, longest, cache):
@@ -81,5 +81,5 @@ def test_options():
             "overlong_buffer makes rewards other than 0 and 1, which pacs",
         ),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             made(*flags)

@@ -12,7 +12,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
@@ -20,6 +20,7 @@ from maxrl_fast.training.passes import Passes
 from tests.batches import collected
 from tests.models import tiny_decoder
 from tests.ops.definitions import OFF_POLICY
+from tests.tables import refused, table
 from tests.training.test_pacs_objective import (
     PROMPTS,
     N,
@@ -159,9 +160,7 @@ def test_advantages_that_are_too_large_name_the_step():
     far = dataclasses.replace(rollouts, logprobs=rollouts.logprobs - 5)
     samples = collected(Samples(PROMPTS, far), 3e37 * REWARDS, step=4)
     objective.begin(samples, learner)
-    with pytest.raises(
-        InputError, match="step 4: the advantages of maxpo_off_policy must be finite"
-    ):
+    with refused("step 4: the advantages of maxpo_off_policy must be finite"):
         objective.advantages(samples.scored_indices)
 
 
@@ -181,14 +180,12 @@ def test_the_options_choose_the_objective():
         "clamp_delta": 0.0,
     }
     assert objective_of(parse(["--objective", "bon_off_policy"])).learns_from_equal_rewards(8)
-    for flags, message in (
-        ("--loss ppo", "loss must be reinforce for maxpo_off_policy"),
-        ("--importance-cap 2", "maxpo_off_policy does not support --correction: .*, got tis"),
-        (
-            "--clamp-delta -1",
-            "clamp_delta of maxpo_off_policy must be a finite number of at least 0, got -1",
-        ),
-        ("--k 16", "maxpo_off_policy needs 1 <= k <= N-1 = 15"),
-    ):
-        with pytest.raises(InputError, match=message):
+    for flags, message in table("""
+        --loss ppo | loss must be reinforce for maxpo_off_policy
+        --importance-cap 2 | maxpo_off_policy does not support --correction: .*, got tis
+        --clamp-delta -1 | clamp_delta of maxpo_off_policy must be a finite number of at least 0,
+            got -1
+        --k 16 | maxpo_off_policy needs 1 <= k <= N-1 = 15
+        """):
+        with refused(message):
             check(parse(["--objective", "maxpo_off_policy", *flags.split()]))

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.entropy import highest_entropies, siren
 from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.records import Samples
@@ -180,35 +179,6 @@ def test_an_update_is_that_of_the_whole_batch_however_it_is_cut(name):
     # of the group of equal rewards those with a chosen token
     assert name != "kl_cov" or 8 < count < 12
     assert tokens.metrics.get("tokens_chosen", 2) >= 2
-
-
-def tokens_with(entropy, lengths):
-    cu, ones = torch.tensor([0, *lengths]).cumsum(0), torch.ones(len(entropy)).double()
-    return Tokens(ones, entropy, ones, ones, ones, ones, ones.bool(), cu)
-
-
-def test_the_highest_entropies_are_a_share_rounded_up_and_ties():
-    for n in (1, 2, 5, 15, 41, 100):
-        entropies = torch.rand(n, generator=torch.Generator().manual_seed(n)).double()
-        for percent in (1, 20, 29, 50, 99):
-            t = tokens_with(entropies, [n])
-            kept = entropies[highest_entropies(t, percent / 100)].sort(descending=True).values
-            assert torch.equal(
-                kept, entropies.sort(descending=True).values[: -(-n * percent // 100)]
-            )
-            assert t.metrics["entropy_threshold"] == kept[-1]
-    equal = tokens_with(torch.tensor([0.5, 2.0, 2.0 - 1e-6, 0.5, 2.0 + 1e-6]).double(), [5])
-    assert highest_entropies(equal, 0.1).tolist() == [False, True, True, False, True]
-
-
-def test_sirens_entropy_is_that_of_the_peaks_of_each_response():
-    """Of five tokens that above .58, their quantile; of one token and of equal ones none."""
-    h = torch.tensor([0.1, 0.6, 0.2, 0.5, 0.4, 0.9, 0.7, 0.7]).double()
-    t = tokens_with(h, [5, 0, 1, 2])
-    assert float(siren(t, h, 3.0, torch.tensor([0.05]).double())) == pytest.approx(
-        3 * (0.6 / 4 - 0.05) ** 2
-    )
-    assert float(siren(t, h, 3.0, torch.tensor([torch.nan]).double())) == 0
 
 
 def test_each_update_compares_its_own_tokens_under_the_policy_that_it_begins_with():

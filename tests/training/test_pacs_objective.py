@@ -99,11 +99,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
             assert (advantages[sequences] == 0).all()
     metrics = pacs.end()
     assert set(metrics) == {
-        "pacs_loss",
-        "pacs_accuracy",
-        "pacs_reward_proxy",
-        "pacs_score_correct",
-        "pacs_score_wrong",
+        *("pacs_loss pacs_accuracy pacs_reward_proxy pacs_score_correct pacs_score_wrong").split()
     }
     assert advantages.shape == (3 * N,)
 

@@ -7,16 +7,12 @@ import statistics
 import pytest
 import torch
 
-from maxrl_fast import train
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from tests.batches import collected, make_prompts
-from tests.job.test_resume import assert_same, stop_at
-from tests.test_train import base, read
-from tests.training.test_collect import CHAIN
+from tests.tables import refused
 
 REWARDS = torch.tensor(
     [
@@ -148,18 +144,5 @@ def test_options():
             "rewards are equal, from which riskpo learns",
         ),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             check(parse(["--objective", "riskpo", *flags]))
-
-
-@pytest.mark.slow
-def test_a_run_that_tracks_quantiles_resumes_bitwise(tmp_path, monkeypatch):
-    flags = [*base()[2:], *CHAIN, "--objective", "riskpo", "--bundle-size", "2", "--steps", "6"]
-    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
-    records = read(tmp_path / "whole" / "metrics.jsonl")
-    assert len({record["riskpo_quantile_high"] for record in records}) > 1, records
-    stop_at(monkeypatch, "step 3")
-    assert train.main([*flags, "--out", str(tmp_path / "stopped")]) == 143
-    monkeypatch.undo()
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
-    assert_same(tmp_path / "whole", tmp_path / "stopped")

@@ -66,55 +66,42 @@ def gradient(value, tables):
     return torch.cat([g.flatten() for g in torch.autograd.grad(value, tables, retain_graph=True)])
 
 
-def test_one_token_has_the_samplers_exact_gradient_and_the_kept_mass_only_scales_it(tables):
-    """E_q[A grad log pi] = grad E_q[R], with A centred on its mean; with the ratio pi/q it is m of
-    that, prompt by prompt.
+def test_gradients_with_each_weight_of_a_token(tables):
+    """The table of docs/rollout.md: weights of 1, of the product of the kept masses, and of the
+    token's own.
     """
+    rewards, logp, mass = responses(tables)
+    q = (logp - mass).sum(1).exp()
+    assert float(q.detach().sum()) == pytest.approx(1)
+    exact, q = gradient((q * rewards).sum(), tables), q.detach()
+    advantages = rewards - (q * rewards).sum()
+    ours = gradient((q * advantages * logp.sum(1)).sum(), tables)
+    rest = gradient((q * advantages * mass.sum(1)).sum(), tables)
+    torch.testing.assert_close(ours, exact + rest)
+    assert rest.abs().max() > 1e-3  # which sampling the same tokens in training would remove
+    assert torch.cosine_similarity(ours, exact, dim=0) > 0.9
+    weight = mass.sum(1).exp().detach()
+    of_product = gradient((q * weight * rewards * logp.sum(1)).sum(), tables)
+    policys = gradient((logp.sum(1).exp() * rewards).sum(), tables)
+    torch.testing.assert_close(of_product, policys)
+    per_token = gradient((q[:, None] * mass.exp().detach() * rewards[:, None] * logp).sum(), tables)
+    assert (per_token - of_product).abs().max() > 0.01  # weights per token are neither
+
+
+def test_for_one_token_the_second_term_is_0_and_the_kept_mass_only_scales_it(tables):
     first, _ = tables
     kept = kept_tokens(first)
     logp, mass = first.log_softmax(-1)[kept], first.log_softmax(-1)[kept].logsumexp(-1)
     q, rewards = (logp - mass).exp(), REWARD[kept, 0]
-    exact = torch.autograd.grad((q * rewards).sum(), first, retain_graph=True)[0]
-    advantages = rewards - (q.detach() * rewards).sum()
-    ours = torch.autograd.grad((q.detach() * advantages * logp).sum(), first, retain_graph=True)[0]
-    with_mass = torch.autograd.grad(
-        (q.detach() * advantages * mass.exp().detach() * logp).sum(), first, retain_graph=True
-    )[0]
+    (exact,) = torch.autograd.grad((q * rewards).sum(), first, retain_graph=True)
+    q, scale = q.detach(), mass.exp().detach()
+    advantages = rewards - (q * rewards).sum()
     assert exact.abs().max() > 0.05
-    torch.testing.assert_close(ours, exact)
-    torch.testing.assert_close(with_mass, mass.exp().detach() * exact)
-    assert mass.exp() < 0.98
-
-
-def test_longer_responses_differ_from_the_samplers_gradient_by_the_growth_of_the_kept_mass(tables):
-    """E_q[A sum_t grad log pi_t] = grad E_q[R] + E_q[A sum_t grad log m_t]."""
-    rewards, logp, mass = responses(tables)
-    log_q = (logp - mass).sum(1)
-    q = log_q.exp()
-    assert float(q.sum()) == pytest.approx(1)
-    exact = gradient((q * rewards).sum(), tables)
-    advantages = rewards - (q.detach() * rewards).sum()
-    ours = gradient((q.detach() * advantages * logp.sum(1)).sum(), tables)
-    rest = gradient((q.detach() * advantages * mass.sum(1)).sum(), tables)
-    torch.testing.assert_close(ours, exact + rest)
-    assert rest.abs().max() > 1e-3  # which sampling the same tokens in training would remove
-    assert torch.cosine_similarity(ours, exact, dim=0) > 0.9
-
-
-def test_the_product_of_the_kept_masses_gives_the_policys_gradient_on_the_kept_responses(tables):
-    """E_q[W A grad log pi] with W = prod_t m_t is the gradient of the policy's own mean reward over
-    what q can sample.
-    """
-    rewards, logp, mass = responses(tables)
-    q, weight, pi = (
-        (logp - mass).sum(1).exp().detach(),
-        mass.sum(1).exp().detach(),
-        logp.sum(1).exp(),
-    )
-    estimated = gradient((q * weight * rewards * logp.sum(1)).sum(), tables)
-    torch.testing.assert_close(estimated, gradient((pi * rewards).sum(), tables))
-    per_token = gradient((q[:, None] * mass.exp().detach() * rewards[:, None] * logp).sum(), tables)
-    assert (per_token - estimated).abs().max() > 0.01  # weights per token are neither
+    assert scale < 0.98
+    for weight in (1.0, scale):
+        value = (q * weight * advantages * logp).sum()
+        (actual,) = torch.autograd.grad(value, first, retain_graph=True)
+        torch.testing.assert_close(actual, weight * exact)
 
 
 def test_ratios_to_the_renormalised_distribution_clip_what_nothing_has_changed(tables):

@@ -8,13 +8,13 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Samples
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.objectives.zvp import ZvpObjective
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
+from tests.tables import refused
 from tests.training.test_learner import PROMPTS, learner, sampled
 
 OF_SEQUENCES = ("gspo", "luspo", "gmpo", "vespo", "topr")
@@ -143,5 +143,5 @@ def test_options():
             "overlong_buffer makes rewards other than 0 and 1, which rl_zvp does not support",
         ),
     ):
-        with pytest.raises(InputError, match=message):
+        with refused(message):
             check(parse(["--objective", "rl_zvp", *flags.split()]))

@@ -125,7 +125,8 @@ class Forest:
             window=window,
             softcap=softcap,
         )
-        index = torch.cat([x for pair in zip(above, rows, strict=True) for x in pair])
+        pairs = zip(above, rows, strict=True)
+        index = torch.cat([torch.arange(0), *(x for pair in pairs for x in pair)])
         self.copies[key] = index.to(self.device), spec
         return self.copies[key]
 

@@ -1,5 +1,5 @@
-"""`python -m bench.attention`: shared-prompt attention on a CPU, our kernel against FlashAttention
-calls and a merge.
+"""`python -m bench.attention`: attention over prompts with responses on a CPU, our kernel against
+FlashAttention calls and a merge.
 
 Both compute the same packed stream in turn, in one process, after their results were compared. The
 floor is 4 D floating-point operations for each pair of a query and a key that it sees, 10 D
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.layouts import num_pairs
 from bench.measure import argument_parser, describe, machine, prepare, run_command
-from maxrl_fast.model.attention import SharedPromptLayout, merged_attention, shared_prompt_attention
+from maxrl_fast.model.attention import Forest, merged_attention, tree_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,25 +39,20 @@ class Case:
     key_heads: int
     head_dim: int
 
-    def layout(self) -> SharedPromptLayout:
+    def forest(self) -> Forest:
         count = self.prompts * self.responses
         lengths = torch.randint(
             self.shortest, self.longest + 1, (count,), generator=torch.Generator().manual_seed(0)
         )
-        prompt_index = torch.arange(self.prompts).repeat_interleave(self.responses)
-        prompts = torch.full((self.prompts,), self.prompt_length)
-        return SharedPromptLayout(prompts, lengths, prompt_index, torch.device("cpu"))
+        responses = lengths.view(self.prompts, -1)
+        lengths = torch.nn.functional.pad(responses, (1, 0), value=self.prompt_length)
+        roots = torch.arange(self.prompts)[:, None] * (self.responses + 1)
+        parents = torch.nn.functional.pad(roots.expand_as(responses), (1, 0), value=-1)
+        return Forest(lengths.flatten(), parents.flatten(), torch.device("cpu"))
 
     def pairs(self) -> int:
         """Return the number of pairs of a query, per head, and a key that it attends to."""
-        layout = self.layout()
-        prompts, lengths, prompt_index = (
-            layout.lengths,
-            layout.response_lengths,
-            layout.prompt_index,
-        )
-        own = (prompts * (prompts + 1) // 2).sum() + (lengths * (lengths + 1) // 2).sum()
-        return self.heads * int(own + (lengths * prompts[prompt_index]).sum())
+        return self.heads * num_pairs(self.forest())
 
 
 CASES = {
@@ -103,14 +99,14 @@ def throughput(dtype: torch.dtype = torch.float32) -> float:
 
 
 def measure(case: Case, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    layout, generator = case.layout(), torch.Generator().manual_seed(1)
+    forest, generator = case.forest(), torch.Generator().manual_seed(1)
     shapes = [
-        (sum(layout.sizes), heads, case.head_dim)
+        (int(forest.lengths.sum()), heads, case.head_dim)
         for heads in (case.heads, case.key_heads, case.key_heads, case.heads)
     ]
     *inputs, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    ours = Side(lambda q, k, v: shared_prompt_attention(q, k, v, layout), inputs, grad)
-    calls = Side(lambda q, k, v: merged_attention(q, k, v, layout), inputs, grad)
+    ours = Side(lambda q, k, v: tree_attention(q, k, v, forest), inputs, grad)
+    calls = Side(lambda q, k, v: merged_attention(q, k, v, forest), inputs, grad)
     for x, y in zip((ours.out, *ours.backward()), (calls.out, *calls.backward()), strict=True):
         torch.testing.assert_close(x, y, rtol=0.05, atol=0.05 * float(y.detach().abs().max()))
     figures: dict[str, Any] = {"tokens": len(grad), "pairs": case.pairs()}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.measure import gemm_throughput, milliseconds, peak_bytes, synchronize
+from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts
@@ -77,6 +78,13 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
         loss.backward()
 
 
+def num_pairs(forest: Forest) -> int:
+    """Return the number of pairs of a token and a token that it attends to."""
+    levels = (spec for _, spec in forest.levels)
+    above = sum(int((x.q_lengths * x.k_lengths).sum()) for x in levels)
+    return above + int((forest.lengths * (forest.lengths + 1) // 2).sum())
+
+
 def update_flops(config: PolicySizes, batch: MicroBatch) -> int:
     """Return the FLOPs of the matrix multiplications of a forward and a backward pass, without
     recomputation.
@@ -92,12 +100,7 @@ def update_flops(config: PolicySizes, batch: MicroBatch) -> int:
     streamed = config.num_hidden_layers * before + (config.num_hidden_layers - 1) * after
     # the last layer computes only rows that predict
     weights = streamed * len(batch.tokens) + after * len(batch.rows)
-    spans = (batch.layout.sequences, batch.layout.to_prompts, batch.layout.responses)
-    pairs = sum(
-        int((x.q_lengths * (x.q_lengths + 1) // 2 if x.causal else x.q_lengths * x.k_lengths).sum())
-        for x in spans
-        if x
-    )
+    pairs = num_pairs(batch.forest)
     attention = 2 * heads * pairs * config.num_hidden_layers
     return 6 * (weights + attention + config.vocab_size * config.hidden_size * len(batch.targets))
 

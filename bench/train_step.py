@@ -4,7 +4,7 @@ three layouts.
 The layouts compute the same loss, gradients and optimizer step from the same rollouts, in turn, in
 one process. Their gradients are compared first.
 
-    shared     packed, each prompt once for all its responses: the trainer's layout
+    shared     packed, what responses begin with alike once: the trainer's layout
     repeated   packed, each response with its own copy of the prompt
     padded     each response with its own copy of the prompt, all padded to one length: the usual
                layout

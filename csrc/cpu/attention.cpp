@@ -1,16 +1,17 @@
-// Attention of responses that share a prompt, on a CPU: one online softmax over the prompt's keys
-// and a response's own.
+// Attention over a forest of prefixes, on a CPU: one online softmax over the keys of the segments
+// above and a segment's own.
 //
-// A sequence, the responses to it and their keys are a group. Groups are cut between responses into
-// pieces with about equally many pairs of a query and a key; cuts depend on lengths alone. A task
-// is a piece and some or all key heads. It packs their keys and values into memory of its thread,
-// where the gradients of keys and values also add up, each in one order. Where a group has several
-// pieces, their gradients of the sequence's keys are added afterwards, in the order of the pieces.
-// Results are therefore bitwise the same for any number of threads. A sequence itself is never cut.
+// The trees are cut between segments into pieces with about equally many pairs of a query and a
+// key; cuts depend on lengths alone. A task is a piece and some or all key heads. It packs the keys
+// and values of the piece, and of the segments above it, into memory of its thread, where the
+// gradients of keys and values also add up, each in one order. Where several pieces see a segment,
+// their gradients of its keys are added afterwards, in the order of the pieces. Results are
+// therefore bitwise the same for any number of threads. A segment itself is never cut.
 #include "../attention.h"
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention_tile.h"
@@ -19,25 +20,30 @@ namespace maxrl::cpu {
 namespace {
 
 constexpr int64_t kPiecePairs =
-    1 << 17;  // pairs of a query token and a key token, at least, before a group is cut
+    1 << 17;  // pairs of a query token and a key token, at least, before a tree is cut
 constexpr int64_t kMostPieces =
-    16;  // of a group, about, which bounds the memory of gradients to be added
+    16;  // of a tree, about, which bounds the memory of gradients to be added
 
-// Tokens of the stream. Keys of a piece are those of the sequence, then those of its responses.
-struct Piece {
-  int64_t sequence, sequence_length;  // first token and number
-  bool has_sequence;  // whether the sequence's own queries are in this piece
-  int64_t responses, response_tokens;  // first token and number
-  const int64_t* response_lengths;
-  int64_t sums;  // where the gradients of the sequence's keys go, in numbers of tokens; -1: this
-                 // piece has all of them
-
-  int64_t num_keys() const { return sequence_length + response_tokens; }
+// A segment whose keys a piece has packed.
+struct Segment {
+  int64_t token, length;  // first token and number
+  int64_t key, end;  // the first packed key, and where the keys of the segments below it end
+  int64_t parent;  // among the piece's segments; -1: none
+  int64_t sums;  // where the gradients of its keys go, in numbers of tokens; -1: this piece has all
 };
 
-// A sequence whose gradients are added from several pieces.
+// First the segments above, from the root down, then the piece's own, whose tokens are its queries.
+struct Piece {
+  std::vector<Segment> segments;
+  int64_t num_above, keys_above;
+
+  int64_t num_keys() const { return segments.back().key + segments.back().length; }
+};
+
+// A segment whose gradients are added from several pieces.
 struct Parts {
-  int64_t sequence, length, num_pieces, sums;
+  int64_t token, length;
+  std::vector<int64_t> sums;
 };
 
 struct Plan {
@@ -46,72 +52,107 @@ struct Plan {
   int64_t most_keys = 0;  // of a piece
   int64_t summed_tokens = 0;  // of all sums
 
-  explicit Plan(const SharedPromptStream& stream) {
-    check(stream);
-    int64_t token = 0, response = 0, response_token = 0;
-    for (int64_t b = 0; b < stream.num_sequences; ++b) response_token += stream.lengths[b];
-    for (int64_t b = 0; b < stream.num_sequences; ++b) {
-      const int64_t first = response;
-      while (response < stream.num_responses && stream.answers[response] == b) ++response;
-      response_token = add(token, stream.lengths[b], response_token,
-                           stream.response_lengths + first, response - first);
-      token += stream.lengths[b];
+  explicit Plan(const Forest& forest) : in(forest), places(forest.num_segments) {
+    find_places();
+    for (int64_t root = 0, next = 0; root < in.num_segments; root = next) {
+      int64_t total = 0, pairs = 0, begin = root;
+      for (; next == root || (next < in.num_segments && in.parents[next] >= 0); ++next)
+        total += pairs_of(next);
+      const int64_t most = std::max(kPiecePairs, total / kMostPieces);
+      for (int64_t s = root; s < next; pairs += pairs_of(s++))
+        if (s > begin && pairs + pairs_of(s) > most) {
+          add(begin, s);
+          begin = s, pairs = 0;
+        }
+      add(begin, next);
     }
     for (const Piece& piece : pieces) most_keys = std::max(most_keys, piece.num_keys());
     if (most_keys >= 1 << 24)
-      throw std::invalid_argument("a prompt and its responses may have at most 2^24 tokens");
+      throw std::invalid_argument("a tree of segments may have at most 2^24 tokens");
   }
 
  private:
-  static void check(const SharedPromptStream& stream) {
-    int64_t tokens = 0;
-    bool is_valid = true;
-    for (int64_t b = 0; b < stream.num_sequences; ++b) {
-      is_valid &= stream.lengths[b] >= 0;
-      tokens += stream.lengths[b];
+  struct Place {  // of a segment
+    int64_t token, above, end;  // first token; tokens above; where the tokens below it end
+    int64_t piece, at;  // the piece that has its queries, and where
+    int64_t part = -1;
+  };
+  const Forest& in;
+  std::vector<Place> places;
+
+  void find_places() {
+    int64_t token = 0;
+    std::vector<int64_t> path;  // the segments above the next one that are not over
+    const auto pop = [&] {
+      places[path.back()].end = token;
+      path.pop_back();
+    };
+    for (int64_t s = 0; s < in.num_segments; ++s) {
+      const int64_t parent = in.parents[s];
+      while (!path.empty() && path.back() != parent) pop();
+      if (in.lengths[s] < 1 || parent < -1 || (parent >= 0 && path.empty()))
+        throw std::invalid_argument(
+            "segments must have at least 1 token, and be in depth-first order after the segments "
+            "above them; segment " +
+            std::to_string(s) + " has " + std::to_string(in.lengths[s]) +
+            " tokens and the parent " + std::to_string(parent));
+      places[s].token = token;
+      places[s].above = path.empty() ? 0 : places[parent].above + in.lengths[parent];
+      path.push_back(s);
+      token += in.lengths[s];
     }
-    for (int64_t i = 0; i < stream.num_responses; ++i) {
-      is_valid &= stream.response_lengths[i] >= 0 &&
-                  stream.answers[i] >= (i ? stream.answers[i - 1] : 0) &&
-                  stream.answers[i] < stream.num_sequences;
-      tokens += stream.response_lengths[i];
-    }
-    if (!is_valid)
-      throw std::invalid_argument(
-          "lengths must not be negative, and responses must be in the order of sequences");
-    if (tokens != stream.num_tokens)
-      throw std::invalid_argument("lengths must add up to the " +
-                                  std::to_string(stream.num_tokens) + " tokens, got " +
-                                  std::to_string(tokens));
+    while (!path.empty()) pop();
+    if (token != in.num_tokens)
+      throw std::invalid_argument("lengths must add up to the " + std::to_string(in.num_tokens) +
+                                  " tokens, got " + std::to_string(token));
   }
 
-  // Adds the pieces of a group, and returns the token after its responses.
-  int64_t add(int64_t sequence, int64_t length, int64_t token, const int64_t* lengths,
-              int64_t num_responses) {
-    const auto pairs_of = [&](int64_t i) {
-      return lengths[i] * length + lengths[i] * (lengths[i] + 1) / 2;
+  int64_t pairs_of(int64_t s) const {
+    return in.lengths[s] * places[s].above + in.lengths[s] * (in.lengths[s] + 1) / 2;
+  }
+
+  // Adds the piece of the segments begin..stop - 1.
+  void add(int64_t begin, int64_t stop) {
+    Piece piece;
+    const Place& first = places[begin];
+    const auto index = static_cast<int64_t>(pieces.size());
+    const int64_t end = places[stop - 1].token + in.lengths[stop - 1];
+    const auto add_segment = [&](int64_t s, int64_t key, int64_t parent, int64_t sums) {
+      piece.segments.push_back({places[s].token, in.lengths[s], key,
+                                std::min(places[s].end, end) - first.token + first.above, parent,
+                                sums});
     };
-    int64_t pairs = length * (length + 1) / 2, total = pairs;
-    for (int64_t i = 0; i < num_responses; ++i) total += pairs_of(i);
-    const int64_t most = std::max(kPiecePairs, total / kMostPieces);
-    const size_t first = pieces.size();
-    pieces.push_back({sequence, length, true, token, 0, lengths, -1});
-    for (int64_t i = 0; i < num_responses; ++i) {
-      if (pairs > 0 && pairs + pairs_of(i) > most) {
-        pieces.push_back({sequence, length, false, token, 0, lengths + i, -1});
-        pairs = 0;
-      }
-      pairs += pairs_of(i);
-      pieces.back().response_tokens += lengths[i];
-      token += lengths[i];
+    std::vector<int64_t> path;
+    for (int64_t s = in.parents[begin]; s >= 0; s = in.parents[s]) path.push_back(s);
+    piece.num_above = static_cast<int64_t>(path.size()), piece.keys_above = first.above;
+    for (int64_t i = 0; i < piece.num_above; ++i) {
+      const int64_t s = path[piece.num_above - 1 - i];
+      add_segment(s, places[s].above, i - 1, add_sums(s));
     }
-    const auto num_pieces = static_cast<int64_t>(pieces.size() - first);
-    if (num_pieces > 1 && length > 0) {
-      parts.push_back({sequence, length, num_pieces, summed_tokens});
-      for (size_t i = first; i < pieces.size(); ++i, summed_tokens += length)
-        pieces[i].sums = summed_tokens;
+    for (int64_t s = begin; s < stop; ++s) {
+      const int64_t parent = in.parents[s];
+      places[s].piece = index, places[s].at = piece.num_above + s - begin;
+      add_segment(s, places[s].token - first.token + first.above,
+                  parent >= begin ? places[parent].at : depth(piece, parent), -1);
     }
-    return token;
+    pieces.push_back(std::move(piece));
+  }
+  // Where a segment above is among those of a piece.
+  int64_t depth(const Piece& piece, int64_t s) const {
+    int64_t i = s < 0 ? -1 : piece.num_above - 1;
+    while (i >= 0 && piece.segments[i].token != places[s].token) --i;
+    return i;
+  }
+  // Returns where another piece's gradients of a segment go; before the first, its own piece's.
+  int64_t add_sums(int64_t s) {
+    const auto next = [&] { return std::exchange(summed_tokens, summed_tokens + in.lengths[s]); };
+    if (places[s].part < 0) {
+      places[s].part = static_cast<int64_t>(parts.size());
+      const int64_t own = pieces[places[s].piece].segments[places[s].at].sums = next();
+      parts.push_back({places[s].token, in.lengths[s], {own}});
+    }
+    parts[places[s].part].sums.push_back(next());
+    return parts[places[s].part].sums.back();
   }
 };
 
@@ -120,11 +161,13 @@ struct Plan {
 template <typename Real>
 struct Packed {
   std::vector<Real> memory;
+  std::vector<Real> last;  // of each key the place of the last query that sees it
   int64_t head_size;
 
   Packed(int parts, int64_t heads, int64_t keys, int64_t stride)
       : head_size((keys + 16) * stride) {  // more is read: kTail
     memory.resize(parts * heads * head_size + 64 / sizeof(Real));
+    last.resize(keys + 16);
   }
   Real* at(int part, int64_t head, int64_t num_heads) {
     const auto address = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64;
@@ -139,13 +182,14 @@ struct Task {
   static constexpr int kStride = Tile::kStride, kRows = Tile::kRows, kLanes = Tile::kLanes;
   static constexpr int kParts = is_backward ? 4 : 2;
 
-  const SharedPromptAttention<Element, Real>& in;
+  const TreeAttention<Element, Real>& in;
   const Piece& piece;
   int64_t first_head, num_heads;  // key heads
   Packed<Real>& packed;
   Tile& tile;
   Real* sums;  // [2, summed tokens, key heads, kStride]
   int64_t summed_tokens;
+  std::vector<int64_t> path = {};
   const int64_t per_key = in.heads / in.key_heads;
   const Real scale = Real(1) / std::sqrt(static_cast<Real>(in.head_dim));
 
@@ -158,35 +202,28 @@ struct Task {
         Real* const to = packed.at(part, head, num_heads);
         std::fill(to + begin * kStride, to + end * kStride, Real(0));
       }
-    for_tokens([&](int64_t key, int64_t token, int64_t count) {
-      pack(in.k + token * row_size(), count, 0, key);
-      pack(in.v + token * row_size(), count, 1, key);
-    });
-    if (piece.has_sequence && piece.sequence_length)
-      attend(piece.sequence, piece.sequence_length, 0, 0, &piece.sequence_length);
-    if (piece.response_tokens)
-      attend(piece.responses, piece.response_tokens, piece.sequence_length, piece.sequence_length,
-             piece.response_lengths);
-    if constexpr (is_backward)
-      for_tokens([&](int64_t key, int64_t token, int64_t count) {
-        if (piece.sums >= 0 && key < piece.sequence_length) {
-          add_up_later(0, count);
-          add_up_later(1, count);
-        } else {
-          unpack(2, key, in.grad_k + token * row_size(), count);
-          unpack(3, key, in.grad_v + token * row_size(), count);
-        }
-      });
+    for (const Segment& segment : piece.segments) {
+      pack(in.k + segment.token * row_size(), segment.length, 0, segment.key);
+      pack(in.v + segment.token * row_size(), segment.length, 1, segment.key);
+      std::fill_n(packed.last.begin() + segment.key, segment.length,
+                  static_cast<Real>(segment.end - 1));
+    }
+    tile.last = packed.last.data();
+    attend();
+    if constexpr (!is_backward) return;
+    for (const Segment& segment : piece.segments)
+      if (segment.sums >= 0) {
+        add_up_later(0, segment);
+        add_up_later(1, segment);
+      } else {
+        unpack(2, segment.key, in.grad_k + segment.token * row_size(), segment.length);
+        unpack(3, segment.key, in.grad_v + segment.token * row_size(), segment.length);
+      }
   }
 
  private:
   int64_t row_size() const { return in.key_heads * in.head_dim; }
 
-  template <typename Use>
-  void for_tokens(const Use& use) const {
-    use(0, piece.sequence, piece.sequence_length);
-    use(piece.sequence_length, piece.responses, piece.response_tokens);
-  }
   // use(numbers of the stream, packed numbers, count), for up to lanes of them at a time.
   template <typename From, typename Use>
   void for_lanes(From* stream, int64_t count, int part, int64_t key, const Use& use) {
@@ -215,45 +252,80 @@ struct Task {
       store_lanes<Vectors>(row, left, Vectors::read(own));
     });
   }
-  void add_up_later(int64_t which, int64_t count) {
-    for (int64_t i = 0; i < count; ++i)
+  void add_up_later(int64_t which, const Segment& segment) {
+    for (int64_t i = 0; i < segment.length; ++i)
       for (int64_t head = 0; head < num_heads; ++head) {
         const int64_t row =
-            ((which * summed_tokens + piece.sums + i) * in.key_heads + first_head + head) * kStride;
-        std::copy_n(packed.at(static_cast<int>(2 + which), head, num_heads) + i * kStride, kStride,
-                    sums + row);
+            ((which * summed_tokens + segment.sums + i) * in.key_heads + first_head + head) *
+            kStride;
+        std::copy_n(
+            packed.at(static_cast<int>(2 + which), head, num_heads) + (segment.key + i) * kStride,
+            kStride, sums + row);
       }
   }
 
-  // Queries of `tokens` tokens from `token` on, which are the packed keys from `at` on and also see
-  // the first `shared` keys. lengths: of the sequences among them.
-  void attend(int64_t token, int64_t tokens, int64_t at, int64_t shared, const int64_t* lengths) {
-    int64_t start = 0, row_token = 0,
-            row_head = 0;  // of the next row: its sequence's first token, its token, and its head
+  void attend() {
+    const int64_t above = piece.keys_above, tokens = piece.num_keys() - above,
+                  first_token = piece.segments[piece.num_above].token;
+    int64_t segment = piece.num_above, row_token = 0, row_head = 0;  // of the next row
+    int64_t segment_of[Tile::kVectors];  // of each vector's first row
     for (int64_t row = 0; row < tokens * per_key; row += kRows) {
       const int count = static_cast<int>(std::min<int64_t>(kRows, tokens * per_key - row));
       for (int r = 0; r < count; ++r) {
-        while (row_token >= start + *lengths) start += *lengths++;
-        tile.places[r] = (token + row_token) * in.heads + first_head * per_key + row_head;
-        tile.first[r] = static_cast<Real>(at + start);
-        tile.last[r] = static_cast<Real>(at + row_token);
+        const int64_t place = above + row_token;
+        if (place == piece.segments[segment].key + piece.segments[segment].length) ++segment;
+        if (r % kLanes == 0) segment_of[r / kLanes] = segment;
+        tile.places[r] = (first_token + row_token) * in.heads + first_head * per_key + row_head;
+        tile.place[r] = static_cast<Real>(place);
         if (++row_head == per_key) row_head = 0, ++row_token;
       }
       for (int r = count; r < kRows; ++r)  // as the last one
-        tile.places[r] = tile.places[r - 1], tile.first[r] = tile.first[r - 1],
-        tile.last[r] = tile.last[r - 1];
+        tile.places[r] = tile.places[r - 1], tile.place[r] = tile.place[r - 1];
+      find_ranges(count, segment_of);
       const int64_t next =
           kRows / per_key * in.heads;  // places from a row to about the same one of the next tile
       const bool has_next = row + 2 * kRows <= tokens * per_key;
       for (int64_t head = 0; head < num_heads; ++head) {
         for (int r = 0; has_next && r < kRows; ++r) prefetch((tile.places[r] + next) * in.head_dim);
         if constexpr (is_backward)
-          backward_tile(head, count, shared);
+          backward_tile(head, count);
         else
-          forward_tile(head, count, shared);
+          forward_tile(head, count);
         for (int r = 0; r < kRows; ++r) tile.places[r] += per_key;
       }
     }
+  }
+
+  // The keys that `count` rows see: those before all rows in segments above all of them, which are
+  // not masked, and then for each vector of rows the rest of the segments above its first row, and
+  // its rows' own keys.
+  void find_ranges(int count, const int64_t* segment_of) {
+    const auto place = [&](int r) { return static_cast<int64_t>(tile.place[r]); };
+    tile.ranges.clear();
+    int64_t seen_by_all = 0;
+    const int64_t end = place(count - 1) + 1;
+    for_path(segment_of[0], [&](const Segment& segment) {
+      if (segment.end < end) return;
+      const int64_t stop = std::min(segment.key + segment.length, place(0) + 1);
+      tile.add_range(false, 0, segment.key, stop);
+      seen_by_all = stop;
+    });
+    for (int i = 0; i * kLanes < count; ++i) {
+      const int64_t first = place(i * kLanes);
+      for_path(segment_of[i], [&](const Segment& segment) {
+        tile.add_range(true, i, std::max(segment.key, seen_by_all),
+                       std::min(segment.key + segment.length, first));
+      });
+      tile.add_range(true, i, std::max(first, seen_by_all),
+                     place(std::min(count, (i + 1) * kLanes) - 1) + 1);
+    }
+  }
+  // use(segment) for the segments above one, from the root down, and itself.
+  template <typename Use>
+  void for_path(int64_t segment, const Use& use) {
+    path.clear();
+    for (; segment >= 0; segment = piece.segments[segment].parent) path.push_back(segment);
+    for (auto at = path.rbegin(); at != path.rend(); ++at) use(piece.segments[*at]);
   }
 
   // A head of a token in the stream's tensors of queries.
@@ -268,12 +340,12 @@ struct Task {
     }
   }
 
-  void forward_tile(int64_t head, int count, int64_t shared) {
+  void forward_tile(int64_t head, int count) {
     const Real *const keys = packed.at(0, head, num_heads), *const values =
                                                                 packed.at(1, head, num_heads);
     tile.load(in.q, in.head_dim, scale * kLog2E, tile.q, nullptr);
     tile.begin_forward();
-    tile.for_blocks(count, shared, [&](auto is_masked, int vector, int64_t begin, int n) {
+    tile.for_blocks([&](auto is_masked, int vector, int64_t begin, int n) {
       tile.template forward_block<decltype(is_masked)::value>(vector, begin, n, keys, values);
     });
     typename Tile::Reals factors[Tile::kVectors];
@@ -282,7 +354,7 @@ struct Task {
     tile.store(in.o, in.head_dim, count, factors);
   }
 
-  void backward_tile(int64_t head, int count, int64_t shared) {
+  void backward_tile(int64_t head, int count) {
     Real* of[4];
     for (int part = 0; part < 4; ++part) of[part] = packed.at(part, head, num_heads);
     tile.load(in.q, in.head_dim, scale * kLog2E, tile.q, tile.q_rows);
@@ -291,7 +363,7 @@ struct Task {
     tile.begin_backward();
     for (int r = 0; r < kRows; ++r)
       tile.lse[r] = r < count ? in.lse[tile.places[r]] : Real(1e30);  // others: p = 0
-    tile.for_blocks(count, shared, [&](auto is_masked, int vector, int64_t begin, int n) {
+    tile.for_blocks([&](auto is_masked, int vector, int64_t begin, int n) {
       tile.template backward_block<decltype(is_masked)::value>(vector, begin, n, of[0], of[1],
                                                                of[2], of[3]);
     });
@@ -303,30 +375,28 @@ struct Task {
   static constexpr Real kLog2E = 1.442695040888963407359924681001892137;
 };
 
-// Adds the pieces' gradients of a sequence's keys, in the order of the pieces.
+// Adds the pieces' gradients of a segment's keys, in the order of the pieces.
 template <typename Element, typename Vectors>
-void add_up(const SharedPromptAttention<Element, typename Vectors::Real>& in, const Parts& parts,
+void add_up(const TreeAttention<Element, typename Vectors::Real>& in, const Parts& parts,
             int64_t stride, const typename Vectors::Real* sums, Element* to) {
   compiled_for(Vectors{}, [&] {
     for (int64_t i = 0; i < parts.length; ++i)
       for (int64_t head = 0; head < in.key_heads; ++head)
         for (int64_t d = 0; d < in.head_dim; d += Vectors::kLanes) {
           auto total = Vectors::all(0);
-          for (int64_t piece = 0; piece < parts.num_pieces; ++piece)
-            total += Vectors::read(
-                sums + ((parts.sums + piece * parts.length + i) * in.key_heads + head) * stride +
-                d);
-          store_lanes<Vectors>(to + ((parts.sequence + i) * in.key_heads + head) * in.head_dim + d,
+          for (const int64_t from : parts.sums)
+            total += Vectors::read(sums + ((from + i) * in.key_heads + head) * stride + d);
+          store_lanes<Vectors>(to + ((parts.token + i) * in.key_heads + head) * in.head_dim + d,
                                in.head_dim - d, total);
         }
   });
 }
 
 template <typename Element, typename Tile, bool is_backward>
-void run(const SharedPromptAttention<Element, typename Tile::Real>& in, int num_threads) {
+void run(const TreeAttention<Element, typename Tile::Real>& in, int num_threads) {
   using Real = typename Tile::Real;
   using Vectors = typename Tile::Vectors;
-  const Plan plan(in.stream);
+  const Plan plan(in.forest);
   const auto num_pieces = static_cast<int64_t>(plan.pieces.size());
   // Small heads of a token stand together in memory, and share a task where there are tasks enough.
   // Results are the same.
@@ -367,7 +437,7 @@ void run(const SharedPromptAttention<Element, typename Tile::Real>& in, int num_
 }
 
 template <bool is_backward, typename Element, typename Real>
-void attend(const SharedPromptAttention<Element, Real>& in, int num_threads) {
+void attend(const TreeAttention<Element, Real>& in, int num_threads) {
   if (in.head_dim < 1 || in.head_dim > 256 || in.key_heads < 1 || in.heads % in.key_heads)
     throw std::invalid_argument(
         "attention needs heads of 1 to 256, and a number of them that is a multiple of the key "
@@ -391,8 +461,7 @@ bool define(const char* name) {
   return define_kernel(name, attend<is_backward, float, float>, attend<is_backward, double, double>,
                        attend<is_backward, BFloat16, float>);
 }
-const bool defined =
-    define<false>("shared_prompt_attention") && define<true>("shared_prompt_attention_backward");
+const bool defined = define<false>("tree_attention") && define<true>("tree_attention_backward");
 
 }  // namespace
 }  // namespace maxrl::cpu

@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "attention_vectors.h"
 #include "dispatch.h"
@@ -33,14 +34,22 @@ struct alignas(64) AttentionTile {
       kStride == 16 ? 96 : 48;  // keys whose probabilities stay in the first cache
   static constexpr Real
       kHidden = -1e30,
-      kNoTop = -1e20;  // a hidden score is far below the top of a row that has seen none
+      kNoTop = -1e20;  // of a row that has seen no score; every row sees a key of the first block
+  static constexpr int64_t kGap = 8;  // keys between two ranges that become one
   static constexpr Real kHeadroom =
       60;  // by which a score may exceed its row's top: 2^60 leaves room for sums
 
   Real q[kStride * kRows];  // transposed, times log2(e) / sqrt(head_dim)
   Real o[kStride * kRows];  // transposed; forward: the output before it is divided; backward: dq
   Real p[kBlock * kRows];  // scores, then probabilities, of a block
-  Real first[kRows], last[kRows];  // a row's own keys, among the packed ones: it sees first..last
+  Real place[kRows];  // a row's own key, among the packed ones: it sees none after it
+  const Real* last;  // of each packed key: the place of the last row that sees it
+  struct Range {  // of packed keys, that some rows of one vector see, or all rows of the tile
+    bool is_masked;
+    int vector;
+    int64_t begin, end;
+  };
+  std::vector<Range> ranges;
   Reals top[kVectors], sum[kVectors];
   int64_t places[kRows];  // (token, head) of a row in the stream's tensors
   // backward
@@ -110,7 +119,7 @@ struct alignas(64) AttentionTile {
     compiled_for(Vectors{}, [&] {
       for (int i = 0; i < kVectors; ++i) {
         factors[i] = Real(1) / sum[i];
-        write(lse + i * kLanes, top[i] + log_of_two<Vectors>(sum[i]));
+        write(lse + i * kLanes, log_of_two<Vectors>(sum[i], top[i]));
       }
     });
   }
@@ -126,29 +135,33 @@ struct alignas(64) AttentionTile {
     });
   }
 
-  // The blocks of keys that `count` rows see: all of the first `shared` keys, and their own.
+  // Ranges are added in the order of keys. One that begins soon after its vector's last one joins
+  // it, for a block costs as much as a few keys; what is between is masked.
+  void add_range(bool is_masked, int vector, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    if (!ranges.empty() && ranges.back().is_masked == is_masked && ranges.back().vector == vector &&
+        begin <= ranges.back().end + (is_masked ? kGap : 0))
+      ranges.back().end = end;
+    else
+      ranges.push_back({is_masked, vector, begin, end});
+  }
   // use(is_masked, vector, begin, count) is for all vectors of rows if not masked, else for one.
   template <typename Use>
-  void for_blocks(int count, int64_t shared, const Use& use) const {
-    const auto range = [&](auto is_masked, int vector, int64_t begin, int64_t end) {
-      for (; begin < end; begin += kBlock)
-        use(is_masked, vector, begin, static_cast<int>(std::min<int64_t>(kBlock, end - begin)));
-    };
-    range(std::false_type{}, 0, 0, shared);
-    const auto key = [](Real place) { return static_cast<int64_t>(place); };
-    const bool same =
-        first[0] ==
-        first[count - 1];  // rows of one sequence all see its keys up to the first row's
-    const int64_t seen_by_all = key(last[0]) + 1;
-    if (same) range(std::false_type{}, 0, key(first[0]), seen_by_all);
-    for (int i = 0; i * kLanes < count; ++i)
-      range(std::true_type{}, i, same ? seen_by_all : key(first[i * kLanes]),
-            key(last[std::min(count, (i + 1) * kLanes) - 1]) + 1);
+  void for_blocks(const Use& use) const {
+    for (const Range& range : ranges)
+      for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+        const int count = static_cast<int>(std::min<int64_t>(kBlock, range.end - begin));
+        if (range.is_masked)
+          use(std::true_type{}, range.vector, begin, count);
+        else
+          use(std::false_type{}, 0, begin, count);
+      }
   }
 
   // Adds keys begin..begin + count - 1 to the online softmax. A row's probabilities are 2^(score -
-  // top), its top the greatest score of the first keys, and raised only where a score exceeds it by
-  // kHeadroom.
+  // top), its top the greatest score of the first keys as an integer, and raised only where a score
+  // exceeds it by kHeadroom. Raising an integer is exact: a row's result is one chain of sums over
+  // its keys, whatever the blocks are.
   template <bool is_masked>
   void forward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values) {
     compiled_for(Vectors{}, [=, this_ = this] {
@@ -181,8 +194,8 @@ struct alignas(64) AttentionTile {
   template <bool is_masked>
   Reals seen(Reals x, int vector, int64_t key, Real hidden) const {
     if constexpr (!is_masked) return x;
-    return where_between(read(first + vector * kLanes), Vectors::all(static_cast<Real>(key)),
-                         read(last + vector * kLanes), x, Vectors::all(hidden));
+    return where_between(Vectors::all(static_cast<Real>(key)), read(place + vector * kLanes),
+                         Vectors::all(last[key]), x, Vectors::all(hidden));
   }
 
   // sink(first, sums) for all keys, some at a time: sums[key][i] = sum_d keys[key][d] rows[d][i].
@@ -242,14 +255,16 @@ struct alignas(64) AttentionTile {
           write(p + row + (first_key + j) * kRows + i * kLanes, score);
         }
     });
-    Reals tops[vectors], sums_of[vectors];
+    PowerOfTwo<Vectors> power[vectors];
+    Reals sums_of[vectors];
     for (int i = 0; i < vectors; ++i) {
       if (__builtin_expect(any_greater(highest[i], top[vector + i] + kHeadroom), 0))
         raise(vector + i, highest[i]);
-      tops[i] = top[vector + i], sums_of[i] = sum[vector + i];
+      power[i].set_base(top[vector + i]);
+      sums_of[i] = sum[vector + i];
     }
     for_scores<vectors>(count, row, [&](int, int i, Real* at) {
-      const Reals e = power_of_two<Vectors>(read(at) - tops[i]);
+      const Reals e = power[i](read(at));
       sums_of[i] += e;
       write(at, e);
     });
@@ -258,8 +273,11 @@ struct alignas(64) AttentionTile {
   // Gives rows that have seen a score far above their top a higher one: what they have summed up
   // shrinks.
   void raise(int vector, const Reals& highest) {
-    const Reals raised = highest > top[vector] + kHeadroom ? highest : top[vector];
-    const Reals factor = power_of_two<Vectors>(top[vector] - raised);
+    const Reals nearest = nearest_integer<Vectors>(highest);
+    const Reals raised = highest > top[vector] + kHeadroom ? nearest : top[vector];
+    PowerOfTwo<Vectors> power;
+    power.set_base(raised);
+    const Reals factor = power(top[vector]);
     top[vector] = raised;
     sum[vector] *= factor;
     Real* at = o + vector * kLanes;
@@ -290,14 +308,15 @@ struct alignas(64) AttentionTile {
           }
       };
     };
+    PowerOfTwo<Vectors> power;
+    power.set_base(Vectors::all(0));
     Reals lse_of[vectors], delta_of[vectors];
     for (int i = 0; i < vectors; ++i)
       lse_of[i] = read(lse + row + i * kLanes), delta_of[i] = read(delta + row + i * kLanes);
     key_products<vectors>(dims, count, q + row, keys,
                           to_all(p, [](int, int, const Reals& score) { return score; }));
     for_scores<vectors>(count, row, [&](int j, int i, Real* at) {
-      write(at,
-            seen<is_masked>(power_of_two<Vectors>(read(at) - lse_of[i]), vector + i, begin + j, 0));
+      write(at, seen<is_masked>(power(read(at) - lse_of[i]), vector + i, begin + j, 0));
     });
     key_products<vectors>(dims, count, g + row, values,
                           to_all(ds, [&](int place, int i, const Reals& dp) {

@@ -13,33 +13,62 @@
 
 namespace maxrl::cpu {
 
-// 2^x for x < 127, 0 at -127 (double: at -1022) and below. float: within 1e-7 of its value.
+// The nearest integer, of floats up to 2^22; greater ones stay as they are.
 template <typename Vectors>
-inline typename Vectors::Reals power_of_two(typename Vectors::Reals x) {
+inline typename Vectors::Reals nearest_integer(const typename Vectors::Reals& x) {
+  using Reals = typename Vectors::Reals;
   if constexpr (sizeof(typename Vectors::Real) == 4) {
-    using Reals = typename Vectors::Reals;
-    using Words = typename Vectors::Words;
-    constexpr float kShift =
-        0x1.8p23f + 127;  // adding it rounds to integers; the low bits are then the exponent
-    x = Vectors::greater(Vectors::all(-127.0f), x);
-    const Reals shifted = x + kShift, r = x - (shifted - kShift);
-    Reals p = r * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
-    p = p * r + 0x1.3b2d4cp-7f;
-    p = p * r + 0x1.c6aee8p-5f;
-    p = p * r + 0x1.ebfbdcp-3f;
-    p = p * r + 0x1.62e430p-1f;
-    p = p * r + 1.0f;
-    return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
+    const Reals shift = x * x < Vectors::all(0x1p44f) ? Vectors::all(0x1.8p23f) : Reals{};
+    return (x + shift) - shift;
   } else {
-    for (int lane = 0; lane < Vectors::kLanes; ++lane)
-      x[lane] = x[lane] <= -1022 ? 0.0 : std::exp2(x[lane]);
-    return x;
+    Reals n = x;
+    for (int lane = 0; lane < Vectors::kLanes; ++lane) n[lane] = std::rint(x[lane]);
+    return n;
   }
 }
 
-// log2 of normal x > 0.
+// x -> 2^(x - base) for x < base + 127, 0 from base - 127 (double: base - 1022) down. x = n + r
+// with an integer n and r from -1/2 to 1/2, and 2^r is multiplied by 2^(n - base): another integer
+// base changes the exponent alone. float: within 1e-7 of its value.
 template <typename Vectors>
-inline typename Vectors::Reals log_of_two(typename Vectors::Reals x) {
+struct PowerOfTwo {
+  using Reals = typename Vectors::Reals;
+  Reals base, lowest, shift;  // adding the shift rounds to integers, of a base up to 2^22
+
+  void set_base(const Reals& x) {
+    base = x;
+    if constexpr (sizeof(typename Vectors::Real) == 4) {
+      lowest = x - 127.0f;
+      shift = x * x < Vectors::all(0x1p44f) ? Vectors::all(0x1.8p23f) : Reals{};
+    }
+  }
+  Reals operator()(Reals x) const {
+    if constexpr (sizeof(typename Vectors::Real) == 4) {
+      using Words = typename Vectors::Words;
+      x = Vectors::greater(lowest, x);
+      const Reals n = (x + shift) - shift, r = x - n;
+      // the low bits of the sum are the exponent
+      const Reals shifted = (n - base) + (0x1.8p23f + 127);
+      Reals p = r * 0x1.41fbbcp-13f + 0x1.5f3e54p-10f;
+      p = p * r + 0x1.3b2d4cp-7f;
+      p = p * r + 0x1.c6aee8p-5f;
+      p = p * r + 0x1.ebfbdcp-3f;
+      p = p * r + 0x1.62e430p-1f;
+      p = p * r + 1.0f;
+      return p * bits_as<Reals>(bits_as<Words>(shifted) << 23);
+    } else {
+      for (int lane = 0; lane < Vectors::kLanes; ++lane) {
+        const double n = std::rint(x[lane]), by = n - base[lane];
+        x[lane] = by <= -1022 ? 0.0 : std::exp2(x[lane] - n) * std::exp2(by);
+      }
+      return x;
+    }
+  }
+};
+
+// log2 of normal x > 0, plus an integer base: the same for x 2^i and base - i.
+template <typename Vectors>
+inline typename Vectors::Reals log_of_two(typename Vectors::Reals x, typename Vectors::Reals base) {
   if constexpr (sizeof(typename Vectors::Real) == 4) {
     using Reals = typename Vectors::Reals;
     using Integers = decltype(x > x);
@@ -47,9 +76,13 @@ inline typename Vectors::Reals log_of_two(typename Vectors::Reals x) {
                    n = (bits - 0x3f3504f3) >> 23;  // x = m 2^n, m from sqrt(1/2) to sqrt(2)
     const Reals m = bits_as<Reals>(bits - (n << 23)), t = (m - 1.0f) / (m + 1.0f), u = t * t;
     const Reals series = (((u * (2.0f / 9) + 2.0f / 7) * u + 2.0f / 5) * u + 2.0f / 3) * u + 2.0f;
-    return t * series * 0x1.715476p+0f + __builtin_convertvector(n, Reals);
+    return t * series * 0x1.715476p+0f + (__builtin_convertvector(n, Reals) + base);
   } else {
-    for (int lane = 0; lane < Vectors::kLanes; ++lane) x[lane] = std::log2(x[lane]);
+    for (int lane = 0; lane < Vectors::kLanes; ++lane) {
+      int n;
+      const double m = std::frexp(x[lane], &n);
+      x[lane] = std::log2(m) + (n + base[lane]);
+    }
     return x;
   }
 }

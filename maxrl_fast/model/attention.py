@@ -1,18 +1,19 @@
-"""Attention of N responses that share one prompt, whose keys and values are computed once.
+"""Attention over a forest of prefixes, whose keys and values are computed once.
 
-A response attends to its prompt and, causally, to itself. On a CPU one kernel does this
-(attention_kernel.py), for float32, bfloat16 and float64 and heads of at most 256. Elsewhere, and
-for others, both parts are ordinary FlashAttention calls that also return their log-sum-exp, and
-they merge exactly:
+A prompt with its responses is a tree of depth 2; what several responses begin with is a segment
+between. A token attends to the segments above its own and, causally, to its segment. On a CPU one
+kernel does this (attention_kernel.py), for float32, bfloat16 and float64 and heads of at most 256.
+Elsewhere, and for others, the segments and each level of the forest are ordinary FlashAttention
+calls that also return their log-sum-exp, and they merge exactly:
 
     l = logaddexp(l1, l2)        o = o1 exp(l1 - l) + o2 exp(l2 - l)
 
 In the backward pass, each part's FlashAttention backward is called with the *merged* o and l. It
-then recomputes the probabilities exp(s - l) over prompt and response together, so the gradients are
-exact and the two parts add up.
+then recomputes the probabilities exp(s - l) over all keys together, so the gradients are exact and
+the parts add up.
 
-With a sliding window, a soft cap or sinks, each response gets a copy of the keys and values of its
-prompt, or of the part of it that its window reaches, in front of its own. Its attention is then one
+With a sliding window, a soft cap or sinks, each segment gets a copy of the keys and values above
+it, or of the part of them that its window reaches, in front of its own. Its attention is then one
 causal FlashAttention call. The copies exist only while a layer computes.
 """
 
@@ -27,6 +28,7 @@ from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.flash import VarlenSpec
 from maxrl_fast.ops.derivatives import check_mode, first_order
 from maxrl_fast.records import cumulative, ranges
+from maxrl_fast.runtime.device import to_device
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,110 +55,105 @@ PLAIN_ATTENTION = AttentionVariant()
 
 
 @dataclass(frozen=True)
-class SharedPromptLayout:
-    """B packed causal sequences, then S responses to some of them.
+class Forest:
+    """Segments of tokens in depth-first order: a token attends to the earlier ones of its segment,
+    to itself, and to all of the segments above."""
 
-    The sequences are prompts that several responses share, and whole sequences (a prompt with its
-    response) where sharing would not save time.
-    """
-
-    lengths: Tensor  # [B] int64, on the host
-    response_lengths: Tensor  # [S] int64, on the host
-    prompt_index: Tensor  # [S] int64, each response's sequence, ascending, on the host
+    lengths: Tensor  # [M] int64, tokens of each segment, at least 1, on the host
+    parents: Tensor  # [M] int64, the segment above, before it in the order; -1: none; on the host
     device: torch.device
     # by window and soft cap
     copies: dict[tuple[int, float], tuple[Tensor, VarlenSpec]] = field(default_factory=dict)
 
+    @classmethod
+    def roots(cls, lengths: Tensor) -> "Forest":
+        """Return packed causal sequences, for tensors on the device of lengths [M]."""
+        on_host = lengths.cpu()
+        return cls(on_host, torch.full_like(on_host, -1), lengths.device)
+
     @cached_property
-    def sequences(self) -> VarlenSpec:
+    def ends(self) -> Tensor:
+        """[M] int64, where the tokens below each segment end: token i sees token j where j <= i <
+        end of j's segment."""
+        sizes, parents = self.lengths.tolist(), self.parents.tolist()
+        for segment in reversed(range(len(sizes))):
+            if parents[segment] >= 0:
+                sizes[parents[segment]] += sizes[segment]
+        return cumulative(self.lengths)[:-1] + torch.tensor(sizes, dtype=torch.int64)
+
+    @cached_property
+    def segments(self) -> VarlenSpec:
+        """Causal attention of each segment to itself."""
         return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
 
     @cached_property
-    def to_prompts(self) -> VarlenSpec | None:
-        """All responses to sequence b attend to all of sequence b; None without responses."""
-        by_prompt = torch.zeros_like(self.lengths).index_add(
-            0, self.prompt_index, self.response_lengths
-        )
-        return VarlenSpec(by_prompt, self.lengths, self.device) if bool(by_prompt.any()) else None
+    def levels(self) -> list[tuple[Tensor, VarlenSpec]]:
+        """Level d: all tokens below the segments at depth d attend to those segments. The index of
+        these tokens, and their attention, in which all other segments have no queries."""
+        stops = cumulative(self.lengths)[1:]
+        below = self.ends - stops  # [M] tokens
+        depths: list[int] = []
+        for parent in self.parents.tolist():
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        has_below, depth = below > 0, torch.tensor(depths, dtype=torch.int64)
+        levels = []
+        for d in range(int(depth[has_below].max()) + 1 if bool(has_below.any()) else 0):
+            chosen = has_below & (depth == d)
+            (rows,) = to_device(self.device, ranges(stops[chosen], below[chosen]))
+            spec = VarlenSpec(torch.where(chosen, below, 0), self.lengths, self.device)
+            levels.append((rows, spec))
+        return levels
 
-    @cached_property
-    def responses(self) -> VarlenSpec | None:
-        """Causal attention of each response to itself; None without responses."""
-        own = self.response_lengths
-        return VarlenSpec(own, own, self.device, causal=True) if bool(own.any()) else None
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of tokens: of the sequences, and of the responses."""
-        return [int(self.lengths.sum()), int(self.response_lengths.sum())]
-
-    def copied_prompts(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
-        """Return the index of the keys that each sequence and response attends to, and the
-        attention; made once for all layers. The window becomes 0 where no sequence is longer."""
+    def copied_keys(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
+        """Return the index of the keys that each segment attends to, and the attention; made once
+        for all layers. The window becomes 0 where no sequence is longer."""
         key = window, softcap
         if key in self.copies:
             return self.copies[key]
-        lengths, own, prompts = self.lengths, self.response_lengths, self.lengths[self.prompt_index]
-        window = window if window < int(torch.cat([lengths, prompts + own]).max()) else 0
-        # [S] keys of the prompt
-        num_before = torch.where(own > 0, prompts.clamp_max(window - 1) if window else prompts, 0)
-        starts = torch.stack(
-            [
-                cumulative(lengths)[1:][self.prompt_index] - num_before,
-                lengths.sum() + cumulative(own)[:-1],
-            ],
-            1,
-        )
-        index = torch.cat(
-            [
-                torch.arange(int(lengths.sum())),
-                ranges(starts.flatten(), torch.stack([num_before, own], 1).flatten()),
-            ]
-        )
+        rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
+        above: list[Tensor] = []  # all tokens of the segments above
+        for parent in self.parents.tolist():
+            above.append(torch.cat([above[parent], rows[parent]]) if parent >= 0 else rows[0][:0])
+        paths = zip(above, rows, strict=True)
+        window = window if window < max((len(x) + len(y) for x, y in paths), default=0) else 0
+        above = [x[max(len(x) - window + 1, 0) :] for x in above] if window else above
         spec = VarlenSpec(
-            torch.cat([lengths, own]),
-            torch.cat([lengths, num_before + own]),
+            self.lengths,
+            self.lengths + torch.tensor([len(x) for x in above], dtype=torch.int64),
             self.device,
             causal=True,
             window=window,
             softcap=softcap,
         )
+        pairs = zip(above, rows, strict=True)
+        index = torch.cat([torch.arange(0), *(x for pair in pairs for x in pair)])
         self.copies[key] = index.to(self.device), spec
         return self.copies[key]
 
 
-class _SharedPromptAttention(torch.autograd.Function):
+class _MergedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
-        (q1, q2), (k1, k2), (v1, v2) = (x.split(layout.sizes) for x in (q, k, v))
-        o, lse = flash.forward(q1, k1, v1, layout.sequences)
-        if layout.to_prompts is not None:
-            assert layout.responses is not None
-            to_prompts = flash.forward(q2, k1, v1, layout.to_prompts)
-            o2, lse2 = merge(*to_prompts, *flash.forward(q2, k2, v2, layout.responses))
-            o, lse = torch.cat([o, o2]), torch.cat([lse, lse2])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
+        o, lse = flash.forward(q, k, v, forest.segments)
+        for rows, spec in forest.levels:
+            merged = merge(*flash.forward(q[rows], k, v, spec), o[rows], lse[rows])
+            o.index_copy_(0, rows, merged[0])
+            lse.index_copy_(0, rows, merged[1])
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.layout = layout
+        ctx.forest = forest
         return o
 
     @staticmethod
-    @first_order("shared_prompt_attention")
+    @first_order("tree_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, sizes = ctx.layout, ctx.layout.sizes
-        first, second = zip(*(x.split(sizes) for x in (grad, *ctx.saved_tensors)), strict=True)
-        grad_o1, q1, k1, v1, o1, lse1 = first
-        grad_q1, grad_k1, grad_v1 = flash.backward(grad_o1, q1, k1, v1, o1, lse1, layout.sequences)
-        if layout.to_prompts is None:
-            return grad_q1, grad_k1, grad_v1, None
-        grad_o2, q2, k2, v2, o2, lse2 = second
-        grad_q, grad_k, grad_v = flash.backward(grad_o2, q2, k1, v1, o2, lse2, layout.to_prompts)
-        grad_q2, grad_k2, grad_v2 = flash.backward(grad_o2, q2, k2, v2, o2, lse2, layout.responses)
-        pairs = (
-            (grad_q1, grad_q2.add_(grad_q)),
-            (grad_k1.add_(grad_k), grad_k2),
-            (grad_v1.add_(grad_v), grad_v2),
-        )
-        return *(torch.cat(pair) for pair in pairs), None
+        q, k, v, o, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = flash.backward(grad, q, k, v, o, lse, ctx.forest.segments)
+        for rows, spec in ctx.forest.levels:
+            part = flash.backward(grad[rows], q[rows], k, v, o[rows], lse[rows], spec)
+            grad_q.index_add_(0, rows, part[0])  # each row once: in one order
+            grad_k.add_(part[1])
+            grad_v.add_(part[2])
+        return grad_q, grad_k, grad_v, None
 
 
 class _VariantAttention(torch.autograd.Function):
@@ -179,7 +176,7 @@ class _VariantAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @first_order("shared_prompt_attention")
+    @first_order("tree_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, sinks, index = ctx.saved_tensors
         grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
@@ -195,41 +192,39 @@ class _VariantAttention(torch.autograd.Function):
         return grad_q, total[0].to(k.dtype), total[1].to(v.dtype), grad_sinks, None, None
 
 
-def shared_prompt_attention(
+def tree_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SharedPromptLayout,
+    forest: Forest,
     variant: AttentionVariant = PLAIN_ATTENTION,
 ) -> Tensor:
-    """Return causal attention: each response over its prompt and itself, other sequences over
-    themselves.
+    """Return causal attention of each segment over the segments above it and itself.
 
-    q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `layout`; Hq is a multiple of Hkv.
+    q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `forest`; Hq is a multiple of Hkv.
     Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
     """
     if not variant.is_plain:
-        index, spec = layout.copied_prompts(variant.window, variant.softcap)
+        index, spec = forest.copied_keys(variant.window, variant.softcap)
         if spec.window or spec.softcap or variant.sinks is not None:
-            check_mode("shared_prompt_attention", q, k, v)
+            check_mode("tree_attention", q, k, v)
             out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
             return out
     if _runs_own_kernel(q.device, q.dtype, q.shape[-1]):
-        lengths = layout.lengths, layout.response_lengths, layout.prompt_index
-        own: Tensor = attention_kernel.shared_prompt_attention(q, k, v, *lengths)[0]
+        own: Tensor = attention_kernel.tree_attention(q, k, v, forest.lengths, forest.parents)[0]
         return own
-    return merged_attention(q, k, v, layout)
+    return merged_attention(q, k, v, forest)
 
 
-def merged_attention(q: Tensor, k: Tensor, v: Tensor, layout: SharedPromptLayout) -> Tensor:
-    """Compute `shared_prompt_attention` by FlashAttention calls and a merge, on any device."""
-    check_mode("shared_prompt_attention", q, k, v)
-    out: Tensor = _SharedPromptAttention.apply(q, k, v, layout)
+def merged_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
+    """Compute `tree_attention` by FlashAttention calls and a merge, on any device."""
+    check_mode("tree_attention", q, k, v)
+    out: Tensor = _MergedAttention.apply(q, k, v, forest)
     return out
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return which kernel computes `shared_prompt_attention`."""
+    """Return which kernel computes `tree_attention`."""
     is_own = _runs_own_kernel(device, dtype, head_dim)
     return "C++" if is_own else flash.kernel_for(device, dtype, head_dim).name
 

@@ -23,7 +23,7 @@ MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
 # multiplications; FA4 was written for Blackwell, and runs there too. Blackwell (10): FA3 does not
 # run. Others, such as Ampere and consumer GPUs: neither does.
 CANDIDATES = {9: ("FA3", "FA4"), 10: ("FA4",)}
-# The lengths of queries and of keys in the two patterns of shared_prompt_attention, with odd
+# The lengths of queries and of keys in the two patterns of tree_attention, with odd
 # lengths, and a prompt that no response continues.
 LENGTHS = {"causal": ([129, 3, 64], [129, 3, 64]), "to prompts": ([70, 0, 200], [65, 40, 129])}
 

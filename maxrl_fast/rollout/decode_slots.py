@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
+from maxrl_fast.model.attention import Forest, tree_attention
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts
@@ -202,14 +202,13 @@ class DecodeSlots:
         """Prefill slots [g] with prompts [g], and sample first tokens of samples [g, group_size]
         (-1: none)."""
         lengths = prompts.lengths
-        none = torch.zeros(0, dtype=torch.int64)
-        layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
+        forest = Forest.roots(lengths)
         tiling = tile(lengths)
 
         def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.prompts[layer], (k, v), strict=True):
                 cache[slots, : tiling.width] = tiling.pad(x)
-            return shared_prompt_attention(q, k, v, layout)
+            return tree_attention(q, k, v, forest)
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts

@@ -13,8 +13,8 @@ from torch import Tensor
 from maxrl_fast.model.attention import (
     PLAIN_ATTENTION,
     AttentionVariant,
-    SharedPromptLayout,
-    shared_prompt_attention,
+    Forest,
+    tree_attention,
 )
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
@@ -147,8 +147,7 @@ class _Pass:
 
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
         lengths = prompts.lengths
-        none = torch.zeros(0, dtype=torch.int64)
-        layout = SharedPromptLayout(lengths.cpu(), none, none, lengths.device)
+        forest = Forest.roots(lengths)
         tiling, limit = tile(lengths), self.sampling.max_new_tokens
 
         def attention(
@@ -157,7 +156,7 @@ class _Pass:
             # [g, n, limit, Hkv, D]
             own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
             self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
-            return shared_prompt_attention(q, k, v, layout, variant)
+            return tree_attention(q, k, v, forest, variant)
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)  # [U]
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts

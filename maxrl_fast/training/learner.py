@@ -39,7 +39,8 @@ class UpdateMetrics:
     loss: float
     grad_norm: float  # before clipping
     num_sequences: int  # run through the model
-    num_tokens: int  # of their prompts, each counted once, and their responses
+    num_tokens: int  # computed, of their prompts and responses
+    num_tokens_alone: int  # the same if no two of them shared any
     num_targets: int  # response tokens trained on
     ratio: float
     ratio_clamped: float
@@ -176,6 +177,7 @@ class Learner:
             grad_norm=grad_norm,
             num_sequences=len(plan.sequences),
             num_tokens=int(num_tokens),
+            num_tokens_alone=int(packer.rows.lengths[plan.sequences.numpy()].sum()),
             num_targets=int(num_targets),
             **dict(zip(TOKEN_METRICS, of_tokens, strict=True)),
             moment_variance=max(0.0, variance),

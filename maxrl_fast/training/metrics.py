@@ -58,6 +58,10 @@ def step_metrics(
     def together(values: Sequence[float]) -> float:
         return sum(values) if isinstance(values[0], int) else sum(values) / len(values)
 
+    computed, alone = (
+        sum(getattr(update, name) for update in updates)
+        for name in ("num_tokens", "num_tokens_alone")
+    )
     return {
         "step": batch.step,
         **host_numbers(means),
@@ -72,6 +76,7 @@ def step_metrics(
         "logprob_diff": over_targets("logprob_diff", updates[:1]),
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
+        "tokens_shared": 1 - computed / alone if alone else 0.0,
         "num_tokens": batch.num_tokens,
         "tokens_per_second": batch.num_tokens / sum(seconds.values()),
         **seconds,

@@ -1,36 +1,38 @@
-"""Packs rollouts into micro-batches in which each prompt appears once for all its responses.
+"""Packs rollouts into micro-batches in which tokens that several of them begin with appear once.
 
 Indices are computed on the host, which reads the lengths once per update. The finished indices go
 to the device in one asynchronous copy.
 """
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import SharedPromptLayout
+from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.attention_kernel import has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.runtime.device import to_device, to_host
+from maxrl_fast.training.prefix_tree import SortedRows
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The packed tokens that the model reads, and the targets of its predictions.
 
-    Prompts come first, then their responses. A response's last token is left out because it
-    predicts nothing. Where sharing a prompt would cost more than repeating it, prompt and response
-    stand together in the first part. A response's first token is predicted at the prompt's last
-    position, every other token at the token before it.
+    Prompts with their responses are a forest of what several of them begin with (prefix_tree.py). A
+    response's last token is left out because it predicts nothing. A response's first token is
+    predicted at the prompt's last position, every other token at the token before it.
     """
 
     tokens: Tensor  # [U] int64
     positions: Tensor  # [U] int64
-    layout: SharedPromptLayout
+    forest: Forest
     rows: Tensor  # [R] int64, positions that predict a target
     target_rows: Tensor  # [T] int64, which of `rows` predicts each target
     targets: Tensor  # [T] int64
@@ -57,7 +59,7 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
 
     About 12 numbers are moved for every number of a query (query, output and gradients of the
     second call, the merge of the outputs, the sum of the gradients), against 6 operations for every
-    weight of a layer. The cost is 0 if one kernel attends to prompt and response together.
+    weight of a layer. The cost is 0 if one kernel attends to all segments together.
     """
     if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
         return 0.0
@@ -82,8 +84,10 @@ class Packer:
 
     @cached_property
     def _on_host(self) -> list[Tensor]:
-        """cu_seqlens of prompts and of responses, and advantages, read once."""
-        return to_host(self.prompts.cu_seqlens, self.rollouts.cu_seqlens, self.advantages)
+        """cu_seqlens of prompts and of responses, advantages, and the tokens of both, read once."""
+        prompts, rollouts = self.prompts, self.rollouts
+        cu_seqlens = prompts.cu_seqlens, rollouts.cu_seqlens
+        return to_host(*cu_seqlens, self.advantages, prompts.tokens, rollouts.tokens)
 
     @property
     def _cu_seqlens(self) -> list[Tensor]:
@@ -100,91 +104,59 @@ class Packer:
         return self._on_host[2]
 
     @cached_property
-    def _tokens(self) -> Tensor:
-        return torch.cat([self.prompts.tokens, self.rollouts.tokens])
+    def _prompt_lengths(self) -> Tensor:
+        """[S], of each rollout's prompt."""
+        return self._cu_seqlens[0].diff().repeat_interleave(self.num_rollouts)
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """Of the tokens of all prompts, then of all responses, those of each rollout's row, packed:
+        its prompt, and its response without the last token."""
+        prompt_cu, response_cu = self._cu_seqlens
+        prompts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
+        starts = torch.stack([prompts, prompt_cu[-1] + response_cu[:-1]], 1)
+        lengths = torch.stack([self._prompt_lengths, (self.lengths - 1).clamp_min(0)], 1)
+        return ranges(starts.flatten(), lengths.flatten())
+
+    @cached_property
+    def rows(self) -> SortedRows:
+        lengths = self._prompt_lengths + (self.lengths - 1).clamp_min(0)
+        return SortedRows(torch.cat(self._on_host[3:])[self._index].numpy(), lengths.numpy())
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
 
-        Prompts abc and de; responses uvw and x to abc, yz to de. Only abc is shared:
+        Prompts abc and de; responses uvw and x to abc, yz and yyz to de:
 
-            index         0  1  2 | 3  4  5 | 6  7
-            tokens        a  b  c | d  e  y | u  v     w, x and z predict nothing
-            positions     0  1  2 | 0  1  2 | 3  4     v attends to a, b, c and u
-            targets       u  v  w  x  y  z             packed by response, cu_seqlens 0 3 4 6
-            read at       2  6  7  2  4  5             the index that predicts each target
-            rows          2  4  5  6  7                those positions, each once
-            target_rows   0  3  4  0  1  2             rows[target_rows] is "read at"
+            index         0  1  2  3  4 | 5  6  7  8
+            tokens        a  b  c  u  v | d  e  y  y     w, x and both z predict nothing
+            segments      0  0  0  1  1 | 2  2  2  3     each row ends one; 1 is below 0, 3 below 2
+            positions     0  1  2  3  4 | 0  1  2  3     a token's in its row
+            targets       u  v  w  x  y  z  y  y  z      packed by response, cu_seqlens 0 3 4 6 9
+            read at       2  3  4  2  6  7  6  7  8      the index that predicts each target
+            rows          2  3  4  6  7  8               those positions, each once
+            target_rows   0  1  2  0  3  4  3  4  5      rows[target_rows] is "read at"
         """
-        prompt_cu, response_cu = self._cu_seqlens
-        # [G'], [S] into groups
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
-        # [G'], [S]
-        prompt_lengths, lengths = prompt_cu.diff()[groups], response_cu.diff()[sequences]
-        inputs = (lengths - 1).clamp_min(0)  # [S] tokens of each response that the model reads
-        is_whole = self._is_cheaper_whole(prompt_lengths, inputs, group)[group]  # [S]
-
-        # The first part consists of runs. A run is a whole sequence, or a prompt that several
-        # responses share.
-        is_first = torch.ones_like(group, dtype=torch.bool)
-        is_first[1:] = group[1:] != group[:-1]
-        starts_run = is_whole | is_first
-        # [S] the run with the response's prompt, and with the response if it is whole
-        run = starts_run.cumsum(0) - 1
-        beside = torch.where(is_whole, inputs, 0)[starts_run]  # response tokens in each run
-        run_lengths = prompt_lengths[group][starts_run] + beside
-        shared = inputs[~is_whole]
-
-        # Pieces of the stream: each run's prompt and the response in it, then the responses that
-        # share a prompt.
-        # [S] in self._tokens
-        response_starts = len(self.prompts.tokens) + response_cu[:-1][sequences]
-        # [S], [S]
-        prompt_starts, prompt_ends = prompt_cu[:-1][groups][group], prompt_lengths[group]
-
-        def pieces(of_prompts: Tensor, of_responses: Tensor) -> Tensor:
-            return torch.cat(
-                [
-                    torch.stack([of_prompts, of_responses], 1)[starts_run].flatten(),
-                    of_responses[~is_whole],
-                ]
-            )
-
-        piece_lengths = torch.cat(
-            [torch.stack([prompt_ends[starts_run], beside], 1).flatten(), shared]
-        )
-        index = ranges(pieces(prompt_starts, response_starts), piece_lengths)  # [U] in self._tokens
-        positions = ranges(pieces(torch.zeros_like(group), prompt_ends), piece_lengths)
-
-        # Token t - 1 of a response predicts its token t; the last token of the prompt predicts its
-        # first token.
-        run_starts = cumulative(run_lengths)
-        input_starts = run_starts[run] + prompt_ends
-        input_starts[~is_whole] = run_starts[-1] + cumulative(shared)[:-1]
-        predicted_from = ranges(input_starts - 1, lengths)  # [T] in the stream
-        target_cu = cumulative(lengths)
-        begins = target_cu[:-1][lengths > 0]
-        predicted_from[begins] = (run_starts[run] + prompt_ends - 1)[lengths > 0]
-        predicts = torch.zeros(len(index), dtype=torch.bool)
+        lengths = self.lengths[sequences]
+        firsts = self._prompt_lengths[sequences] - 1
+        tree = self.rows.tree(sequences.numpy(), firsts.numpy(), lengths.numpy(), self.merge_cost)
+        predicted_from = torch.from_numpy(np.concatenate([np.arange(0), *tree.paths]))  # [T]
+        predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True
         device = self.rollouts.tokens.device
         index, positions, rows, target_rows, target_cu, target_index, sequences = to_device(
             device,
-            *(
-                index,
-                positions,
-                predicts.nonzero()[:, 0],
-                (predicts.cumsum(0) - 1)[predicted_from],
-                target_cu,
-            ),
-            *(ranges(response_cu[:-1][sequences], lengths), sequences),
+            *(self._index[tree.index], torch.from_numpy(tree.positions)),
+            *(predicts.nonzero()[:, 0], (predicts.cumsum(0) - 1)[predicted_from]),
+            cumulative(lengths),
+            *(ranges(self._cu_seqlens[1][:-1][sequences], lengths), sequences),
         )
         rollouts = self.rollouts
         importance = rollouts.importance_weights
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
-            layout=SharedPromptLayout(run_lengths, shared, run[~is_whole], device),
+            forest=Forest(torch.from_numpy(tree.lengths), torch.from_numpy(tree.parents), device),
             rows=rows,
             target_rows=target_rows,
             targets=self.rollouts.tokens[target_index],
@@ -195,13 +167,9 @@ class Packer:
             target_index=target_index,
         )
 
-    def _is_cheaper_whole(self, prompt_lengths: Tensor, inputs: Tensor, group: Tensor) -> Tensor:
-        """Return the groups [G] in which repeating the prompt is cheaper than sharing it."""
-        num_responses, num_inputs = (
-            torch.zeros_like(prompt_lengths).index_add(0, group, x)
-            for x in (torch.ones_like(group), inputs)
-        )
-        return (num_responses - 1) * prompt_lengths <= self.merge_cost * num_inputs
+    @cached_property
+    def _tokens(self) -> Tensor:
+        return torch.cat([self.prompts.tokens, self.rollouts.tokens])
 
     def positions(self, sequences: Tensor) -> Tensor:
         """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
@@ -210,46 +178,51 @@ class Packer:
         )
         return positions
 
+    def _groups(self, sequences: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the sequences of each group, sorted by their tokens, and the tokens that each adds
+        to the group's tree."""
+        for of_group in sequences.split(
+            (sequences // self.num_rollouts).unique_consecutive(return_counts=True)[1].tolist()
+        ):
+            ranks = np.sort(self.rows.ranks[of_group.numpy()])
+            rows = self.rows.order[ranks]
+            added = self.rows.lengths[rows] - self.rows.common(ranks)
+            yield torch.from_numpy(rows), torch.from_numpy(added)
+
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
         """Split ascending sequences into micro-batches of at most `token_budget` tokens, or of one
-        longer response.
+        longer row: between groups, and within a group that has more tokens.
 
-        Each prompt counts once, although `pack` repeats some; this adds at most the fraction
-        merge_cost of the tokens.
+        What samples of a group begin with counts once, although `pack` repeats some; this adds at
+        most the fraction merge_cost of the tokens.
         """
-        prompt_lengths, lengths = (cu_seqlens.diff().tolist() for cu_seqlens in self._cu_seqlens)
-        num_rollouts = self.num_rollouts
         parts: list[list[int]] = []
-        tokens, group = 0, -1
-        for sequence in sequences.tolist():
-            prompt = sequence // num_rollouts
-            cost = max(lengths[sequence] - 1, 0)
-            tokens += cost + (prompt_lengths[prompt] if prompt != group else 0)
-            if not parts or tokens > token_budget:
-                parts.append([])
-                tokens = cost + prompt_lengths[prompt]
-            parts[-1].append(sequence)
-            group = prompt
-        return [torch.tensor(part) for part in parts]
+        tokens = 0
+        for rows, added in self._groups(sequences):
+            is_new = not parts or tokens + int(added.sum()) > token_budget
+            for i, (row, more) in enumerate(zip(rows.tolist(), added.tolist(), strict=True)):
+                tokens += more
+                if tokens > token_budget or (is_new and i == 0):
+                    parts.append([])
+                    tokens = int(self.rows.lengths[row])
+                parts[-1].append(row)
+        return [torch.tensor(sorted(part)) for part in parts]
 
     def shortest(self, sequences: Tensor) -> Tensor:
         """Return the chosen sequence [1] with the fewest tokens, its prompt included."""
-        prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
-        tokens = prompt_lengths[sequences // self.num_rollouts] + lengths[sequences]
+        tokens = self._prompt_lengths[sequences] + self.lengths[sequences]
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:
         """Divide sequences among the ranks by whole groups of about equal numbers of tokens."""
-        prompt_lengths, lengths = (cu_seqlens.diff() for cu_seqlens in self._cu_seqlens)
-        # [G'], [S] into groups
-        groups, group = torch.unique(sequences // self.num_rollouts, return_inverse=True)
-        # [G'] of each group
-        tokens = prompt_lengths[groups].index_add(0, group, lengths[sequences])
+        if num_ranks == 1:
+            return [sequences]
+        groups = [(int(added.sum()), rows) for rows, added in self._groups(sequences)]
         # a heap; the least loaded rank comes first
         loads = [(0, rank) for rank in range(num_ranks)]
-        rank_of = torch.zeros_like(groups)
-        for g in tokens.argsort(descending=True, stable=True).tolist():
+        shares: list[list[Tensor]] = [[sequences[:0]] for _ in loads]
+        for tokens, rows in sorted(groups, key=lambda group: -group[0]):
             load, rank = heapq.heappop(loads)
-            rank_of[g] = rank
-            heapq.heappush(loads, (load + int(tokens[g]), rank))
-        return [sequences[rank_of[group] == rank] for rank in range(num_ranks)]
+            shares[rank].append(rows)
+            heapq.heappush(loads, (load + tokens, rank))
+        return [torch.cat(rows).sort().values for rows in shares]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, shared_prompt_attention
+from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, tree_attention
 from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
@@ -25,7 +25,7 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
     def attention(
         layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
     ) -> Tensor:
-        return shared_prompt_attention(q, k, v, batch.layout, variant)
+        return tree_attention(q, k, v, batch.forest, variant)
 
     return choose_rows(
         module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows

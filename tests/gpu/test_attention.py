@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from maxrl_fast.model import flash
-from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
+from maxrl_fast.model.attention import Forest, tree_attention
 
 pytestmark = pytest.mark.gpu
 
-# The lengths of the sequences, the lengths of the responses, and the sequence that each response
-# answers.
+# The lengths of the segments, and the segment above each.
 CASES = {
-    "uneven groups": ([70, 50, 50], [30, 1, 60, 2, 190], [0, 0, 1, 1, 2]),
-    "empty responses": ([31, 40], [0, 5, 0, 1], [0, 0, 1, 1]),
-    "one token each": ([5, 7], [1, 1, 1, 0, 1], [0, 0, 1, 1, 1]),
-    "sequences without responses": ([90, 3, 120, 400], [2, 5], [1, 1]),
-    "only sequences": ([129, 3, 1], [], []),
+    "uneven groups": ([70, 30, 1, 50, 60, 2, 50, 190], [-1, 0, 0, -1, 3, 3, -1, 6]),
+    "prefixes of prefixes": ([70, 30, 1, 50, 60, 2, 50, 190], [-1, 0, 1, 2, 0, 4, 4, -1]),
+    "one token each": ([5, 1, 1, 7, 1, 1, 1], [-1, 0, 0, -1, 3, 4, 3]),
+    "sequences without responses": ([90, 3, 2, 5, 120, 400], [-1, -1, 1, 1, -1, -1]),
+    "only sequences": ([129, 3, 1], [-1, -1, -1]),
 }
 KERNELS = [flash.TORCH_VARLEN, flash.PADDED_REFERENCE]
 if importlib.util.find_spec("flash_attn"):
@@ -29,10 +28,8 @@ if importlib.util.find_spec("flash_attn"):
 def run(case, q, k, v, grad):
     """Return the output and its gradients."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    layout = SharedPromptLayout(
-        *(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), q.device
-    )
-    out = shared_prompt_attention(q, k, v, layout)
+    forest = Forest(*map(torch.tensor, CASES[case]), q.device)
+    out = tree_attention(q, k, v, forest)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
 
 
@@ -42,7 +39,7 @@ def run(case, q, k, v, grad):
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_differ_only_by_rounding(case, kernel, heads, dtype, monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    total = sum(CASES[case][0]) + sum(CASES[case][1])
+    total = sum(CASES[case][0])
     shapes = [
         (total, heads[0], heads[2]),
         (total, heads[1], heads[2]),

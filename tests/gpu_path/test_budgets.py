@@ -11,7 +11,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.job.rollout_records import rollout_records
-from maxrl_fast.model.attention import shared_prompt_attention
+from maxrl_fast.model.attention import tree_attention
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import Sampling
@@ -132,46 +132,47 @@ def test_a_layer_in_training(gpu):
     assert of_layer <= TRAINING_LAYER, f"{of_layer} a layer; four layers: {gpu}"
 
 
+def specs(forest):
+    return [forest.segments, *(spec for _, spec in forest.levels)]
+
+
 def test_packing_launches_the_same_for_any_number_of_sequences(gpu):
     counts = []
     for shape in ((2, 4), (32, 8)):
         batch = samples(gpu, *shape)
-        packer = Packer(batch.prompts, batch.rollouts, rewards(gpu, *shape, (-1,)), 0.1)
+        packer = Packer(batch.prompts, batch.rollouts, rewards(gpu, *shape, (-1,)), 1.0)
         with gpu.watch():
             packed = packer.pack(packer.split(packer.share(batch.sequences, 1)[0], 10**6)[0])
-            for spec in (
-                packed.layout.sequences,
-                packed.layout.to_prompts,
-                packed.layout.responses,
-            ):
+            for spec in specs(packed.forest):
                 assert spec.varlen[0].device == GPU
         assert len(gpu.waits) == 1, f"only the lengths are read: {gpu}"
         counts.append(gpu.num_launches)
     assert counts[0] == counts[1] <= PACKING, str(gpu)
 
 
-def test_shared_prompt_attention_is_three_calls_of_flash_attention(gpu):
+def test_attention_is_one_call_for_the_segments_and_one_for_each_level(gpu):
     batch = samples(gpu)
     with gpu:
-        layout = (
-            Packer(batch.prompts, batch.rollouts, rewards(gpu, shape=(-1,)))
-            .pack(batch.sequences)
-            .layout
+        forest = (
+            Packer(*vars(batch).values(), rewards(gpu, shape=(-1,))).pack(batch.sequences).forest
         )
-        size = sum(layout.sizes)
+        calls = 1 + len(forest.levels)
+        size = int(forest.lengths.sum())
         q, k, v = (
             torch.empty(size, heads, 64, dtype=torch.bfloat16, device=GPU, requires_grad=True)
             for heads in (4, 2, 2)
         )
-        for spec in (layout.sequences, layout.to_prompts, layout.responses):
+        for spec in specs(forest):
             assert spec.varlen
     with gpu.watch():
-        shared_prompt_attention(q, k, v, layout).sum().backward()
+        tree_attention(q, k, v, forest).sum().backward()
     assert (
-        gpu.launches["_flash_attention_forward"] == gpu.launches["_flash_attention_backward"] == 3
+        gpu.launches["_flash_attention_forward"]
+        == gpu.launches["_flash_attention_backward"]
+        == calls
     )
     assert not gpu.waits, str(gpu)
-    assert gpu.num_launches <= 30, str(gpu)
+    assert gpu.num_launches <= 10 + 18 * len(forest.levels), str(gpu)
 
 
 def test_the_loss_from_hidden_states(gpu):

@@ -1,5 +1,5 @@
-"""Shared-prompt attention against ordinary causal attention over [prompt, response], sequence by
-sequence, in float64; also with sliding windows, soft caps and sinks.
+"""Attention over a forest against ordinary causal attention over the path of each segment, in
+float64; also with sliding windows, soft caps and sinks.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ import torch
 from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.attention import (
     AttentionVariant,
-    SharedPromptLayout,
+    Forest,
     merge,
-    shared_prompt_attention,
+    tree_attention,
 )
 from maxrl_fast.model.flash import (
     PADDED_REFERENCE,
@@ -28,17 +28,16 @@ from tests.tables import refused
 
 CPU = torch.device("cpu")
 REAL_ATEN = torch.ops.aten
-# The lengths of the sequences, the lengths of the responses, and the sequence that each response
-# answers.
+# The lengths of the segments, and the segment above each.
 CASES = {
-    "uneven groups": ([5, 5, 5], [3, 1, 6, 2, 9], [0, 0, 1, 1, 2]),
-    "prompts of different lengths": ([4, 1, 7], [2, 3, 17, 5], [0, 1, 1, 2]),
-    "one response": ([6], [4], [0]),
-    "responses without tokens": ([3, 4], [0, 5, 0, 1], [0, 0, 1, 1]),
-    "no response tokens at all": ([3, 2], [0, 0], [0, 1]),
-    "equal lengths": ([4, 4], [3, 3, 3, 3], [0, 0, 1, 1]),
-    "sequences without responses": ([9, 3, 12, 40], [2, 5], [1, 1]),
-    "only sequences": ([9, 3, 1], [], []),
+    "uneven groups": ([5, 3, 1, 5, 6, 2, 5, 9], [-1, 0, 0, -1, 3, 3, -1, 6]),
+    "prompts of different lengths": ([4, 2, 1, 3, 17, 7, 5], [-1, 0, -1, 2, 2, -1, 5]),
+    "one response": ([6, 4], [-1, 0]),
+    "prefixes of prefixes": ([4, 3, 2, 1, 5, 2, 6, 3], [-1, 0, 1, 2, 1, 0, 5, -1]),
+    "a chain": ([1, 1, 2, 3, 1, 4], [-1, 0, 1, 2, 3, 4]),
+    "equal lengths": ([4, 3, 3, 4, 3, 3], [-1, 0, 0, -1, 3, 3]),
+    "sequences without responses": ([9, 3, 2, 5, 12, 40], [-1, -1, 1, 1, -1, -1]),
+    "only sequences": ([9, 3, 1], [-1, -1, -1]),
 }
 
 
@@ -68,31 +67,28 @@ def ordinary_attention(q, k, v, window=0, softcap=0.0, sinks=None):
     return torch.einsum("hij,jhd->ihd", p, v)
 
 
-def ordinary_stream(q, k, v, lengths, response_lengths, prompt_index, *variant):
-    """Compute ordinary attention of a stream, every sequence written out."""
-    sequences = torch.arange(sum(lengths)).split(lengths)
-    responses = torch.arange(sum(lengths), len(q)).split(response_lengths or [0])
+def ordinary_forest(q, k, v, lengths, parents, *variant):
+    """Compute ordinary attention of a forest, the path of every segment written out."""
+    segments, paths = torch.arange(sum(lengths)).split(lengths), []
     expected = torch.zeros_like(q)
-    for sequence in sequences:
-        expected[sequence] = ordinary_attention(q[sequence], k[sequence], v[sequence], *variant)
-    for response, prompt in zip(responses, prompt_index, strict=bool(response_lengths)):
-        rows = torch.cat([sequences[prompt], response])
-        attended = ordinary_attention(q[rows], k[rows], v[rows], *variant)
-        expected[response] = attended[len(sequences[prompt]) :]
+    for segment, parent in zip(segments, parents, strict=True):
+        paths.append(torch.cat([paths[parent], segment]) if parent >= 0 else segment)
+        rows = paths[-1]
+        expected[segment] = ordinary_attention(q[rows], k[rows], v[rows], *variant)[-len(segment) :]
     return expected
 
 
 def check(case, variant="plain", dtype=torch.float64, rtol=1e-11, heads=(4, 2, 2)):
-    (window, softcap, has_sinks), total = VARIANTS[variant], sum(CASES[case][0] + CASES[case][1])
+    (window, softcap, has_sinks), total = VARIANTS[variant], sum(CASES[case][0])
     generator = torch.Generator().manual_seed(0)
     shapes = [(total, h, 8) for h in heads] + [(heads[0],)] * has_sinks
     tensors = [torch.randn(x, generator=generator, dtype=torch.float64) for x in shapes]
     inputs = [(2 * x).to(dtype).requires_grad_() for x in tensors]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    layout = SharedPromptLayout(*(torch.tensor(x, dtype=torch.int64) for x in CASES[case]), CPU)
+    forest = Forest(*map(torch.tensor, CASES[case]), CPU)
     chosen = AttentionVariant(window, softcap, *inputs[3:])
-    out = shared_prompt_attention(*inputs[:3], layout, chosen)
-    expected = ordinary_stream(*exact[:3], *CASES[case], window, softcap, *exact[3:])
+    out = tree_attention(*inputs[:3], forest, chosen)
+    expected = ordinary_forest(*exact[:3], *CASES[case], window, softcap, *exact[3:])
     atol = rtol / 10 if dtype == torch.float64 else rtol
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
 
@@ -291,6 +287,16 @@ def installed_flash_attn(monkeypatch, folder, package, interface):
         flash._flash_attn.cache_clear()
         for name in ("flash_attn", "flash_attn.flash_attn_interface"):
             sys.modules.pop(name, None)
+
+
+def test_where_segments_end():
+    forest = Forest(*map(torch.tensor, CASES["prefixes of prefixes"]), CPU)
+    assert forest.ends.tolist() == [23, 15, 10, 10, 15, 23, 23, 26]
+    of_level = [(rows.tolist(), spec.q_lengths.nonzero().tolist()) for rows, spec in forest.levels]
+    assert of_level[0] == ([*range(4, 23)], [[0]])
+    assert of_level[1] == ([*range(7, 15), *range(17, 23)], [[1], [5]])
+    assert of_level[2] == ([9], [[2]])
+    assert not Forest.roots(torch.tensor([3, 1])).levels
 
 
 def test_queries_need_a_key():

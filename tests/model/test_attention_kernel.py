@@ -1,4 +1,4 @@
-"""The CPU's shared-prompt attention against ordinary attention in float64, and against the path of
+"""The CPU's attention over a forest against ordinary attention in float64, and against the path of
 FlashAttention calls.
 """
 
@@ -11,32 +11,34 @@ from hypothesis import given
 
 from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.attention import (
-    SharedPromptLayout,
+    Forest,
     kernel_name,
     merged_attention,
-    shared_prompt_attention,
+    tree_attention,
 )
 from tests.fuzzing import settings
-from tests.model.test_attention import CPU, ordinary_stream
+from tests.model.test_attention import CPU, ordinary_forest
 
 NAMES = ("o", "grad_q", "grad_k", "grad_v")
 
 
-def stream(
-    lengths, response_lengths, prompt_index, heads, key_heads, head_dim, dtype=torch.float64, seed=0
-):
-    """Return the three tensors of lengths, then q, k and v, and a gradient."""
+def stream(lengths, parents, heads, key_heads, head_dim, dtype=torch.float64, seed=0):
+    """Return the two tensors of a forest, then q, k and v, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths) + sum(response_lengths)
     q, k, v, grad = (
-        torch.randn(total, h, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        torch.randn(sum(lengths), h, head_dim, generator=generator, dtype=torch.float64).to(dtype)
         for h in (heads, key_heads, key_heads, heads)
     )
-    return (
-        [torch.tensor(x, dtype=torch.int64) for x in (lengths, response_lengths, prompt_index)],
-        (q, k, v),
-        grad,
-    )
+    return [torch.tensor(x, dtype=torch.int64) for x in (lengths, parents)], (q, k, v), grad
+
+
+def answered(prompts, responses):
+    """Return the forest of prompts, each with responses of these lengths."""
+    lengths, parents = [], []
+    for prompt, own in zip(prompts, responses, strict=True):
+        parents += [-1, *[len(lengths)] * len(own)]
+        lengths += [prompt, *own]
+    return lengths, parents
 
 
 def results(function, qkv, grad):
@@ -47,17 +49,17 @@ def results(function, qkv, grad):
 
 
 def ours(layout, qkv, grad):
-    return results(lambda *x: attention_kernel.shared_prompt_attention(*x, *layout)[0], qkv, grad)
+    return results(lambda *x: attention_kernel.tree_attention(*x, *layout)[0], qkv, grad)
 
 
 def pytorchs(layout, qkv, grad):
-    return results(lambda *x: merged_attention(*x, SharedPromptLayout(*layout, CPU)), qkv, grad)
+    return results(lambda *x: merged_attention(*x, Forest(*layout, CPU)), qkv, grad)
 
 
 def ordinary(layout, qkv, grad):
-    """Return the same in float64, every sequence written out."""
+    """Return the same in float64, every path written out."""
     return results(
-        lambda *x: ordinary_stream(*x, *(y.tolist() for y in layout)),
+        lambda *x: ordinary_forest(*x, *(y.tolist() for y in layout)),
         [x.double() for x in qkv],
         grad.double(),
     )
@@ -74,25 +76,28 @@ def check_exact(layout, qkv, grad, tolerance=1e-12):
 
 
 @st.composite
-def streams(draw):
-    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 16, 33, 95, 130]), min_size=1, max_size=4))
-    responses = draw(st.lists(st.sampled_from([0, 1, 2, 7, 16, 31, 97]), max_size=8))
-    prompt_index = sorted(draw(st.integers(0, len(lengths) - 1)) for _ in responses)
+def forests(draw):
+    """1 to 40 segments, at most 8 levels, at most 300 tokens a segment and 700 in all."""
+    parents, path = [], []
+    for segment in range(draw(st.integers(1, 40))):
+        path = path[: draw(st.integers(0, len(path)))][:7]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    sizes = st.sampled_from([1, 2, 5, 16, 33, 95, 130, 300] if len(parents) < 6 else [1, 2, 7, 17])
+    lengths = [draw(sizes) for _ in parents]
     key_heads, shared = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 7]))
     head_dim = draw(
         st.sampled_from(
             [1, 3, 8, 15, 16, 17, 24, 32, 33, 48, 64, 80, 96, 100, 128, 130, 192, 255, 256]
         )
     )
-    return lengths, responses, prompt_index, key_heads * shared, key_heads, head_dim
+    return lengths, parents, key_heads * shared, key_heads, head_dim
 
 
 @settings(60)
-@given(streams(), st.booleans())
+@given(forests(), st.booleans())
 @pytest.mark.usefixtures("instructions")
 def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_heads(drawn, is_view):
-    if not sum(drawn[0]) + sum(drawn[1]):
-        return  # see test_streams_without_tokens
     layout, qkv, grad = stream(*drawn)
     if is_view:  # heads first in memory, as transformers has them, and every other number
         qkv = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv]
@@ -102,30 +107,30 @@ def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_head
 
 @pytest.mark.parametrize(
     "case",
-    [([4097], [3], [0]), ([1], [4097, 1], [0, 0]), ([600, 2], [40] * 90 + [5], [0] * 90 + [1])],
+    [
+        answered([4097], [[3]]),
+        answered([1], [[4097, 1]]),
+        answered([600, 2], [[40] * 90, [5]]),
+        ([600, *[100, 40, 30] * 30], [-1, *(x for i in range(1, 91, 3) for x in (0, i, i))]),
+    ],
 )
-def test_long_sequences_and_groups_of_several_pieces(case):
+def test_long_segments_and_trees_of_several_pieces(case):
     check_exact(*stream(*case, 2, 1, 16))
 
 
-def test_streams_without_tokens():
-    for lengths, responses, prompt_index in (([0], [0], [0]), ([0, 0], [], [])):
-        layout, qkv, grad = stream(lengths, responses, prompt_index, 2, 1, 16)
-        assert [x.shape for x in ours(layout, qkv, grad)] == [
-            (0, 2, 16),
-            (0, 2, 16),
-            (0, 1, 16),
-            (0, 1, 16),
-        ]
+def test_a_forest_without_tokens():
+    shapes = [x.shape for x in ours(*stream([], [], 2, 1, 16))]
+    assert shapes == [(0, 2, 16), (0, 2, 16), (0, 1, 16), (0, 1, 16)]
 
 
 # Shapes of the default job, of a maze and of a larger model, with few sequences.
 SHAPES = {
-    "heads of 16": ([94] * 4, [13, 9, 17] * 4, [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3, 8, 4, 16),
-    "heads of 64": ([310], [1, 20, 90, 180] * 8, [0] * 32, 4, 2, 64),
-    "seven heads to a key": ([300], [256] * 4, [0] * 4, 14, 2, 64),
-    "odd heads": ([41, 7], [33, 5, 1, 20], [0, 0, 1, 1], 3, 1, 35),
-    "heads of 80": ([70, 30], [33] * 6, [0] * 3 + [1] * 3, 4, 4, 80),
+    "heads of 16": (*answered([94] * 4, [[13, 9, 17]] * 4), 8, 4, 16),
+    "heads of 64": (*answered([310], [[1, 20, 90, 180] * 8]), 4, 2, 64),
+    "seven heads to a key": (*answered([300], [[256] * 4]), 14, 2, 64),
+    "odd heads": (*answered([41, 7], [[33, 5], [1, 20]]), 3, 1, 35),
+    "heads of 80": (*answered([70, 30], [[33] * 3, [33] * 3]), 4, 4, 80),
+    "prefixes of prefixes": ([90, 7, 3, 12, 2, 9, 9, 60], [-1, 0, 1, 1, 0, 4, 4, -1], 8, 4, 16),
 }
 
 
@@ -151,9 +156,9 @@ def test_rounding_errors_are_at_most_twice_pytorchs(shape, dtype):
 
 @pytest.mark.parametrize("dtype", attention_kernel.DTYPES)
 def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
-    layout, qkv, grad = stream(
-        [600, 90, 3], [40] * 30 + [5] * 9, [0] * 30 + [1] * 5 + [2] * 4, 4, 2, 16, dtype=dtype
-    )
+    lengths, parents = answered([600, 90, 3], [[40] * 30, [5] * 5, [5] * 4])
+    parents[2:31:2] = range(1, 30, 2)  # every second response follows the one before it
+    layout, qkv, grad = stream(lengths, parents, 4, 2, 16, dtype=dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -171,7 +176,7 @@ def test_scores_of_any_size(dtype):
     """Scores rise along the keys to thousands, so that the softmax's top is raised again and
     again.
     """
-    layout, (q, k, v), grad = stream([200], [60, 90], [0, 0], 2, 2, 16, dtype=dtype)
+    layout, (q, k, v), grad = stream([200, 60, 90], [-1, 0, 0], 2, 2, 16, dtype=dtype)
     scale = torch.arange(len(k), dtype=dtype)[:, None, None] / len(k)
     qkv = 30 * q, 30 * k * scale, v
     actual, wanted = ours(layout, qkv, grad), ordinary(layout, qkv, grad)
@@ -183,8 +188,8 @@ def test_scores_of_any_size(dtype):
 
 
 def test_the_second_result_is_the_logarithm_of_the_sums_to_base_2():
-    layout, (q, k, v), _ = stream([5], [3, 4], [0, 0], 2, 1, 16)
-    o, lse = attention_kernel.shared_prompt_attention(q, k, v, *layout)
+    layout, (q, k, v), _ = stream([5, 3, 4], [-1, 0, 0], 2, 1, 16)
+    o, lse = attention_kernel.tree_attention(q, k, v, *layout)
     # the second token of the second response
     scores = torch.einsum("hd,jd->hj", q[9], k[[0, 1, 2, 3, 4, 8, 9], 0]) / 4
     torch.testing.assert_close(
@@ -199,11 +204,11 @@ def test_the_second_result_is_the_logarithm_of_the_sums_to_base_2():
 
 
 @pytest.mark.usefixtures("instructions")
-def test_what_is_not_finite_stays_in_its_group():
-    layout, qkv, grad = stream([40, 9], [12, 5, 7, 30], [0, 0, 1, 1], 4, 2, 24, dtype=torch.float32)
+def test_what_is_not_finite_stays_in_its_tree():
+    lengths, parents = answered([40, 9], [[12, 5], [7, 30]])
+    layout, qkv, grad = stream(lengths, parents, 4, 2, 24, dtype=torch.float32)
     expected = ours(layout, qkv, grad)
-    is_first = torch.zeros(len(grad), dtype=torch.bool)
-    is_first[:40] = is_first[49:66] = True
+    is_first = torch.arange(len(grad)) < 57
     for x in (*qkv, grad):
         broken = x.clone()
         broken[3], broken[50] = float("nan"), float("inf")
@@ -216,6 +221,26 @@ def test_what_is_not_finite_stays_in_its_group():
     assert with_nan[0][is_first][3:].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("instructions")
+def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
+    """Scores rise along the keys, so that tops are raised at other keys in another forest."""
+    lengths, parents = [150, 20, 3, 70, 31, 1, 9, 100], [-1, 0, 1, 2, 2, 0, 5, 0]
+    layout, (q, k, v), _ = stream(lengths, parents, 4, 2, 24, dtype=dtype)
+    k = k * torch.linspace(0.1, 20, len(k))[:, None, None].to(dtype)
+    together = attention_kernel.tree_attention(q, k, v, *layout)
+    rows, paths = torch.arange(len(q)).split(lengths), []
+    for own, parent in zip(rows, parents, strict=True):
+        path = torch.cat([paths[parent], own]) if parent >= 0 else own
+        paths.append(path)
+        for cut in ([len(path)], [1, len(path) - 1], [37] * (len(path) // 37) + [len(path) % 37]):
+            cut = [length for length in cut if length]
+            chain = torch.tensor(cut), torch.arange(len(cut)) - 1
+            alone = attention_kernel.tree_attention(q[path], k[path], v[path], *chain)
+            for x, y in zip(alone, together, strict=True):
+                assert torch.equal(x, y[path])
+
+
 def test_which_streams_the_kernel_takes():
     assert kernel_name(CPU, torch.float32, 256) == kernel_name(CPU, torch.bfloat16, 1) == "C++"
     assert (
@@ -223,54 +248,56 @@ def test_which_streams_the_kernel_takes():
         == kernel_name(CPU, torch.float16, 64)
         == flash.PADDED_CPU.name
     )
-    layout, qkv, grad = stream([4], [3, 2], [0, 0], 2, 1, 260)
-    shared = SharedPromptLayout(*layout, CPU)
+    layout, qkv, grad = stream([4, 3, 2], [-1, 0, 0], 2, 1, 260)
+    shared = Forest(*layout, CPU)
     for actual, wanted in zip(
-        results(lambda *x: shared_prompt_attention(*x, shared), qkv, grad),
+        results(lambda *x: tree_attention(*x, shared), qkv, grad),
         ordinary(layout, qkv, grad),
         strict=True,
     ):
         torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="needs heads of 1 to 256"):
-        attention_kernel.shared_prompt_attention(*qkv, *layout)
+        attention_kernel.tree_attention(*qkv, *layout)
 
 
 def test_lengths_may_have_any_stride():
-    layout, qkv, grad = stream([4, 2], [3, 2], [0, 1], 2, 1, 16)
+    layout, qkv, grad = stream([4, 3, 2, 2], [-1, 0, -1, 2], 2, 1, 16)
     strided = [torch.stack([x, x + 9], 1)[:, 0] for x in layout]
     for actual, wanted in zip(ours(strided, qkv, grad), ours(layout, qkv, grad), strict=True):
         assert torch.equal(actual, wanted)
 
 
-def test_bad_layouts_are_a_sentence():
-    layout, (q, k, v), _ = stream([4], [3, 2], [0, 0], 2, 1, 16)
-    lengths, responses, prompt_index = layout
-    attend = attention_kernel.shared_prompt_attention
-    with pytest.raises(ValueError, match="lengths must add up to the 9 tokens, got 10"):
-        attend(q, k, v, lengths + 1, responses, prompt_index)
+def test_bad_forests_are_a_sentence():
+    (lengths, parents), (q, k, v), _ = stream([4, 3, 2], [-1, 0, 0], 2, 1, 16)
+    attend = attention_kernel.tree_attention
+    with pytest.raises(ValueError, match="lengths must add up to the 9 tokens, got 12"):
+        attend(q, k, v, lengths + 1, parents)
     for wrong in (
-        (lengths, torch.tensor([6, -1]), prompt_index),
-        (lengths, responses, prompt_index + 1),
-        (lengths, responses, prompt_index - 1),
+        ([9, 0], [-1, 0]),
+        ([10, -1], [-1, 0]),
+        ([4, 3, 2], [-1, 1, 0]),
+        ([4, 3, 2], [-1, 2, 0]),
+        ([4, 3, 2], [-2, 0, 0]),
+        ([4, 3, 1, 1], [-1, -1, 0, 1]),  # the first tree is over
     ):
         with pytest.raises(
-            ValueError, match="lengths must not be negative, and responses must be in the order"
+            ValueError, match="must have at least 1 token, and be in depth-first order after the"
         ):
-            attend(q, k, v, *wrong)
+            attend(q, k, v, *map(torch.tensor, wrong))
     with pytest.raises(
         ValueError, match=r"v must be a contiguous torch.float64 tensor of shape \(9, 1, 16\)"
     ):
-        attend(q, k, v[:8], lengths, responses, prompt_index)
+        attend(q, k, v[:8], lengths, parents)
     with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
-        attend(q.half(), k.half(), v.half(), lengths, responses, prompt_index)
+        attend(q.half(), k.half(), v.half(), lengths, parents)
 
 
 def test_the_operators_pass_opcheck():
-    layout, qkv, grad = stream([4, 2], [3, 2], [0, 1], 4, 2, 16, dtype=torch.float32)
+    layout, qkv, grad = stream([4, 3, 2, 2], [-1, 0, -1, 2], 4, 2, 16, dtype=torch.float32)
     leaves = [x.requires_grad_() for x in qkv]
-    torch.library.opcheck(torch.ops.maxrl_fast.shared_prompt_attention.default, (*leaves, *layout))
+    torch.library.opcheck(torch.ops.maxrl_fast.tree_attention.default, (*leaves, *layout))
     qkv = [x.detach() for x in leaves]
-    saved = attention_kernel.shared_prompt_attention(*qkv, *layout)
+    saved = attention_kernel.tree_attention(*qkv, *layout)
     torch.library.opcheck(
-        torch.ops.maxrl_fast.shared_prompt_attention_backward.default, (grad, *qkv, *saved, *layout)
+        torch.ops.maxrl_fast.tree_attention_backward.default, (grad, *qkv, *saved, *layout)
     )

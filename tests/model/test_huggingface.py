@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from maxrl_fast.model.attention import AttentionVariant, shared_prompt_attention
+from maxrl_fast.model.attention import AttentionVariant, tree_attention
 from maxrl_fast.model.checkpoint import kept_files, write_policy
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block, _Router
 from maxrl_fast.model.huggingface_checkpoint import (
@@ -172,13 +172,13 @@ def test_the_check_passes(family):
 
 def test_the_check_refuses_an_attention_that_leaves_something_out(monkeypatch):
     policy = tiny_policy("gemma2")
-    monkeypatch.setattr("maxrl_fast.training.passes.shared_prompt_attention", without_soft_cap)
+    monkeypatch.setattr("maxrl_fast.training.passes.tree_attention", without_soft_cap)
     with refused(r"gemma2 of transformers cannot be trained here: .* log-probs differ by up to \d"):
         check_exact(policy)
 
 
-def without_soft_cap(q, k, v, layout, variant):
-    return shared_prompt_attention(q, k, v, layout, AttentionVariant(variant.window))
+def without_soft_cap(q, k, v, forest, variant):
+    return tree_attention(q, k, v, forest, AttentionVariant(variant.window))
 
 
 @pytest.mark.parametrize(

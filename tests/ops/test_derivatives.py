@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast import ops
-from maxrl_fast.model.attention import SharedPromptLayout, shared_prompt_attention
+from maxrl_fast.model.attention import Forest, tree_attention
 
 T, V, H = 6, 5, 3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -22,9 +22,7 @@ BOUNDS, ADVANTAGES, LABELS = (
     torch.tensor([1.0, -0.5]),
     torch.tensor([0.0, 1.0, 0.0, 1.0]),
 )
-LAYOUT = SharedPromptLayout(
-    torch.tensor([2]), torch.tensor([1, 1]), torch.tensor([0, 0]), torch.device("cpu")
-)
+FOREST = Forest(torch.tensor([2, 1, 1]), torch.tensor([-1, 0, 0]), torch.device("cpu"))
 
 
 def loss(logits, **options):
@@ -63,8 +61,8 @@ CASES = {
     ),
     "pacs_loss": ("pacs_loss", lambda x: ops.pacs_loss(x, LABELS, 2)[0], PROXIES),
     "attention": (
-        "shared_prompt_attention",
-        lambda x: shared_prompt_attention(x, x, x, LAYOUT).square().sum(),
+        "tree_attention",
+        lambda x: tree_attention(x, x, x, FOREST).square().sum(),
         LOGITS[:4, :4].reshape(4, 1, 4),
     ),
 }

@@ -134,6 +134,65 @@ def test_seq_sum_constant_divides_by_the_longest_possible_responses():
     )
 
 
+ALIKE = Rollouts.given(
+    [
+        *([1, 2, 3, 4, 9], [1, 2, 3, 8], [1, 2, 5], [1, 2, 3, 4, 9]),
+        *([6], [6, 7, 1], [6, 7, 1, 2, 3], [4, 7]),
+        *([1, 1, 1], [1, 1, 2], [1, 1], [2, 1, 1]),
+    ]
+)
+
+
+@pytest.mark.parametrize("loss", ops.LOSSES)
+def test_an_update_by_trees_equals_one_of_every_sample_alone(loss):
+    """Samples that begin alike have different advantages, old log-probs and weights."""
+    generator = torch.Generator().manual_seed(0)
+    noise, weights = torch.rand(2, len(ALIKE.tokens), generator=generator, dtype=torch.float64)
+    advantages = torch.randn(12, generator=generator).double()
+    results = []
+    for budget in (10_000, 1):  # at 1 each micro-batch is one sample
+        model = tiny_decoder().double()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        settings = LossSettings(loss, ops.LOSSES[loss].aggregation or "token_mean", kl_coef=0.1)
+        learning = Learner(
+            model, sgd, settings, 1e9, budget, torch.float64, reference=tiny_decoder(1).double()
+        )
+        own = learning.passes.logprobs(model, Samples(PROMPTS, ALIKE), torch.arange(12))
+        rollouts = dataclasses.replace(
+            ALIKE, logprobs=own + 0.3 * noise - 0.15, importance_weights=0.5 + weights
+        )
+        metrics = learning.update(
+            Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step 1", lr=0.0
+        )
+        results.append((metrics, {n: p.grad.clone() for n, p in model.named_parameters()}))
+    (tree, shared), (alone, expected) = results
+    assert alone.num_tokens == tree.num_tokens_alone == 79 > 3 * tree.num_tokens
+    assert tree.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert max(float(x.abs().max()) for x in expected.values()) > 1e-2
+    assert worst_difference(shared, expected) < 1e-12
+
+
+def test_logprobs_are_bitwise_the_same_however_much_is_shared():
+    """Of at least 64 rows, for linear layers of fewer are PyTorch's, which depend on the batch."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = make_prompts(torch.randint(1, 32, (3, 200), generator=generator).tolist())
+    responses = torch.randint(1, 32, (12, 90), generator=generator)
+    for s, alike in enumerate((0, 30, 7, 20, 0, 40, 41, 3, 0, 1, 0, 20)):
+        responses[s, :alike] = responses[s - 1, :alike]
+    rollouts = Rollouts.given([x[: 68 + s].tolist() for s, x in enumerate(responses)])
+    samples, model, results = Samples(prompts, rollouts), tiny_decoder(), []
+    # all that is alike, in one micro-batch and in several, then prompts alone, then nothing
+    for cost, budget, levels in ((0.0, 10_000, 3), (0.0, 400, 3), (1.0, 10_000, 1), (0.0, 1, 3)):
+        learning = learner(model, budget=budget)
+        learning.passes = dataclasses.replace(learning.passes, merge_cost=cost)
+        packed = learning.passes.packer(samples).pack(torch.arange(12))
+        assert len(packed.forest.levels) == levels
+        results.append(learning.passes.logprobs(model, samples, torch.arange(12)))
+    assert results[0].std() > 0.5
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
+
+
 def test_skipping_rollouts_without_gradient_changes_nothing(monkeypatch):
     results = []
     for drop in (True, False):

@@ -1,5 +1,5 @@
-"""Packing: which position predicts which target, which responses share their prompt, and which rank
-gets which groups.
+"""Packing: which position predicts which target, what responses share, and which rank gets which
+groups.
 """
 
 from collections import Counter
@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxrl_fast.records import Rollouts
 from maxrl_fast.training.packing import Packer, merge_cost
 from tests.batches import make_prompts, one_batch
+from tests.fuzzing import settings
 from tests.models import TINY, response_logits, tiny_decoder
 
 PROMPTS = make_prompts([[10, 11, 12], [20]])
@@ -20,9 +23,11 @@ ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]])  # two to each promp
 
 def test_the_stream_and_its_targets():
     batch = one_batch(PROMPTS, ROLLOUTS)
-    # prompts, then responses without their last token
-    assert batch.tokens.tolist() == [10, 11, 12, 20, 1, 4, 5, 7]
-    assert batch.positions.tolist() == [0, 1, 2, 0, 3, 1, 2, 1]
+    # each prompt, then its responses without their last token; [3] adds none
+    assert batch.tokens.tolist() == [10, 11, 12, 1, 20, 4, 5, 7]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 1]
+    assert batch.forest.lengths.tolist() == [3, 1, 1, 2, 1]
+    assert batch.forest.parents.tolist() == [-1, 0, -1, 2, 2]
     assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     predicted_from = batch.tokens[batch.rows][batch.target_rows]
     assert predicted_from.tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
@@ -40,15 +45,14 @@ def test_a_part_of_the_rollouts_has_its_own_numbers():
     assert batch.by_token(batch.advantages).tolist() == pytest.approx([0.2, 0.3, 0.3, 0.3])
 
 
-def test_whole_sequences_come_before_shared_ones():
+def test_what_costs_more_to_share_is_repeated():
     """Merging 3 response tokens with the second prompt costs 3 x 0.34 tokens, more than reading its
     single token again.
     """
     batch = one_batch(PROMPTS, ROLLOUTS, merge_cost=0.34)
-    assert batch.tokens.tolist() == [10, 11, 12, 20, 4, 5, 20, 7, 1]
-    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 3]
-    assert batch.layout.sequences.q_lengths.tolist() == [3, 3, 2]
-    assert batch.layout.to_prompts.q_lengths.tolist() == [1, 0, 0]
+    assert batch.tokens.tolist() == [10, 11, 12, 1, 20, 4, 5, 20, 7]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
+    assert batch.forest.parents.tolist() == [-1, 0, -1, -1]
     assert batch.tokens[batch.rows][batch.target_rows].tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
 
 
@@ -56,8 +60,62 @@ def test_a_single_response_follows_its_prompt():
     rollouts = Rollouts.given([[1, 2, 3], [4, 5]])
     batch = one_batch(PROMPTS, rollouts)
     assert batch.tokens.tolist() == [10, 11, 12, 1, 2, 20, 4]
-    assert batch.layout.to_prompts is None
+    assert batch.forest.parents.tolist() == [-1, -1]
     assert batch.tokens[batch.rows][batch.target_rows].tolist() == [12, 1, 2, 20, 4]
+
+
+def test_every_shared_beginning_appears_once():
+    """Also of prompts that begin alike, of equal responses, and of one that another continues."""
+    prompts = make_prompts([[10, 11, 12], [10, 11], [10, 11]])
+    responses = [[1, 2, 3, 4], [1, 2, 5], [12, 1, 2, 6], [8], [12, 1, 2, 6], []]
+    batch = one_batch(prompts, Rollouts.given(responses))
+    assert batch.tokens.tolist() == [10, 11, 12, 1, 2, 3]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.targets.tolist() == [x for response in responses for x in response]
+    read_at = [2, 3, 4, 5, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 3, 4]
+    assert batch.rows[batch.target_rows].tolist() == read_at
+
+
+def tries(rows):
+    """Return the number of distinct beginnings of rows of tokens."""
+    return len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
+
+
+@settings(80)
+@given(st.data())
+def test_forests_of_random_samples(data):
+    """Each target is read at a token whose path is the sample's row up to there; without a cost the
+    stream is as short as can be, and with one no longer than all rows.
+    """
+    few = st.integers(1, data.draw(st.integers(1, 3)))
+    group = data.draw(st.integers(1, 6))
+    prompts = data.draw(st.lists(st.lists(few, min_size=1, max_size=6), min_size=1, max_size=4))
+    count = group * len(prompts)
+    responses = data.draw(st.lists(st.lists(few, max_size=7), min_size=count, max_size=count))
+    chosen = data.draw(st.lists(st.sampled_from(range(count)), min_size=1, unique=True))
+    cost = data.draw(st.sampled_from([0.0, 0.1, 1.0, 9.0]))
+    chosen = torch.tensor(sorted(chosen))
+    packer = Packer(make_prompts(prompts), Rollouts.given(responses), torch.ones(count), cost)
+    batch = packer.pack(chosen)
+    rows = [prompts[s // group] + responses[s][:-1] for s in chosen.tolist()]
+    if cost == 0:
+        assert len(batch.tokens) == tries(rows)
+    assert tries(rows) <= len(batch.tokens) <= sum(map(len, rows))
+    lengths, parents = batch.forest.lengths.tolist(), batch.forest.parents.tolist()
+    paths, segment_paths = [], []
+    starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    for start, length, parent in zip(starts.tolist(), lengths, parents, strict=True):
+        path = list(segment_paths[parent]) if parent >= 0 else []
+        for token in batch.tokens[start : start + length].tolist():
+            path.append(token)
+            paths.append(list(path))
+        segment_paths.append(path)
+    assert batch.positions.tolist() == [len(path) - 1 for path in paths]
+    read_at = batch.rows[batch.target_rows].split(packer.lengths[chosen].tolist())
+    for own, s in zip(read_at, chosen.tolist(), strict=True):
+        prompt, response = prompts[s // group], responses[s]
+        for t, at in enumerate(own.tolist()):
+            assert paths[at] == prompt + response[:t]
 
 
 def test_empty_responses():
@@ -118,9 +176,11 @@ def test_the_cheaper_layout_is_chosen():
     def shared(prompt_length, response_lengths):
         prompts = make_prompts([[1] * prompt_length])
         batch = one_batch(
-            prompts, Rollouts.given([[2] * n for n in response_lengths]), merge_cost=cost
+            prompts,
+            Rollouts.given([[s + 2] * n for s, n in enumerate(response_lengths)]),
+            merge_cost=cost,
         )
-        return batch.layout.to_prompts is not None
+        return len(batch.forest.lengths) > len(response_lengths)
 
     assert shared(300, [10, 10])  # a long prompt with few rollouts
     # a short prompt with many long rollouts: 14 more tokens cost less than 1,592 merges
@@ -143,7 +203,7 @@ def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():
     packer = Packer(prompts, rollouts, torch.ones(18))
     for budget in (1, 12, 30, 10_000):
         parts = packer.split(chosen, budget)
-        assert torch.equal(torch.cat(parts), chosen)
+        assert torch.equal(torch.cat(parts).sort().values, chosen)
         for part in parts:
             batch = packer.pack(part)
             assert len(batch.tokens) <= budget or len(part) == 1

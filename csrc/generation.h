@@ -79,10 +79,12 @@ struct GenerationJob {
 struct GenerationStatistics {
   double prefill_seconds, decode_seconds;
   int64_t steps;  // without the first tokens, which are sampled after the prefill
+  int64_t decoded_rows;  // in all steps: samples with the same tokens so far are one row
   int64_t prompt_tokens;
   int64_t peak_cache_bytes;
 
-  MAXRL_FIELDS(prefill_seconds, decode_seconds, steps, prompt_tokens, peak_cache_bytes)
+  MAXRL_FIELDS(prefill_seconds, decode_seconds, steps, decoded_rows, prompt_tokens,
+               peak_cache_bytes)
 };
 
 }  // namespace maxrl

@@ -25,7 +25,7 @@ Generation::Generation(const Decoder& decoder, const GenerationJob& job)
   const int64_t num_slots = std::min(job.num_slots, job.num_prompts * job.num_samples);
   for (int64_t s = 0; s < num_slots; ++s) {
     slots_.push_back(std::make_unique<KeyValueCache>(sizes, job.max_new_tokens));
-    free_slots_.push_back(slots_.back().get());
+    free_caches_.push_back(slots_.back().get());
   }
   cache_bytes_ = num_slots * KeyValueCache::bytes(sizes, job.max_new_tokens);
   rows_.reserve(num_slots);
@@ -52,19 +52,23 @@ bool Generation::run(double seconds) {
 void Generation::admit() {
   const double start = now();
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
-  const int64_t count = std::min<int64_t>(waiting, static_cast<int64_t>(free_slots_.size()));
-  if (count == 0 || (!rows_.empty() && 4 * free_slots_.size() < slots_.size())) return;
+  const auto num_slots = static_cast<int64_t>(slots_.size());
+  const int64_t count = std::min(waiting, num_slots - num_active_);
+  if (count == 0 || (!rows_.empty() && 4 * (num_slots - num_active_) < num_slots)) return;
   const size_t old = rows_.size();
-  for (int64_t i = 0; i < count; ++i, ++next_sample_) {
-    rows_.push_back({next_sample_, 0, free_slots_.back()});
-    free_slots_.pop_back();
+  for (int64_t i = 0; i < count; ++i, ++next_sample_, ++num_active_) {
+    if (rows_.size() == old || next_sample_ % job_.num_samples == 0) {
+      rows_.push_back({{}, 0, free_caches_.back()});
+      free_caches_.pop_back();
+    }
+    rows_.back().samples.push_back(next_sample_);
   }
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(static)
   for (size_t i = old; i < rows_.size(); ++i)
-    append_token(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(),
-                 workspaces_[omp_get_thread_num()]);
-  finish();
+    append_tokens(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(),
+                  workspaces_[omp_get_thread_num()]);
+  regroup();
   statistics_.prefill_seconds += now() - start;
 }
 
@@ -118,52 +122,93 @@ void Generation::decode() {
     for (int64_t i = begin; i < end; ++i) {
       const Row& row = rows_[i];
       const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
-      const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
-      rows[i - begin] = {
-          last,      length + row.length - 1, prompts_[prompt].cache.get(), length, row.cache,
-          row.length};
+      rows[i - begin] = {last_token(row.samples.front(), row.length),
+                         length + row.length - 1,
+                         prompts_[prompt].cache.get(),
+                         length,
+                         row.cache,
+                         row.length};
     }
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
-      append_token(rows_[i],
-                   workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
-                   workspace);
+      append_tokens(rows_[i],
+                    workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
+                    workspace);
   }
   ++statistics_.steps;
-  finish();
+  statistics_.decoded_rows += num_rows;
+  regroup();
   statistics_.decode_seconds += now() - start;
 }
 
-void Generation::append_token(Row& row, const float* logits, Workspace& workspace) const {
-  const Sampled sampled = sample(logits, decoder_.sizes().vocab, job_.sampling,
-                                 uniform(job_.keys[row.sample], row.length),
-                                 workspace.probabilities.data(), workspace.order.data());
-  const int64_t at = row.sample * job_.max_new_tokens + row.length++;
-  job_.responses[at] = sampled.token;
-  job_.logprobs[at] = sampled.logprob;
+void Generation::append_tokens(Row& row, const float* logits, Workspace& workspace) const {
+  const Distribution next(logits, decoder_.sizes().vocab, job_.sampling,
+                          workspace.probabilities.data(), workspace.order.data());
+  for (const int64_t sample : row.samples) {
+    const Sampled sampled = next.draw(uniform(job_.keys[sample], row.length));
+    const int64_t at = sample * job_.max_new_tokens + row.length;
+    job_.responses[at] = sampled.token;
+    job_.logprobs[at] = sampled.logprob;
+  }
+  ++row.length;
 }
 
-bool Generation::is_done(const Row& row) const {
-  const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
+bool Generation::is_done(int64_t sample, int64_t length) const {
   const auto& stop_ids = job_.sampling.stop_ids;
-  const bool stopped = std::find(stop_ids.begin(), stop_ids.end(), last) != stop_ids.end();
-  job_.lengths[row.sample] = row.length;
-  job_.truncated[row.sample] = !stopped;
-  return stopped || row.length == job_.max_new_tokens;
+  const bool stopped =
+      std::find(stop_ids.begin(), stop_ids.end(), last_token(sample, length)) != stop_ids.end();
+  job_.lengths[sample] = length;
+  job_.truncated[sample] = !stopped;
+  return stopped || length == job_.max_new_tokens;
 }
 
-void Generation::finish() {
-  const auto kept = std::remove_if(rows_.begin(), rows_.end(), [this](const Row& row) {
-    if (!is_done(row)) return false;
-    free_slots_.push_back(row.cache);
-    Prompt& prompt = prompts_[prompt_of(row)];
-    if (--prompt.unfinished == 0) {
-      cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
-      prompt = {};
+void Generation::regroup() {
+  struct Copy {
+    const KeyValueCache* from;
+    KeyValueCache* to;
+    int64_t length;
+  };
+  std::vector<Copy> copies;
+  std::vector<Row> regrouped;
+  regrouped.reserve(slots_.size());
+  for (Row& row : rows_) {
+    const int64_t prompt = prompt_of(row), length = row.length;
+    const auto num_before = static_cast<int64_t>(row.samples.size());
+    row.samples.erase(std::remove_if(row.samples.begin(), row.samples.end(),
+                                     [&](int64_t sample) { return is_done(sample, length); }),
+                      row.samples.end());
+    const auto num_left = static_cast<int64_t>(row.samples.size());
+    num_active_ -= num_before - num_left;
+    prompts_[prompt].unfinished -= num_before - num_left;
+    if (prompts_[prompt].unfinished == 0) {
+      cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt));
+      prompts_[prompt] = {};
     }
-    return true;
-  });
-  rows_.erase(kept, rows_.end());
+    if (num_left == 0) {
+      free_caches_.push_back(row.cache);
+      continue;
+    }
+    // The samples that drew the first one's token stay a row. Its cache has all tokens but the
+    // last.
+    std::vector<int64_t> others;
+    for (KeyValueCache* cache = row.cache; !row.samples.empty(); row.samples.swap(others)) {
+      const int64_t token = last_token(row.samples.front(), length);
+      const auto same = [&](int64_t sample) { return last_token(sample, length) == token; };
+      const auto first_other = std::stable_partition(row.samples.begin(), row.samples.end(), same);
+      others.assign(first_other, row.samples.end());
+      row.samples.erase(first_other, row.samples.end());
+      regrouped.push_back({std::move(row.samples), length, cache});
+      row.samples.clear();
+      if (others.empty()) break;
+      cache = free_caches_.back();
+      free_caches_.pop_back();
+      copies.push_back({row.cache, cache, length - 1});
+    }
+  }
+  rows_ = std::move(regrouped);
+  const auto num_copies = static_cast<int64_t>(copies.size());
+#pragma omp parallel for num_threads(job_.num_threads) schedule(static)
+  for (int64_t i = 0; i < num_copies; ++i) copies[i].to->copy(*copies[i].from, copies[i].length);
 }
 
 }  // namespace maxrl::cpu

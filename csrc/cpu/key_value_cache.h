@@ -44,6 +44,25 @@ class KeyValueCache {
                 [&](auto layout) { write_to(layout, layer, head, position, key, value); });
   }
 
+  // Takes the first `length` positions of a cache with the same sizes and capacity, in whole
+  // panels.
+  void copy(const KeyValueCache& from, int64_t length) {
+    with_layout(sizes_.arithmetic, [&](auto layout) {
+      using Element = typename decltype(layout)::Element;
+      const int64_t tokens = capacity(sizes_, length);  // with the padding that write_to has zeroed
+      for (int64_t at = 0; at < sizes_.layers * layer_size_;
+           at += head_size_) {  // keys, then values
+        const Element* const source = from.data_.as<Element>() + at;
+        Element* const to = data_.as<Element>() + at;
+        std::copy_n(source, tokens * depth(sizes_), to);
+        for (int64_t d = 0; d < padded(sizes_.head_dim); d += kPanel) {
+          const int64_t panel = keys_size_ + d / kPanel * values_panel_stride();
+          std::copy_n(source + panel, tokens * kPanel, to + panel);
+        }
+      }
+    });
+  }
+
  private:
   static int64_t depth(const DecoderSizes& sizes) { return depth(sizes, sizes.head_dim); }
   static int64_t capacity(const DecoderSizes& sizes, int64_t length) {

@@ -75,34 +75,46 @@ inline double filter(int64_t vocab, const SamplingOptions& options, double sum,
   return total;
 }
 
-// Samples by inverting the CDF in the order of the vocabulary, at u in [0, 1). `probabilities`
-// [vocab] and `order` [vocab] are scratch memory. Logits that are not finite give log-probs that
-// are not finite.
-inline Sampled sample(const float* logits, int64_t vocab, const SamplingOptions& options, float u,
-                      float* probabilities, int64_t* order) {
-  const int64_t best = std::max_element(logits, logits + vocab) - logits;
-  const float top = logits[best];
-  const bool is_greedy = options.temperature == 0.0;
-  const double temperature = is_greedy ? 1.0 : options.temperature;
-  const double whole = exponentials(logits, vocab, top, temperature, probabilities);
-  const auto log_p = [&](int64_t token) {
-    return static_cast<float>((logits[token] - top) / temperature - std::log(whole));
-  };
-  if (is_greedy) return {best, whole == whole ? 0.0f : log_p(best)};
-  double sum = whole;
-  if ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 || options.min_p > 0.0)
-    sum = filter(vocab, options, sum, probabilities, order);
-  const double wanted = u * sum;
-  int64_t token = best;
-  double below = 0.0;
-  for (int64_t i = 0; i < vocab; ++i) {
-    below += probabilities[i];
-    if (below > wanted) {
-      token = i;
-      break;
-    }
+// The distribution of the next token, from which several samples may draw. `probabilities` [vocab]
+// and `order` [vocab] are scratch memory, which it uses until the last draw. Logits that are not
+// finite give log-probs that are not finite.
+class Distribution {
+ public:
+  Distribution(const float* logits, int64_t vocab, const SamplingOptions& options,
+               float* probabilities, int64_t* order)
+      : logits_(logits), probabilities_(probabilities), vocab_(vocab),
+        best_(std::max_element(logits, logits + vocab) - logits),
+        is_greedy_(options.temperature == 0.0),
+        temperature_(is_greedy_ ? 1.0 : options.temperature),
+        whole_(exponentials(logits, vocab, logits[best_], temperature_, probabilities)),
+        sum_(whole_) {
+    if (!is_greedy_ && ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 ||
+                        options.min_p > 0.0))
+      sum_ = filter(vocab, options, whole_, probabilities, order);
   }
-  return {token, log_p(token)};
-}
+
+  // Inverts the CDF in the order of the vocabulary, at u in [0, 1).
+  Sampled draw(float u) const {
+    if (is_greedy_) return {best_, whole_ == whole_ ? 0.0f : log_p(best_)};
+    const double wanted = u * sum_;
+    double below = 0.0;
+    for (int64_t i = 0; i < vocab_; ++i) {
+      below += probabilities_[i];
+      if (below > wanted) return {i, log_p(i)};
+    }
+    return {best_, log_p(best_)};
+  }
+
+ private:
+  float log_p(int64_t token) const {
+    return static_cast<float>((logits_[token] - logits_[best_]) / temperature_ - std::log(whole_));
+  }
+
+  const float *const logits_, *const probabilities_;
+  const int64_t vocab_, best_;
+  const bool is_greedy_;
+  const double temperature_, whole_;
+  double sum_;
+};
 
 }  // namespace maxrl::cpu

@@ -44,6 +44,9 @@ class RolloutStatistics:
     # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not
     # report it
     cache_bytes: int = 0
+    # rows of these forward passes; the native engine's C++ decoder has one row for samples with the
+    # same tokens so far; 0 if the engine does not report it
+    decoded_rows: int = 0
 
 
 class Engine(Protocol):

@@ -156,4 +156,5 @@ class CpuDecoder:
             prompt_tokens=done["prompt_tokens"],
             response_tokens=len(rollouts.tokens),
             cache_bytes=done["peak_cache_bytes"],
+            decoded_rows=done["decoded_rows"],
         )

@@ -171,9 +171,8 @@ def assert_same_metrics(alone, together, rel=1e-3, abs=1e-5):
             )
 
 
-TIMES = {"rollout_seconds", "train_seconds", "tokens_per_second"}
 # prompts that begin alike share where they are on one rank
-OF_RANKS = TIMES | {"tokens_shared"}
+OF_RANKS = {"rollout_seconds", "train_seconds", "tokens_per_second", "tokens_shared"}
 
 
 def test_components_of_rewards_are_means_over_all_ranks_and_rollouts_of_all_are_kept(tmp_path):

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 
 #include "../random.h"
 #include "sample.h"
@@ -18,17 +19,20 @@ double now() {
 }  // namespace
 
 Generation::Generation(const Decoder& decoder, const GenerationJob& job)
-    : decoder_(decoder), job_(job), prompts_(job.num_prompts), workspaces_(job.num_threads) {
+    : decoder_(decoder), job_(job), prompts_(job.num_prompts),
+      order_(job.num_prompts * job.num_samples), workspaces_(job.num_threads) {
   int64_t longest = 0;
   for (int64_t p = 0; p < job.num_prompts; ++p) longest = std::max(longest, prompt_length(p));
   const DecoderSizes& sizes = decoder.sizes();
   const int64_t num_slots = std::min(job.num_slots, job.num_prompts * job.num_samples);
   for (int64_t s = 0; s < num_slots; ++s) {
     slots_.push_back(std::make_unique<KeyValueCache>(sizes, job.max_new_tokens));
-    free_slots_.push_back(slots_.back().get());
+    free_caches_.push_back(slots_.back().get());
   }
   cache_bytes_ = num_slots * KeyValueCache::bytes(sizes, job.max_new_tokens);
   rows_.reserve(num_slots);
+  rows_before_.reserve(num_slots);
+  std::iota(order_.begin(), order_.end(), int64_t{0});
   for (Workspace& workspace : workspaces_) {
     decoder.prepare(workspace, longest, job.max_new_tokens);
     workspace.probabilities.resize(sizes.vocab);
@@ -52,19 +56,23 @@ bool Generation::run(double seconds) {
 void Generation::admit() {
   const double start = now();
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
-  const int64_t count = std::min<int64_t>(waiting, static_cast<int64_t>(free_slots_.size()));
-  if (count == 0 || (!rows_.empty() && 4 * free_slots_.size() < slots_.size())) return;
+  const int64_t num_slots = static_cast<int64_t>(slots_.size()), free = num_slots - active_;
+  const int64_t last = next_sample_ + std::min(waiting, free);
+  if (last == next_sample_ || (active_ > 0 && 4 * free < num_slots)) return;
+  active_ += last - next_sample_;
   const size_t old = rows_.size();
-  for (int64_t i = 0; i < count; ++i, ++next_sample_) {
-    rows_.push_back({next_sample_, 0, free_slots_.back()});
-    free_slots_.pop_back();
+  while (next_sample_ < last) {  // all admitted samples of a prompt begin as one row
+    const int64_t prompt_end = (next_sample_ / job_.num_samples + 1) * job_.num_samples;
+    rows_.push_back({next_sample_, std::min(prompt_end, last), 0, free_caches_.back()});
+    free_caches_.pop_back();
+    next_sample_ = rows_.back().end;
   }
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(static)
   for (size_t i = old; i < rows_.size(); ++i)
-    append_token(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(),
-                 workspaces_[omp_get_thread_num()]);
-  finish();
+    append_tokens(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(),
+                  workspaces_[omp_get_thread_num()]);
+  regroup();
   statistics_.prefill_seconds += now() - start;
 }
 
@@ -118,52 +126,83 @@ void Generation::decode() {
     for (int64_t i = begin; i < end; ++i) {
       const Row& row = rows_[i];
       const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
-      const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
-      rows[i - begin] = {
-          last,      length + row.length - 1, prompts_[prompt].cache.get(), length, row.cache,
-          row.length};
+      rows[i - begin] = {last_token(order_[row.begin], row.length),
+                         length + row.length - 1,
+                         prompts_[prompt].cache.get(),
+                         length,
+                         row.cache,
+                         row.length};
     }
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
-      append_token(rows_[i],
-                   workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
-                   workspace);
+      append_tokens(rows_[i],
+                    workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
+                    workspace);
   }
   ++statistics_.steps;
-  finish();
+  statistics_.decoded_rows += num_rows;
+  regroup();
   statistics_.decode_seconds += now() - start;
 }
 
-void Generation::append_token(Row& row, const float* logits, Workspace& workspace) const {
-  const Sampled sampled = sample(logits, decoder_.sizes().vocab, job_.sampling,
-                                 uniform(job_.keys[row.sample], row.length),
-                                 workspace.probabilities.data(), workspace.order.data());
-  const int64_t at = row.sample * job_.max_new_tokens + row.length++;
-  job_.responses[at] = sampled.token;
-  job_.logprobs[at] = sampled.logprob;
+// Each sample draws with its own key. In ascending order of their random numbers, all samples are
+// drawn in one pass, and those that drew the same token are adjacent.
+void Generation::append_tokens(Row& row, const float* logits, Workspace& workspace) {
+  const auto random = [&](int64_t sample) { return uniform(job_.keys[sample], row.length); };
+  const auto begin = order_.begin() + row.begin, end = order_.begin() + row.end;
+  std::sort(begin, end, [&](int64_t a, int64_t b) { return random(a) < random(b); });
+  Draws draws(logits, decoder_.sizes().vocab, job_.sampling, workspace.probabilities.data(),
+              workspace.order.data());
+  for (auto sample = begin; sample != end; ++sample) {
+    const Sampled sampled = draws.at(random(*sample));
+    const int64_t at = *sample * job_.max_new_tokens + row.length;
+    job_.responses[at] = sampled.token;
+    job_.logprobs[at] = sampled.logprob;
+  }
+  ++row.length;
 }
 
-bool Generation::is_done(const Row& row) const {
-  const int64_t last = job_.responses[row.sample * job_.max_new_tokens + row.length - 1];
+void Generation::regroup() {
+  struct Copy {
+    const KeyValueCache* from;
+    KeyValueCache* to;
+    int64_t positions;
+  };
+  std::vector<Copy> copies;
   const auto& stop_ids = job_.sampling.stop_ids;
-  const bool stopped = std::find(stop_ids.begin(), stop_ids.end(), last) != stop_ids.end();
-  job_.lengths[row.sample] = row.length;
-  job_.truncated[row.sample] = !stopped;
-  return stopped || row.length == job_.max_new_tokens;
-}
-
-void Generation::finish() {
-  const auto kept = std::remove_if(rows_.begin(), rows_.end(), [this](const Row& row) {
-    if (!is_done(row)) return false;
-    free_slots_.push_back(row.cache);
-    Prompt& prompt = prompts_[prompt_of(row)];
-    if (--prompt.unfinished == 0) {
-      cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
-      prompt = {};
+  rows_.swap(rows_before_);
+  rows_.clear();
+  for (const Row& row : rows_before_) {
+    KeyValueCache* own = row.cache;  // until a part of the row has it
+    for (int64_t begin = row.begin, end; begin < row.end; begin = end) {
+      const int64_t token = last_token(order_[begin], row.length);
+      for (end = begin + 1; end < row.end && last_token(order_[end], row.length) == token;) ++end;
+      const bool stopped = std::find(stop_ids.begin(), stop_ids.end(), token) != stop_ids.end();
+      if (!stopped && row.length < job_.max_new_tokens) {
+        if (own == nullptr) {
+          copies.push_back({row.cache, free_caches_.back(), row.length - 1});
+          free_caches_.pop_back();
+        }
+        rows_.push_back({begin, end, row.length, own == nullptr ? copies.back().to : own});
+        own = nullptr;
+        continue;
+      }
+      for (int64_t i = begin; i < end; ++i) {
+        job_.lengths[order_[i]] = row.length;
+        job_.truncated[order_[i]] = !stopped;
+      }
+      active_ -= end - begin;
+      Prompt& prompt = prompts_[prompt_of(row)];
+      if ((prompt.unfinished -= end - begin) == 0) {
+        cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
+        prompt = {};
+      }
     }
-    return true;
-  });
-  rows_.erase(kept, rows_.end());
+    if (own != nullptr) free_caches_.push_back(own);
+  }
+#pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1) if (copies.size() > 1)
+  for (size_t i = 0; i < copies.size(); ++i)
+    copies[i].to->copy(*copies[i].from, copies[i].positions);
 }
 
 }  // namespace maxrl::cpu

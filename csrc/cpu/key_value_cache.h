@@ -44,6 +44,12 @@ class KeyValueCache {
                 [&](auto layout) { write_to(layout, layer, head, position, key, value); });
   }
 
+  // Copies the first positions of a cache of the same sizes and capacity, in whole panels with
+  // their padding.
+  void copy(const KeyValueCache& from, int64_t positions) {
+    with_layout(sizes_.arithmetic, [&](auto layout) { copy_to(layout, from, positions); });
+  }
+
  private:
   static int64_t depth(const DecoderSizes& sizes) { return depth(sizes, sizes.head_dim); }
   static int64_t capacity(const DecoderSizes& sizes, int64_t length) {
@@ -76,6 +82,20 @@ class KeyValueCache {
         panel[Layout::place(first + d, position % kPanel)] = numbers[d];
       for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(value[first + d]);
       for (int64_t d = 0; d < count; ++d) to[Layout::place(position, d)] = numbers[d];
+    }
+  }
+
+  template <typename Layout>
+  void copy_to(Layout, const KeyValueCache& from, int64_t positions) {
+    using Element = typename Layout::Element;
+    const int64_t of_keys = padded(positions) * depth(sizes_),
+                  of_values = Layout::depth(positions) * kPanel;
+    for (int64_t head = 0; head < sizes_.layers * sizes_.kv_heads; ++head) {
+      const Element* const source = from.data_.as<Element>() + head * head_size_;
+      Element* const to = data_.as<Element>() + head * head_size_;
+      std::copy_n(source, of_keys, to);
+      for (int64_t at = keys_size_; at < head_size_; at += values_panel_stride())
+        std::copy_n(source + at, of_values, to + at);
     }
   }
 

@@ -47,6 +47,9 @@ class RolloutStatistics:
     # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not
     # report it
     cache_bytes: int = 0
+    # in all decode steps; samples of a prompt with the same tokens so far are one row. 0 if the
+    # engine does not report it
+    decoded_rows: int = 0
 
 
 class Engine(Protocol):

@@ -153,6 +153,7 @@ class CpuDecoder:
             prefill_seconds=done["prefill_seconds"],
             decode_seconds=done["decode_seconds"],
             decode_steps=done["steps"],
+            decoded_rows=done["decoded_rows"],
             prompt_tokens=done["prompt_tokens"],
             response_tokens=len(rollouts.tokens),
             cache_bytes=done["peak_cache_bytes"],

@@ -14,9 +14,11 @@ All compute in --dtype; on a CPU with --dtype bfloat16 the native engine also ru
 against itself.
 
 The floor is the FLOPs of all matrix multiplications, including attention, at the machine's measured
-GEMM throughput. The native engine comes first, and another one that fails is reported. The last
-line is one JSON document; off a terminal one with all figures so far follows each engine. vLLM
-needs its own environment: `make test-vllm` makes .venv-vllm.
+GEMM throughput, with each prompt computed once and each sample alone. The C++ decoder computes
+samples together as long as they are alike: `rows` is how many rows it decoded. The native engine
+comes first, and another one that fails is reported. The last line is one JSON document; off a
+terminal one with all figures so far follows each engine. vLLM needs its own environment:
+`make test-vllm` makes .venv-vllm.
 
 It takes some minutes on two cores, and `make gpu` gives it 35 seconds.
 """
@@ -249,6 +251,7 @@ def decoding(engine: Engine) -> dict[str, float]:
         "prefill_milliseconds": s.prefill_seconds * 1e3,
         "milliseconds_per_step": s.decode_seconds / s.decode_steps * 1e3,
         "cache_mib": s.cache_bytes / 2**20,
+        "decoded_rows": s.decoded_rows,
     }
 
 
@@ -262,7 +265,7 @@ def report(name: str, case: dict[str, Any]) -> None:
     )
     print(
         f"  {'':<18}{'ms':>10}{'tokens/s':>12}{'x native':>10}"
-        f"{'prefill ms':>12}{'ms a step':>11}{'peak MiB':>10}"
+        f"{'prefill ms':>12}{'ms a step':>11}{'rows':>9}{'peak MiB':>10}"
     )
     for side, error in case["failed"].items():
         print(f"  failed: {side}: {error}")
@@ -271,10 +274,11 @@ def report(name: str, case: dict[str, Any]) -> None:
             f"{x[k]:,.2f}" if k in x else ""
             for k in ("prefill_milliseconds", "milliseconds_per_step")
         )
+        rows = f"{x['decoded_rows']:,}" if x.get("decoded_rows") else ""
         peak = "" if x["peak_mib"] is None else f"{x['peak_mib']:,.0f}"
         print(
             f"  {side:<18}{x['milliseconds']:10,.1f}{x['tokens_per_second']:12,.0f}"
-            f"{x['times_native']:10.2f}{prefill:>12}{step:>11}{peak:>10}"
+            f"{x['times_native']:10.2f}{prefill:>12}{step:>11}{rows:>9}{peak:>10}"
         )
 
 

@@ -62,7 +62,7 @@ struct SamplingOptions {
 // num_samples.
 struct GenerationJob {
   int64_t num_prompts, num_samples, max_new_tokens;
-  int64_t num_slots;  // maximum number of responses decoded at a time
+  int64_t num_slots;  // maximum number of samples decoded at a time
   const int64_t *tokens, *cu_seqlens;  // packed prompts, none empty
   const int64_t* keys;                 // [S], select the random numbers
   SamplingOptions sampling;
@@ -79,7 +79,7 @@ struct GenerationJob {
 struct GenerationStatistics {
   double prefill_seconds, decode_seconds;
   int64_t steps;  // without the first tokens, which are sampled after the prefill
-  int64_t decoded_rows;  // in all steps: samples with the same tokens so far are one row
+  int64_t decoded_rows;  // in all steps; samples of a prompt with the same tokens are one row
   int64_t prompt_tokens;
   int64_t peak_cache_bytes;
 

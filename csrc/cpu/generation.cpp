@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 
 #include "../random.h"
 #include "sample.h"
@@ -18,7 +19,8 @@ double now() {
 }  // namespace
 
 Generation::Generation(const Decoder& decoder, const GenerationJob& job)
-    : decoder_(decoder), job_(job), prompts_(job.num_prompts), workspaces_(job.num_threads) {
+    : decoder_(decoder), job_(job), prompts_(job.num_prompts),
+      order_(job.num_prompts * job.num_samples), workspaces_(job.num_threads) {
   int64_t longest = 0;
   for (int64_t p = 0; p < job.num_prompts; ++p) longest = std::max(longest, prompt_length(p));
   const DecoderSizes& sizes = decoder.sizes();
@@ -29,6 +31,8 @@ Generation::Generation(const Decoder& decoder, const GenerationJob& job)
   }
   cache_bytes_ = num_slots * KeyValueCache::bytes(sizes, job.max_new_tokens);
   rows_.reserve(num_slots);
+  rows_before_.reserve(num_slots);
+  std::iota(order_.begin(), order_.end(), int64_t{0});
   for (Workspace& workspace : workspaces_) {
     decoder.prepare(workspace, longest, job.max_new_tokens);
     workspace.probabilities.resize(sizes.vocab);
@@ -52,16 +56,16 @@ bool Generation::run(double seconds) {
 void Generation::admit() {
   const double start = now();
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
-  const auto num_slots = static_cast<int64_t>(slots_.size());
-  const int64_t count = std::min(waiting, num_slots - num_active_);
-  if (count == 0 || (!rows_.empty() && 4 * (num_slots - num_active_) < num_slots)) return;
+  const int64_t num_slots = static_cast<int64_t>(slots_.size()), free = num_slots - active_;
+  const int64_t last = next_sample_ + std::min(waiting, free);
+  if (last == next_sample_ || (active_ > 0 && 4 * free < num_slots)) return;
+  active_ += last - next_sample_;
   const size_t old = rows_.size();
-  for (int64_t i = 0; i < count; ++i, ++next_sample_, ++num_active_) {
-    if (rows_.size() == old || next_sample_ % job_.num_samples == 0) {
-      rows_.push_back({{}, 0, free_caches_.back()});
-      free_caches_.pop_back();
-    }
-    rows_.back().samples.push_back(next_sample_);
+  while (next_sample_ < last) {  // all admitted samples of a prompt begin as one row
+    const int64_t prompt_end = (next_sample_ / job_.num_samples + 1) * job_.num_samples;
+    rows_.push_back({next_sample_, std::min(prompt_end, last), 0, free_caches_.back()});
+    free_caches_.pop_back();
+    next_sample_ = rows_.back().end;
   }
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(static)
@@ -122,7 +126,7 @@ void Generation::decode() {
     for (int64_t i = begin; i < end; ++i) {
       const Row& row = rows_[i];
       const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
-      rows[i - begin] = {last_token(row.samples.front(), row.length),
+      rows[i - begin] = {last_token(order_[row.begin], row.length),
                          length + row.length - 1,
                          prompts_[prompt].cache.get(),
                          length,
@@ -141,74 +145,64 @@ void Generation::decode() {
   statistics_.decode_seconds += now() - start;
 }
 
-void Generation::append_tokens(Row& row, const float* logits, Workspace& workspace) const {
-  const Distribution next(logits, decoder_.sizes().vocab, job_.sampling,
-                          workspace.probabilities.data(), workspace.order.data());
-  for (const int64_t sample : row.samples) {
-    const Sampled sampled = next.draw(uniform(job_.keys[sample], row.length));
-    const int64_t at = sample * job_.max_new_tokens + row.length;
+// Each sample draws with its own key. In ascending order of their random numbers, all samples are
+// drawn in one pass, and those that drew the same token are adjacent.
+void Generation::append_tokens(Row& row, const float* logits, Workspace& workspace) {
+  const auto random = [&](int64_t sample) { return uniform(job_.keys[sample], row.length); };
+  const auto begin = order_.begin() + row.begin, end = order_.begin() + row.end;
+  std::sort(begin, end, [&](int64_t a, int64_t b) { return random(a) < random(b); });
+  Draws draws(logits, decoder_.sizes().vocab, job_.sampling, workspace.probabilities.data(),
+              workspace.order.data());
+  for (auto sample = begin; sample != end; ++sample) {
+    const Sampled sampled = draws.at(random(*sample));
+    const int64_t at = *sample * job_.max_new_tokens + row.length;
     job_.responses[at] = sampled.token;
     job_.logprobs[at] = sampled.logprob;
   }
   ++row.length;
 }
 
-bool Generation::is_done(int64_t sample, int64_t length) const {
-  const auto& stop_ids = job_.sampling.stop_ids;
-  const bool stopped =
-      std::find(stop_ids.begin(), stop_ids.end(), last_token(sample, length)) != stop_ids.end();
-  job_.lengths[sample] = length;
-  job_.truncated[sample] = !stopped;
-  return stopped || length == job_.max_new_tokens;
-}
-
 void Generation::regroup() {
   struct Copy {
     const KeyValueCache* from;
     KeyValueCache* to;
-    int64_t length;
+    int64_t positions;
   };
   std::vector<Copy> copies;
-  std::vector<Row> regrouped;
-  regrouped.reserve(slots_.size());
-  for (Row& row : rows_) {
-    const int64_t prompt = prompt_of(row), length = row.length;
-    const auto num_before = static_cast<int64_t>(row.samples.size());
-    row.samples.erase(std::remove_if(row.samples.begin(), row.samples.end(),
-                                     [&](int64_t sample) { return is_done(sample, length); }),
-                      row.samples.end());
-    const auto num_left = static_cast<int64_t>(row.samples.size());
-    num_active_ -= num_before - num_left;
-    prompts_[prompt].unfinished -= num_before - num_left;
-    if (prompts_[prompt].unfinished == 0) {
-      cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt));
-      prompts_[prompt] = {};
+  const auto& stop_ids = job_.sampling.stop_ids;
+  rows_.swap(rows_before_);
+  rows_.clear();
+  for (const Row& row : rows_before_) {
+    KeyValueCache* own = row.cache;  // until a part of the row has it
+    for (int64_t begin = row.begin, end; begin < row.end; begin = end) {
+      const int64_t token = last_token(order_[begin], row.length);
+      for (end = begin + 1; end < row.end && last_token(order_[end], row.length) == token;) ++end;
+      const bool stopped = std::find(stop_ids.begin(), stop_ids.end(), token) != stop_ids.end();
+      if (!stopped && row.length < job_.max_new_tokens) {
+        if (own == nullptr) {
+          copies.push_back({row.cache, free_caches_.back(), row.length - 1});
+          free_caches_.pop_back();
+        }
+        rows_.push_back({begin, end, row.length, own == nullptr ? copies.back().to : own});
+        own = nullptr;
+        continue;
+      }
+      for (int64_t i = begin; i < end; ++i) {
+        job_.lengths[order_[i]] = row.length;
+        job_.truncated[order_[i]] = !stopped;
+      }
+      active_ -= end - begin;
+      Prompt& prompt = prompts_[prompt_of(row)];
+      if ((prompt.unfinished -= end - begin) == 0) {
+        cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
+        prompt = {};
+      }
     }
-    if (num_left == 0) {
-      free_caches_.push_back(row.cache);
-      continue;
-    }
-    // The samples that drew the first one's token stay a row. Its cache has all tokens but the
-    // last.
-    std::vector<int64_t> others;
-    for (KeyValueCache* cache = row.cache; !row.samples.empty(); row.samples.swap(others)) {
-      const int64_t token = last_token(row.samples.front(), length);
-      const auto same = [&](int64_t sample) { return last_token(sample, length) == token; };
-      const auto first_other = std::stable_partition(row.samples.begin(), row.samples.end(), same);
-      others.assign(first_other, row.samples.end());
-      row.samples.erase(first_other, row.samples.end());
-      regrouped.push_back({std::move(row.samples), length, cache});
-      row.samples.clear();
-      if (others.empty()) break;
-      cache = free_caches_.back();
-      free_caches_.pop_back();
-      copies.push_back({row.cache, cache, length - 1});
-    }
+    if (own != nullptr) free_caches_.push_back(own);
   }
-  rows_ = std::move(regrouped);
-  const auto num_copies = static_cast<int64_t>(copies.size());
-#pragma omp parallel for num_threads(job_.num_threads) schedule(static)
-  for (int64_t i = 0; i < num_copies; ++i) copies[i].to->copy(*copies[i].from, copies[i].length);
+#pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1) if (copies.size() > 1)
+  for (size_t i = 0; i < copies.size(); ++i)
+    copies[i].to->copy(*copies[i].from, copies[i].positions);
 }
 
 }  // namespace maxrl::cpu

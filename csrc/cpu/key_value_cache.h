@@ -44,23 +44,10 @@ class KeyValueCache {
                 [&](auto layout) { write_to(layout, layer, head, position, key, value); });
   }
 
-  // Takes the first `length` positions of a cache with the same sizes and capacity, in whole
-  // panels.
-  void copy(const KeyValueCache& from, int64_t length) {
-    with_layout(sizes_.arithmetic, [&](auto layout) {
-      using Element = typename decltype(layout)::Element;
-      const int64_t tokens = capacity(sizes_, length);  // with the padding that write_to has zeroed
-      for (int64_t at = 0; at < sizes_.layers * layer_size_;
-           at += head_size_) {  // keys, then values
-        const Element* const source = from.data_.as<Element>() + at;
-        Element* const to = data_.as<Element>() + at;
-        std::copy_n(source, tokens * depth(sizes_), to);
-        for (int64_t d = 0; d < padded(sizes_.head_dim); d += kPanel) {
-          const int64_t panel = keys_size_ + d / kPanel * values_panel_stride();
-          std::copy_n(source + panel, tokens * kPanel, to + panel);
-        }
-      }
-    });
+  // Copies the first positions of a cache of the same sizes and capacity, in whole panels with
+  // their padding.
+  void copy(const KeyValueCache& from, int64_t positions) {
+    with_layout(sizes_.arithmetic, [&](auto layout) { copy_to(layout, from, positions); });
   }
 
  private:
@@ -95,6 +82,20 @@ class KeyValueCache {
         panel[Layout::place(first + d, position % kPanel)] = numbers[d];
       for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(value[first + d]);
       for (int64_t d = 0; d < count; ++d) to[Layout::place(position, d)] = numbers[d];
+    }
+  }
+
+  template <typename Layout>
+  void copy_to(Layout, const KeyValueCache& from, int64_t positions) {
+    using Element = typename Layout::Element;
+    const int64_t of_keys = padded(positions) * depth(sizes_),
+                  of_values = Layout::depth(positions) * kPanel;
+    for (int64_t head = 0; head < sizes_.layers * sizes_.kv_heads; ++head) {
+      const Element* const source = from.data_.as<Element>() + head * head_size_;
+      Element* const to = data_.as<Element>() + head * head_size_;
+      std::copy_n(source, of_keys, to);
+      for (int64_t at = keys_size_; at < head_size_; at += values_panel_stride())
+        std::copy_n(source + at, of_values, to + at);
     }
   }
 

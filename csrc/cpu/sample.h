@@ -1,4 +1,4 @@
-// Sampling of one token from a row of logits.
+// Sampling of tokens from a row of logits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -75,46 +75,45 @@ inline double filter(int64_t vocab, const SamplingOptions& options, double sum,
   return total;
 }
 
-// The distribution of the next token, from which several samples may draw. `probabilities` [vocab]
-// and `order` [vocab] are scratch memory, which it uses until the last draw. Logits that are not
-// finite give log-probs that are not finite.
-class Distribution {
+// Draws from the distribution of one row of logits, by inverting its CDF in the order of the
+// vocabulary. `probabilities` [vocab] and `order` [vocab] are scratch memory until the last draw.
+// Logits that are not finite give log-probs that are not finite.
+class Draws {
  public:
-  Distribution(const float* logits, int64_t vocab, const SamplingOptions& options,
-               float* probabilities, int64_t* order)
+  Draws(const float* logits, int64_t vocab, const SamplingOptions& options, float* probabilities,
+        int64_t* order)
       : logits_(logits), probabilities_(probabilities), vocab_(vocab),
         best_(std::max_element(logits, logits + vocab) - logits),
         is_greedy_(options.temperature == 0.0),
         temperature_(is_greedy_ ? 1.0 : options.temperature),
-        whole_(exponentials(logits, vocab, logits[best_], temperature_, probabilities)),
-        sum_(whole_) {
+        sum_(exponentials(logits, vocab, logits[best_], temperature_, probabilities)),
+        log_whole_(std::log(sum_)) {
     if (!is_greedy_ && ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 ||
                         options.min_p > 0.0))
-      sum_ = filter(vocab, options, whole_, probabilities, order);
+      sum_ = filter(vocab, options, sum_, probabilities, order);
   }
 
-  // Inverts the CDF in the order of the vocabulary, at u in [0, 1).
-  Sampled draw(float u) const {
-    if (is_greedy_) return {best_, whole_ == whole_ ? 0.0f : log_p(best_)};
+  // At u in [0, 1), not below that of the draw before: all draws are one pass over the vocabulary,
+  // and equal tokens follow each other.
+  Sampled at(float u) {
+    if (is_greedy_) return {best_, sum_ == sum_ ? 0.0f : log_p(best_)};
     const double wanted = u * sum_;
-    double below = 0.0;
-    for (int64_t i = 0; i < vocab_; ++i) {
-      below += probabilities_[i];
-      if (below > wanted) return {i, log_p(i)};
-    }
-    return {best_, log_p(best_)};
+    while (!(below_ > wanted) && passed_ < vocab_) below_ += probabilities_[passed_++];
+    const int64_t token = below_ > wanted ? passed_ - 1 : best_;
+    return {token, log_p(token)};
   }
 
  private:
   float log_p(int64_t token) const {
-    return static_cast<float>((logits_[token] - logits_[best_]) / temperature_ - std::log(whole_));
+    return static_cast<float>((logits_[token] - logits_[best_]) / temperature_ - log_whole_);
   }
 
-  const float *const logits_, *const probabilities_;
-  const int64_t vocab_, best_;
-  const bool is_greedy_;
-  const double temperature_, whole_;
-  double sum_;
+  const float *logits_, *probabilities_;
+  int64_t vocab_, best_;
+  bool is_greedy_;
+  double temperature_, sum_, log_whole_;  // log_whole_: before the filters
+  int64_t passed_ = 0;
+  double below_ = 0.0;  // the probability of the first `passed_` tokens
 };
 
 }  // namespace maxrl::cpu

@@ -3,6 +3,7 @@ of the batch.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from maxrl_fast.rollout.cpu_decoder import CPU, CpuDecoder
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
-from tests.rollout.test_native import check_independence
+from tests.rollout.test_native import NUCLEUS, check_independence, check_merged_rows
 
 PLAIN = "bfloat16, plain C++"
 PATHS = _C.bfloat16_arithmetics()  # plain C++ always, and the instructions that this machine has
@@ -148,6 +149,14 @@ def test_samples_are_bitwise_independent_of_the_batch(arithmetic, changes):
     decoder = CpuDecoder(model.config, arithmetic)
     one_sequence = decoder.cache_bytes(79) + decoder.cache_bytes(40)
     check_independence(partial(generate, model, arithmetic), PROMPTS, one_sequence)
+
+
+@pytest.mark.parametrize("arithmetic", PATHS)
+def test_merged_samples_are_bitwise_those_of_jobs_of_one(arithmetic):
+    for changes, num_samples, temperature in (({}, 128, 0.6), (ODD, 64, 0.2)):
+        decoder = engine_of(tiny_decoder(**changes), arithmetic).decoder
+        parts = check_merged_rows(decoder, num_samples, replace(NUCLEUS, temperature=temperature))
+        assert max(parts) > 32  # numbers of a value are padded to whole steps of 32
 
 
 @pytest.mark.parametrize("arithmetic", PATHS)

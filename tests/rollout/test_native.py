@@ -240,6 +240,58 @@ def test_samples_are_bitwise_independent_of_the_batch():
         assert changed.tokens.tolist() != whole.tokens.tolist()
 
 
+def check_merged_rows(decoder, num_samples, sampling):
+    """Compare samples, which the decoder computes together as long as they are alike, with each in
+    a job of its own, and the decoded rows with the distinct beginnings of the responses. Return how
+    many tokens samples have in common where they part.
+    """
+    prompts = make_prompts([[5, 6, 7, 8], [9], [5, 6, 7, 8]])
+    size = len(prompts) * num_samples
+    samples = torch.arange(size)
+    keys = sample_keys(1, 1, samples // num_samples, samples % num_samples)
+
+    def draw(prompts, num_samples, keys, max_batch):
+        return decoder.generate(prompts, num_samples, sampling, keys, 10**9, max_batch)
+
+    alone = [draw(prompts.take(s // num_samples, 1), 1, keys[s, None], 1)[0] for s in range(size)]
+    expected = {
+        name: torch.cat([getattr(one, name) for one in alone])
+        for name in ("tokens", "logprobs", "lengths", "truncated")
+    }
+    following = {}  # the next tokens after each prompt and beginning of a response
+    for s, one in enumerate(alone):
+        tokens = one.tokens.tolist()
+        for t in range(1, len(tokens)):
+            following.setdefault((s // num_samples, *tokens[:t]), set()).add(tokens[t])
+    apart = int(expected["lengths"].sum()) - size
+    for max_batch, fewest, most in (
+        (size, len(following), len(following)),
+        (7, len(following), apart),
+        (1, apart, apart),
+    ):
+        rollouts, statistics = draw(prompts, num_samples, keys, max_batch)
+        for name, numbers in expected.items():
+            assert torch.equal(getattr(rollouts, name), numbers)
+        assert fewest <= statistics.decoded_rows <= most
+    return [len(beginning) - 1 for beginning, tokens in following.items() if len(tokens) > 1]
+
+
+NUCLEUS = Sampling(0.6, 40, STOPS, top_p=0.8)
+
+
+@pytest.mark.usefixtures("instructions")
+def test_merged_samples_are_bitwise_those_of_jobs_of_one():
+    decoder = make_engine(tiny_decoder()).decoder
+    assert not check_merged_rows(decoder, 1, NUCLEUS)
+    parts = check_merged_rows(decoder, 128, NUCLEUS)
+    assert {length // 16 for length in parts} == {0, 1, 2}
+    assert check_merged_rows(decoder, 20, Sampling(1.3, 24, STOPS, top_k=9, min_p=0.02))
+
+
+def test_greedy_samples_of_a_prompt_are_one_row():
+    assert not check_merged_rows(make_engine(tiny_decoder()).decoder, 9, NUCLEUS.greedy)
+
+
 def test_in_pytorch_the_batch_changes_only_rounding():
     model = tiny_decoder()
     whole = generate(model, in_cpp=False)

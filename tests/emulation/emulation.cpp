@@ -49,6 +49,7 @@ dim3 blockDim, gridDim;
 namespace emulation {
 
 unsigned cluster_size;
+const int fault = std::getenv("MAXRL_FAULT") ? std::atoi(std::getenv("MAXRL_FAULT")) : -1;
 
 namespace {
 

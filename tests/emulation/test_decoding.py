@@ -25,13 +25,7 @@ from tests.emulation.test_kernels import CPU, emulated_gpu
 from tests.gpu.test_rollout import PROMPTS
 from tests.models import tiny_decoder
 
-pytestmark = pytest.mark.emulated
-
-
-@pytest.fixture(params=["in order", "reverse"], autouse=True)
-def order(request, monkeypatch):
-    monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
-    monkeypatch.setenv("MAXRL_EMULATED_COPIES", "early" if request.param == "reverse" else "late")
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("is_reverse")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,9 +57,15 @@ def test_supported_sizes():
     assert not has_kernel(DecoderConfig(50, 64, 64, 2, 4, 2, 16, 64), torch.float32, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+# Every pair of a vocabulary and a dtype, and every pair of a temperature and a dtype.
+@pytest.mark.parametrize(
+    ("vocab", "temperature", "dtype"),
+    [
+        (vocab, TEMPERATURES[(i + j) % len(TEMPERATURES)], dtype)
+        for i, vocab in enumerate(VOCABULARIES)
+        for j, dtype in enumerate([torch.float32, torch.bfloat16, torch.float16])
+    ],
+)
 def test_sampling(vocab, temperature, dtype):
     check_sampling(vocab, temperature, CPU, emulated_gpu, dtype)
 

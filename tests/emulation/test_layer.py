@@ -36,15 +36,14 @@ from tests.model.test_linear import ALL
 from tests.models import tiny_decoder
 from tests.rollout.test_decode_model import check_hidden_states
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("is_reverse")]
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-@pytest.fixture(params=["in order", "reverse"], autouse=True)
-def order(request, monkeypatch):
-    monkeypatch.setenv("MAXRL_EMULATED_ORDER", request.param)
-    if request.param == "reverse":
+@pytest.fixture(autouse=True)
+def few_partials(is_reverse, monkeypatch):
+    if is_reverse:
         monkeypatch.setattr(layer_kernels, "_MOST_PARTIALS", 3)  # several rows in every partial sum
 
 

@@ -2,7 +2,9 @@
 access, and every one that is planted is found.
 
 The emulator (emulation.cpp) makes every CUDA thread a fiber that ThreadSanitizer takes for a
-thread, so that only barriers and fences order memory. races.cpp launches the kernels.
+thread, so that only barriers and fences order memory. races.cpp launches the kernels. All faults
+are planted in one copy of the kernels, each under a condition that the program reads at its start,
+because a compilation for each fault would take most of the time of these tests.
 """
 
 import os
@@ -23,7 +25,7 @@ FLAGS = [
     *(
         "-std=c++17",
         "-O1",
-        "-g",
+        "-g1",
         "-w",
         "-DMAXRL_FAST_CUDA",
         "-DMAXRL_RACES",
@@ -47,12 +49,15 @@ PARTS = {  # of races.cpp: the file with its kernels
 
 @dataclass(frozen=True)
 class Planted:
-    """A barrier or a fence that is taken out: the first one in `file` after the text `after`."""
+    """A statement that is replaced, mostly a barrier or a fence that is taken out: the first `what`
+    in `file` after the text `after`.
+    """
 
     part: str
     file: str
     after: str
     what: str = "__syncthreads();"
+    to: str = ""
 
 
 PLANTED = [
@@ -98,39 +103,35 @@ PLANTED = [
 ]
 
 
-def compiled(source: Path, csrc: Path, to: Path, *flags: str) -> Path:
-    """Compile a C++ or CUDA file for the CPU; return the object file."""
-    command = [
-        os.environ.get("CXX", "c++"),
-        *FLAGS,
-        *flags,
-        f"-I{csrc}",
-        "-x",
-        "c++",
-        "-c",
-        str(source),
-        "-o",
-        str(to),
-    ]
-    subprocess.run(command, check=True, timeout=LIMIT)
-    return to
+# loads of 16 bytes, and asynchronous copies
+MISALIGNED = [
+    Planted(
+        part,
+        "softmax_rows.cuh",
+        "const int wanted = beyond ?",
+        "head = wanted < size ? wanted : size;",
+        "head = 0;",
+    )
+    for part in ("token_loss", "token_loss_in_clusters")
+]
+FAULTS = PLANTED + MISALIGNED
 
 
-def linked(objects: list[Path], to: Path) -> Path:
-    command = [
-        os.environ.get("CXX", "c++"),
-        "-fsanitize=thread",
-        *ALIGNMENT,
-        *map(str, objects),
-        "-o",
-        str(to),
-    ]
-    subprocess.run(command, check=True)
-    return to
+def plant_faults(csrc: Path) -> None:
+    """Put every fault under the condition that the emulator was told its number."""
+    for number, fault in enumerate(FAULTS):
+        path = csrc / "cuda" / fault.file
+        before, found, rest = path.read_text().partition(fault.after)
+        assert found, f"{fault.file} has no {fault.after!r}"
+        assert fault.what in rest
+        either = f"{{ if (emulation::fault == {number}) {{ {fault.to} }} else {{ {fault.what} }} }}"
+        path.write_text(before + found + rest.replace(fault.what, either, 1))
 
 
-def run(program: Path, part: str, copies: str = "late") -> subprocess.CompletedProcess[str]:
-    """Run a part; its standard error has the report of the first data race, if there is one."""
+def run(program: Path, part: str, copies: str = "late", fault: int = -1) -> tuple[int, str]:
+    """Run a part; return its exit status and its standard error, which has the report of the first
+    data race or misaligned access, if there is one.
+    """
     command = [str(program), part]
     if (
         shutil.which("setarch")
@@ -139,8 +140,12 @@ def run(program: Path, part: str, copies: str = "late") -> subprocess.CompletedP
     ):
         # older ThreadSanitizers need memory at their own addresses
         command = ["setarch", "-R", *command]
-    settings = {"TSAN_OPTIONS": "halt_on_error=1", "MAXRL_EMULATED_COPIES": copies}
-    return subprocess.run(
+    settings = {
+        "TSAN_OPTIONS": "halt_on_error=1",
+        "MAXRL_EMULATED_COPIES": copies,
+        "MAXRL_FAULT": str(fault),
+    }
+    ended = subprocess.run(
         command,
         env=os.environ | settings,
         capture_output=True,
@@ -148,72 +153,48 @@ def run(program: Path, part: str, copies: str = "late") -> subprocess.CompletedP
         check=False,
         timeout=LIMIT,
     )
+    return ended.returncode, ended.stderr
 
 
 @pytest.fixture(scope="session")
-def objects(tmp_path_factory):
-    """The object files of the kernels, by name, and of the program that launches them."""
+def program(tmp_path_factory):
     folder = tmp_path_factory.mktemp("races")
-    made = {
-        name: compiled(CSRC / f"cuda/{name}.cu", CSRC, folder / f"{name}.o", "-fsanitize=thread")
-        for name in PARTS.values()
-    }
-    made["races"] = compiled(HERE / "races.cpp", CSRC, folder / "races.o", "-fsanitize=thread")
-    # not one of the threads that it runs
-    made["emulation"] = compiled(HERE / "emulation.cpp", CSRC, folder / "emulation.o")
-    return made
-
-
-@pytest.fixture(scope="session")
-def program(objects, tmp_path_factory):
-    return linked(list(objects.values()), tmp_path_factory.mktemp("races") / "races")
-
-
-@pytest.mark.parametrize("copies", ["late", "early"])
-@pytest.mark.parametrize("part", PARTS)
-def test_the_kernels_have_no_race(program, part, copies):
-    ended = run(program, part, copies)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    csrc = folder / "csrc"
+    shutil.copytree(CSRC, csrc)
+    plant_faults(csrc)
+    compiler, objects = os.environ.get("CXX", "c++"), []
+    sources = [csrc / f"cuda/{name}.cu" for name in dict.fromkeys(PARTS.values())]
+    for source in (*sources, HERE / "races.cpp", HERE / "emulation.cpp"):
+        objects.append(folder / f"{source.stem}.o")
+        command = [compiler, *FLAGS, f"-I{csrc}", "-x", "c++", "-c", source, "-o", objects[-1]]
+        if source.stem != "emulation":  # not one of the threads that it runs
+            command.append("-fsanitize=thread")
+        subprocess.run(command, check=True, timeout=LIMIT)
+    program = folder / "races"
+    subprocess.run([compiler, "-fsanitize=thread", *ALIGNMENT, *objects, "-o", program], check=True)
+    return program
 
 
 @pytest.mark.parametrize(
-    "planted", PLANTED, ids=lambda planted: f"{planted.file}-{planted.after}-{planted.what}"
+    ("part", "copies"),
+    [
+        *((part, "late") for part in PARTS),
+        *((part, "early") for part in PARTS if part.startswith("token")),  # the others copy nothing
+    ],
 )
-def test_a_missing_barrier_is_found(objects, planted, tmp_path):
-    stderr = with_change(
-        objects, tmp_path, planted.part, planted.file, planted.after, planted.what, ""
-    )
+def test_the_kernels_have_no_race(program, part, copies):
+    assert run(program, part, copies) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "fault", PLANTED, ids=lambda fault: f"{fault.file}-{fault.after}-{fault.what}"
+)
+def test_a_missing_barrier_is_found(program, fault):
+    _, stderr = run(program, fault.part, fault=FAULTS.index(fault))
     assert "ThreadSanitizer: data race" in stderr
 
 
-# loads of 16 bytes, and asynchronous copies
-@pytest.mark.parametrize("part", ["token_loss", "token_loss_in_clusters"])
-def test_a_misaligned_access_is_found(objects, part, tmp_path):
-    head = "head = wanted < size ? wanted : size;"
-    stderr = with_change(
-        objects,
-        tmp_path,
-        part,
-        "softmax_rows.cuh",
-        "const int wanted = beyond ?",
-        head,
-        "head = 0;",
-    )
+@pytest.mark.parametrize("fault", MISALIGNED, ids=lambda fault: fault.part)
+def test_a_misaligned_access_is_found(program, fault):
+    _, stderr = run(program, fault.part, fault=FAULTS.index(fault))
     assert "misaligned" in stderr
-
-
-def with_change(objects, folder: Path, part: str, file: str, after: str, what: str, to: str) -> str:
-    """Replace the first `what` in a file after the text `after`; return the standard error of the
-    part.
-    """
-    shutil.copytree(CSRC, folder / "csrc")
-    path = folder / "csrc/cuda" / file
-    before, found, rest = path.read_text().partition(after)
-    assert found, f"{file} has no {after!r}"
-    assert what in rest
-    path.write_text(before + found + rest.replace(what, to, 1))
-    name = PARTS[part]
-    changed = compiled(
-        folder / f"csrc/cuda/{name}.cu", folder / "csrc", folder / f"{name}.o", "-fsanitize=thread"
-    )
-    return run(linked([*(objects | {name: changed}).values()], folder / "races"), part).stderr

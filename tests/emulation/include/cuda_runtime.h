@@ -45,6 +45,7 @@ namespace emulation {
 constexpr int kWarp = 32;
 
 extern unsigned cluster_size;  // of the launch
+extern const int fault;  // the number of the planted fault that happens (test_races.py), or none
 
 unsigned cluster_rank();
 void sync_block();

@@ -75,7 +75,9 @@ def test_a_run_writes_its_files(finished):
     }
     for record in metrics:
         assert wanted | TIMINGS <= record.keys()
-        assert 0 < record["tokens_shared"] < 1
+        # 0 where a step has no gradient
+        assert (record["tokens_shared"] > 0) == (record["grad_norm"] > 0)
+        assert record["tokens_shared"] < 1
         assert record["entropy"] > 0.1
         assert record["ratio"] == pytest.approx(1.0, abs=1e-4)
     evaluations = read(finished / "eval.jsonl")

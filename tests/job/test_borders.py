@@ -193,7 +193,7 @@ def test_rewards_at_the_end_of_float32_leave_every_file_json(rewards, objective,
     if rewards == "same":  # 3e38 as float32
         assert means == rates[:3] == [3.0000000054977558e38] * 3
         assert records["metrics.jsonl"][0]["reward/part"] == pytest.approx(3e38)
-    flags = ["--prompts", "4", "--samples", "3", "--out", str(evaluated)]
+    flags = ["--eval-prompts", "4", "--samples", "3", "--out", str(evaluated)]
     assert evaluate.main([str(out), *flags]) == 0
     assert assert_json(evaluated)["eval.json"]
 

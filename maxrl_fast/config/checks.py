@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def objective_of(config: Config) -> Objective:
             config.optimizer.updates_per_step,
         )
     except ValueError as error:
-        raise InputError(str(error)) from error
+        is_named = "--rollouts" in str(error) or not re.search(r"\bN\b|rollouts", str(error))
+        raise InputError(str(error) if is_named else f"{error}; --rollouts sets N") from error
 
 
 def correction_name(config: Config) -> CorrectionName:

@@ -389,7 +389,7 @@ def test_choices_have_the_names_that_others_give_them():
         --dynamic-sampling 4 --overlong-buffer INT?
     --loss GRPO | got 'GRPO'; did you mean --objective grpo?
     --dtype fp16 | --dtype must be one of auto, float32, bfloat16, got 'fp16'
-    --k 16 | maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16
+    --k 16 | maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16; --rollouts sets N
     --objective pkpo --k 1 | pkpo needs 2 <= k <= N = 16
     --objective rloo --rollouts 1 | rloo needs at least 2 rollouts per prompt, got 1
     --objective grpo --k 4 | --k is not used by objective grpo

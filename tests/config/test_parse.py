@@ -243,7 +243,7 @@ def test_a_missing_file_is_refused():
     ("content", "place"),
     [
         ("seed = 1\nlr = nan", "lr must be a finite number above 0, got nan (lr: {}, line 2)"),
-        ("k = 16", "got 16 (k: {}, line 1)"),
+        ("k = 16", "got 16; --rollouts sets N (k: {}, line 1)"),
         ("objective = 'grpo'\nk = 4", "{}, line 2: k is not used by objective grpo"),
         (
             "heads = 3\nkv_heads = 1",

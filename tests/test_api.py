@@ -192,7 +192,7 @@ def test_a_task_object_trains_as_its_name_does(tmp_path, capsys):
         evaluate(
             [
                 str(tmp_path / "given"),
-                *"--prompts 2 --samples 2 --out".split(),
+                *"--eval-prompts 2 --samples 2 --out".split(),
                 str(tmp_path / "evaluated"),
             ]
         )

@@ -343,7 +343,7 @@ def test_a_run_of_a_task_class_is_evaluated(tmp_path):
     run = tmp_path / "run"
     assert train.main([*SIZES, "--task", f"{SORT}:SortTask", *ARGS, "--out", str(run)]) == 0
     flags = [
-        *"--prompts 6 --samples 4 --rollout".split(),
+        *"--eval-prompts 6 --samples 4 --rollout".split(),
         f"{NAIVE}:NaiveEngine",
         "--out",
         str(tmp_path / "evaluated"),

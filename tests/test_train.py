@@ -220,7 +220,7 @@ def test_compile_compiles_the_layers(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
     flags = [
-        "--model",
+        *"--task maze --model".split(),
         str(finished / "latest"),
         *"--lora-rank 2 --lora-targets q_proj,down_proj --lr 0.01".split(),
     ]

@@ -85,6 +85,7 @@ def run_flags(
         "objective": objective,
         "rollouts": n,
         "seed": seed,
+        "task": "maze",
         "model": policy,
         "sft-steps": 0,
     }

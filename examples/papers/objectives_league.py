@@ -184,6 +184,7 @@ def league_run(settings: LeagueSettings, objective: str, seed: int, policy: Path
     options = {
         "objective": "rloo" if is_start else objective,
         "seed": seed + SEED_SHIFT,
+        "task": "maze",
         "model": str(policy),
         "maze_size": settings.maze_size,
         "prompts": settings.prompts,

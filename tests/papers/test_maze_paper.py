@@ -55,7 +55,7 @@ def test_every_phase_runs_at_a_tiny_size(tmp_path):
         command.main(
             [
                 str(first),
-                *"--prompts 3 --samples 4 --bootstrap 10 --out".split(),
+                *"--eval-prompts 3 --samples 4 --bootstrap 10 --out".split(),
                 str(tmp_path / "eval"),
             ]
         )

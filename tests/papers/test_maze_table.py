@@ -21,6 +21,7 @@ from tests.papers.load import FOLDER, load
 maze_table, read = load("maze_table"), load("training_runs").records
 STEPS = 30
 RECIPE = """
+task = "maze"
 maze_size = 7
 max_new_tokens = 16
 hidden_size = 32

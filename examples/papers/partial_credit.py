@@ -104,7 +104,11 @@ def mazes(settings: MazeSettings) -> dict[str, Any]:
         | {"objective": "rloo", "steps": 0, "sft-steps": settings.warm_steps, "seed": settings.seed}
     )
     # All evaluations use the same mazes and random numbers.
-    measure = {"eval-prompts": settings.eval_mazes, "samples": settings.eval_samples, "bootstrap": 1}
+    measure = {
+        "eval-prompts": settings.eval_mazes,
+        "samples": settings.eval_samples,
+        "bootstrap": 1,
+    }
     measure |= {"task-seed": settings.seed, "seed": settings.seed}
     measured = flags_of(measure)
     start = train_all({"warm-start": flags_of(warm)}, settings.work, 1, "warm start", measured)[

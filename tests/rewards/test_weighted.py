@@ -222,7 +222,15 @@ def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(
         assert f"{other[0][2:].replace('-', '_')}: [" in capsys.readouterr().err
     assert (
         evaluate.main(
-            [str(out), "--eval-prompts", "2", "--samples", "2", "--out", str(tmp_path / "evaluation")]
+            [
+                str(out),
+                "--eval-prompts",
+                "2",
+                "--samples",
+                "2",
+                "--out",
+                str(tmp_path / "evaluation"),
+            ]
         )
         == 0
     )

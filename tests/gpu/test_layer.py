@@ -17,8 +17,7 @@ from tests.layers import (
     check_rotation,
     check_swiglu,
 )
-from tests.models import tiny_decoder
-from tests.rollout.test_decode_model import POSITIONS, TOKENS
+from tests.models import POSITIONS, TOKENS, tiny_decoder
 
 pytestmark = pytest.mark.gpu
 

@@ -308,13 +308,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
             else rms_norm(x, shape, weight, eps)
         )
 
+    keep_on_host, launch_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch.launch
+
     def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
+        if call.device.type == "cpu":
+            return keep_on_host(call, tensor)
         on_gpu = isinstance(tensor, FakeTensor) and tensor.device == call.device == GPU
         assert on_gpu, f"{tensor} is not on the GPU"
         call._kept.append(tensor)
         return 1 + len(call._kept)
 
-    def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> None:
+    def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> Any:
+        if call.device.type == "cpu":
+            return launch_on_host(call, kernel, **arguments)
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
             if (
@@ -323,6 +329,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
                 and tensor.numel() < _LARGEST_KNOWN
             ):
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
+        return None
 
     monkeypatch.setattr(torch.nn.functional, "rms_norm", fused_rms_norm)
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)

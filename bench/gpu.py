@@ -8,10 +8,10 @@ on the smallest tests; `maze` continues the MaxRL paper's maze experiment in run
 (examples/papers/maze_table.py).
 
 Steps run one after another, each in its own process and with its own time limit, at most 9 minutes
-in all. A step that exceeds its limit is killed with all its processes, and the next one starts. The
-output of tests and benchmarks is shown and kept in a log. One JSON document has the machine, the
-versions and every figure; it is written again after each step. The last lines are a table of
-figures, aims, floors and peers; the aims are for an H200.
+in all. A step that exceeds its limit is killed with all its processes, and the next one starts;
+after a failed build none does. The output of tests and benchmarks is shown and kept in a log. One
+JSON document has the machine, the versions and every figure; it is written again after each step.
+The last lines are a table of figures, aims, floors and peers; the aims are for an H200.
 
 Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as
 gpu_NAME_PART.json and gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not
@@ -35,6 +35,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,12 @@ import torch
 
 from bench.gpu_build import WHEELS
 from bench.gpu_run import ROOT, run_step
-from bench.gpu_steps import PARTS, Step, dry_steps, gpu_steps, missing
+from bench.gpu_steps import PARTS, RESULTS, Step, dry_steps, gpu_steps, missing
 from bench.gpu_table import lines, rows
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import memory_bytes, versions
 from maxrl_fast.runtime.files import write_json
 
-VARIABLE = "MAXRL_FAST_GPU_RESULTS"
 NEEDED = ("numpy", "safetensors", "pytest")
 PACKAGES = (
     "triton",
@@ -136,22 +136,23 @@ def use_wheels() -> None:
 
 
 def results_folder(is_dry: bool) -> Path:
-    folder = Path(
-        os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu")
-    )
+    folder = Path(os.environ.get(RESULTS) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{VARIABLE} must be a folder that can be written to, got {folder}: {error}"
+            f"{RESULTS} must be a folder that can be written to, got {folder}: {error}"
         ) from error
+    os.environ[RESULTS] = str(folder.resolve())  # for the steps
     return folder
 
 
 def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: float) -> None:
-    log, start = file.with_suffix(".log"), time.monotonic()
+    log, start, is_built = file.with_suffix(".log"), time.monotonic(), True
     limit = sum(step.seconds for step in steps if not step.absent) * stretch
     for number, step in enumerate(steps, 1):
+        if not is_built:
+            step = replace(step, absent="the extension was not built")
         passed = time.monotonic() - start
         about = f"[{number}/{len(steps)}] {step.name}"
         if step.absent:
@@ -164,6 +165,7 @@ def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: floa
             )
         record = run_step(step, step.seconds * stretch, log)
         result["steps"][step.name] = record
+        is_built = is_built and (step.name != "build" or record["state"] in ("done", "absent"))
         record["commit"] = result["machine"]["commit"]
         result["table"] = [vars(row) for row in rows(result["steps"])]
         write_json(file, result)

@@ -5,14 +5,15 @@ here.
 that interpreter, of which only the headers are needed, with a digest of its sources. Without these
 options, on the machine with the GPU, an extension in the folder of MAXRL_FAST_WHEELS is used if it
 was built for this interpreter from the sources that are here. Otherwise the extension is built
-here; the reason is printed. The exit code is 1 where the extension cannot be built or has no CUDA
-kernels.
+here; the reason is printed. The exit code is 1, after a sentence, where the extension cannot be
+built or has no CUDA kernels.
 
 A build takes minutes.
 """
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -68,7 +69,7 @@ def build_for(python: str, folder: Path) -> None:
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder.resolve()}",
     ]
     configure += [
-        f"-DPython_EXECUTABLE={shutil.which(python)}",
+        f"-DPython_EXECUTABLE={python}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
     ]
     configure += [
@@ -98,6 +99,10 @@ def install() -> bool:
             return True
         why = f"{extension} does not load, or has no CUDA kernels"
     print(f"the extension is built here: {why}", flush=True)
+    absent = [name for name in ("setuptools", "pybind11") if importlib.util.find_spec(name) is None]
+    absent += [name for name in ("cmake", "ninja", "nvcc") if shutil.which(name) is None]
+    if absent:
+        raise OSError(f"a build needs {', '.join(absent)}")
     environment = {"CUDAARCHS": "native"} | os.environ | {"MAXRL_FAST_CUDA": "ON"}
     subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
@@ -108,20 +113,29 @@ def install() -> bool:
     return has_kernels()
 
 
-def can_build_for(python: str) -> str:
-    """Return "" if an interpreter runs here and has its headers; otherwise why not."""
-    code = (
-        "import sysconfig, os; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
-    )
-    try:
-        run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    except OSError as error:
-        return str(error)
-    return (
-        ""
-        if run.stdout.strip() == "True"
-        else f"{python} {'has no headers' if not run.returncode else 'does not run'} here"
-    )
+def interpreter(python: str) -> str:
+    """Return the path of an interpreter that runs here and has its headers: the named one, else
+    one of that name among pyenv's versions, whose commands on the PATH may choose none.
+
+    Raises:
+        OSError: if there is none.
+    """
+    code = "import sysconfig, sys; print(sys.executable, sysconfig.get_path('include'), sep='\\n')"
+    tried = []
+    versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    for path in [python, *map(str, sorted(versions.glob(f"*/bin/{Path(python).name}")))]:
+        if shutil.which(path) is None:
+            tried.append(f"{path} is not there")
+            continue
+        run = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+        if run.returncode:
+            tried.append(f"{path} does not run")
+            continue
+        executable, include = run.stdout.splitlines()
+        if Path(include, "Python.h").exists():
+            return executable
+        tried.append(f"{path} has no headers")
+    raise OSError(f"no interpreter to build the extension for: {'; '.join(tried)}")
 
 
 def main() -> int:
@@ -140,11 +154,9 @@ def main() -> int:
     try:
         if options.for_python is None:
             return 0 if install() else 1
-        if why := can_build_for(options.for_python):
-            print(f"no extension is built: {why}; the machine with the GPU builds its own")
-            return 0
+        python = interpreter(options.for_python)
         options.to.mkdir(parents=True, exist_ok=True)
-        build_for(options.for_python, options.to)
+        build_for(python, options.to)
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -3,7 +3,7 @@
 A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
 when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
-which samples have finished, and the host asks every BURST steps.
+which samples have finished, and the host asks every tuning.BURST steps.
 """
 
 import contextlib
@@ -19,11 +19,9 @@ from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
+from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import memory_bytes
 
-BURST = 8  # steps between two synchronisations with the device
-# of prompts computed together; more are no faster, and their tensors are not counted in the limit
-PREFILL_TOKENS = 32768
 # of the device's memory: a KV cache that takes more is freed while the policy trains
 KEPT_SHARE = 0.1
 
@@ -147,7 +145,7 @@ class _Job:
                 break
             else:
                 lengths = lengths[active]
-                longest, count = int(lengths.max()), min(BURST, limit - int(lengths.min()))
+                longest, count = int(lengths.max()), min(tuning.BURST, limit - int(lengths.min()))
                 if not waiting:
                     batch.compact(active, longest)
                 batch.steps(count, self.sampling, min(limit, longest + count))
@@ -176,10 +174,10 @@ class _Job:
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """At most PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
+        """At most tuning.PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
         start, device = time.perf_counter(), self.keys.device
         lengths, cu_seqlens = self.prompts.lengths.cpu(), self.prompts.cu_seqlens.cpu()
-        for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
+        for part in slots.split(max(1, tuning.PREFILL_TOKENS // self.batch.shape.prompt_width)):
             groups = torch.arange(self.next_group, self.next_group + len(part))
             chosen = groups // self.groups_per_prompt  # prompt of each group
             index = ranges(cu_seqlens[chosen], lengths[chosen]).to(device)

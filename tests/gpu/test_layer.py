@@ -13,6 +13,7 @@ from tests.layers import (
     NORMS,
     ROTATIONS,
     TOLERANCE,
+    check_chosen_rows,
     check_norm,
     check_rotation,
     check_swiglu,
@@ -42,6 +43,12 @@ def test_rotation_of_heads(shape, has_norms, dtype):
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 def test_swiglu(shape, dtype):
     check_swiglu(*shape, dtype, GPU, contextlib.nullcontext)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+def test_chosen_rows(shape, dtype):
+    check_chosen_rows(*shape, dtype, GPU, contextlib.nullcontext)
 
 
 def gradients(model: Decoder, device: torch.device) -> list[torch.Tensor]:

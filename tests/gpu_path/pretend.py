@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
 from maxrl_fast.model import flash
-from maxrl_fast.ops import dispatch, group_advantage_kernel, logit_chunks
+from maxrl_fast.ops import dispatch, group_advantage_kernel
 
 GPU = torch.device("cuda", 0)
 _WITHOUT_KERNEL = (
@@ -296,7 +296,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(logit_chunks, "_adds_half_products", lambda device, dtype: True)
     for name in ("_lazy_init", "graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     pretended, rms_norm = PretendGpu(), torch.nn.functional.rms_norm

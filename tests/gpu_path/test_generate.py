@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, decode_sample, decode_slots, device_decoder
+from maxrl_fast.rollout import Sampling, decode_sample, decode_slots
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.runtime import tuning
 from tests.gpu_path.pretend import GPU
 from tests.gpu_path.test_budgets import policy
 
@@ -118,5 +119,5 @@ def test_prompts_that_wait_for_a_slot_are_admitted_later(gpu, engine, captures):
 def test_a_call_waits_a_few_times_for_each_burst(gpu, engine):
     for _ in range(2):  # the first call captures
         num_waits = sample(gpu, engine, 16)
-        bursts = -(-engine.statistics.decode_steps // device_decoder.BURST)
+        bursts = -(-engine.statistics.decode_steps // tuning.BURST)
         assert num_waits <= WAITS_OF_CALL + WAITS_OF_BURST * bursts, str(gpu)

@@ -13,6 +13,7 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, decode_slots, device_decoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.runtime import tuning
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 
@@ -245,7 +246,7 @@ def test_long_prompts_are_computed_a_part_at_a_time(engine, monkeypatch):
         admit(batch, slots, prompts, *others)
 
     monkeypatch.setattr(DecodeSlots, "admit", watched)
-    monkeypatch.setattr(device_decoder, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(tuning, "PREFILL_TOKENS", 16)
     rollouts = sample(engine)
     assert max(computed) <= 16
     assert sum(computed) == len(PROMPTS.tokens)

@@ -3,11 +3,12 @@
 A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
 when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
-which samples have finished, and the host asks every tuning.BURST steps.
+which samples have finished, and the host asks after every burst of tuning.BURST steps.
 """
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.runtime import tuning
-from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
 
 # of the device's memory: a KV cache that takes more is freed while the policy trains
 KEPT_SHARE = 0.1
@@ -131,26 +132,43 @@ class _Job:
         self.groups = padded.view(-1, batch.group_size)
         self.groups_per_prompt = (num_samples + padding) // batch.group_size
         self.next_group = self.steps = 0
+        self.is_stored = torch.zeros(len(keys), dtype=torch.bool)
+        self.pinned: list[Tensor] = []
         self.prefill_seconds = 0.0
 
     def run(self) -> tuple[Rollouts, RolloutStatistics]:
+        """On a GPU the next burst is launched before the state after the last one is read, except
+        where rows move: the GPU never waits for the host, at the cost of one burst at the end."""
         start, limit, batch = time.perf_counter(), self.sampling.max_new_tokens, self.batch
-        active, lengths = self._finish()
+        active, lengths = self._finish(self._state())
+        # of the burst that is not in `active` and `lengths` yet: the state after it, and its steps
+        ahead: Callable[[], Tensor] | None = None
+        running = 0
         while True:
             waiting = len(self.groups) - self.next_group
             slots = self._slots_to_fill(active, waiting)
-            if len(slots):
+            still = lengths[active]
+            count = min(tuning.BURST, limit - running - int(still.min())) if len(still) else 0
+            moves = len(slots) or (not waiting and batch.fitting(len(still)) < batch.rows)
+            if ahead is not None and (moves or count <= 0):
+                active, lengths = self._finish(ahead)
+                ahead, running = None, 0
+            elif len(slots):
                 self._admit(slots)
-            elif not active.any():
+                active, lengths = self._finish(self._state())
+            elif not len(still):
                 break
             else:
-                lengths = lengths[active]
-                longest, count = int(lengths.max()), min(tuning.BURST, limit - int(lengths.min()))
-                if not waiting:
+                longest = int(still.max())
+                if moves:
                     batch.compact(active, longest)
-                batch.steps(count, self.sampling, min(limit, longest + count))
+                batch.steps(count, self.sampling, min(limit, longest + running + count))
                 self.steps += count
-            active, lengths = self._finish()
+                due, ahead, running = ahead, self._state(), count
+                if not batch.has_graphs:
+                    due, ahead, running = ahead, None, 0
+                if due is not None:
+                    active, lengths = self._finish(due)
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
         rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~batch.stops[last])
@@ -191,18 +209,30 @@ class _Job:
             self.next_group += len(part)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _finish(self) -> tuple[Tensor, Tensor]:
-        """Store the results of samples that have ended since the last call.
+    def _state(self) -> Callable[[], Tensor]:
+        """Return a function that waits for the state [3, rows] as it is now."""
+        batch = self.batch
+        state = torch.stack([batch.done.long(), batch.sample, batch.length])
+        if self.keys.device.type != "cuda":
+            return lambda: state
+        if not self.pinned:
+            self.pinned = [torch.empty(state.shape, dtype=state.dtype).pin_memory() for _ in "ab"]
+        self.pinned.reverse()  # the other one may not be read yet
+        return HostCopy(state, self.pinned[0]).read
+
+    def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Store the results of samples that had ended in a state, and are not stored yet.
 
         Returns which rows are active, and their lengths, both [rows] on the host. Only this waits
         for the device.
         """
         batch = self.batch
-        state = torch.stack([batch.done.long(), batch.sample, batch.length])
-        done, samples, lengths = state[:, : batch.rows].cpu()
+        done, samples, lengths = state()[:, : batch.rows].clone()
         ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
+        ended = ended[~self.is_stored[samples[ended]]]
         if len(ended):
-            rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))
+            self.is_stored[samples[ended]] = True
+            rows, samples = to_device(self.keys.device, ended, samples[ended])
             for name, result in self.results.items():
                 result[samples] = getattr(batch, name)[rows]
             batch.forget(rows)

@@ -100,8 +100,10 @@ class PretendGpu(TorchDispatchMode):
             (device is not None and not goes_to_gpu)
             or (name == "copy_" and not isinstance(args[0], FakeTensor))
         ):
-            self.waits.append("a tensor is copied to the host")
             values = _value(inputs[0])
+            is_awaited = name != "copy_" or args[2:] != (True,)
+            if is_awaited or not hasattr(args[0], "is_pretended_pinned"):
+                self.waits.append("a tensor is copied to the host")
             return (
                 args[0].copy_(values)
                 if name == "copy_"
@@ -254,6 +256,19 @@ def _depends_on_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return name in _BY_VALUES
 
 
+class Event:
+    """An event of CUDA, which the host may wait for."""
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        self.gpu = gpu
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.gpu.waits.append("the host waits for an event")
+
+
 class _RmsNorm(torch.autograd.Function):
     """F.rms_norm, which chooses its fused CUDA kernel in C++, where a FakeTensor shows the device
     `meta`.
@@ -298,6 +313,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in ("_lazy_init", "graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(pretended))
     pretended, rms_norm = PretendGpu(), torch.nn.functional.rms_norm
 
     def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:

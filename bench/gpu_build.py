@@ -51,12 +51,13 @@ def carried(folder: Path) -> tuple[Path | None, str]:
     return extension, ""
 
 
-def build_for(python: str, folder: Path) -> None:
-    """Build the extension for another interpreter; write it and the digest of its sources into a
-    folder.
+def build_for(python: str, folder: Path, flags: str = "") -> None:
+    """Build the extension for another interpreter, with these flags of the CUDA compiler; write it
+    and the digest of its sources into a folder.
     """
     import pybind11
 
+    folder.mkdir(parents=True, exist_ok=True)
     build = ROOT / "build/extension-gpu"
     configure: list[str | Path] = [
         "cmake",
@@ -74,6 +75,7 @@ def build_for(python: str, folder: Path) -> None:
     ]
     configure += [
         "-DMAXRL_FAST_CUDA=ON",
+        f"-DCMAKE_CUDA_FLAGS={flags}",
         f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', ARCHITECTURE)}",
     ]
     subprocess.run(configure, check=True)
@@ -154,9 +156,7 @@ def main() -> int:
     try:
         if options.for_python is None:
             return 0 if install() else 1
-        python = interpreter(options.for_python)
-        options.to.mkdir(parents=True, exist_ok=True)
-        build_for(python, options.to)
+        build_for(interpreter(options.for_python), options.to)
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -94,7 +94,7 @@ gpu-profile:  ## the same needs: profiles, hardware counters, torch.compile and 
 gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on the smallest tests (at most 9 minutes)
 	$(PYTHON) -m bench.gpu --part races
 
-gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table; an archive without checkpoints with the results (at most 9 minutes a call)
+gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table; its archive goes to the results (at most 9 minutes a call)
 	$(PYTHON) -m bench.gpu --part maze
 
 gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` needs besides torch, for a machine without a network: MAXRL_FAST_WHEELS there (10 MB)

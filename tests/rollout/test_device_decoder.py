@@ -114,8 +114,8 @@ def test_a_burst_is_launched_before_the_state_after_the_last_one_is_read(
     engine = NativeEngine(model, torch.float32, in_cpp=False)
     expected = sample(NativeEngine(model, torch.float32))
     assert torch.equal(sample(engine).tokens, expected.tokens)
-    assert set(behind) == {0, tuning.BURST}
-    assert behind.count(tuning.BURST) > 2
+    assert max(behind) == tuning.BURST
+    assert behind.count(tuning.BURST) >= 2
 
 
 def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
@@ -131,8 +131,9 @@ def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    decode_slots.captured(lambda: None, SimpleNamespace(wait_stream=lambda stream: None), None)
+    stream = SimpleNamespace(wait_stream=lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    decode_slots.captured(lambda: None, stream, None)
     assert modes == ["thread_local"]
 
 

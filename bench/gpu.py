@@ -2,22 +2,17 @@
 nine minutes.
 
 Every part begins with the extension: the one that was carried here, or one that is built here.
-`figures` then has the tests and everything that has an aim; `profile` has profiles, hardware
-counters, torch.compile and peers; `races` has compute-sanitizer's memcheck, racecheck and synccheck
-on the smallest tests; `maze` continues the MaxRL paper's maze experiment in runs/maze_table
-(examples/papers/maze_table.py).
-
-Steps run one after another, each in its own process and with its own time limit, at most 9 minutes
-in all. A step that exceeds its limit is killed with all its processes, and the next one starts;
-after a failed build none does. The output of tests and benchmarks is shown and kept in a log. One
-JSON document has the machine, the versions and every figure; it is written again after each step.
-The last lines are a table of figures, aims, floors and peers; the aims are for an H200.
+bench/README.md lists the parts and their steps, which run one after another, each in its own
+process and with its own time limit, at most 9 minutes in all. A step that exceeds its limit is
+killed with all its processes, and the next one starts; after a failed build none does. The output
+is shown and kept in a log. One JSON document has the machine, the versions and every figure; it is
+written again after each step. The last lines are a table of figures, aims, floors and peers; the
+aims are for an H200.
 
 Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as
-gpu_NAME_PART.json and gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not
-installed is left out, and so is a step that needs a missing package. On a machine that can install
-nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come before the
-installed packages; `make gpu-wheels` fetches them.
+gpu_NAME_PART.json and gpu_NAME_PART.log. Nothing is installed or downloaded. MAXRL_FAST_WHEELS names
+a folder of wheels, which are unpacked and come before the installed packages; `make gpu-wheels`
+fetches them.
 
 Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on
 wrong input; 130 and 143 after Ctrl-C and SIGTERM, which end the step's processes. A figure that
@@ -51,14 +46,8 @@ from maxrl_fast.runtime.files import write_json
 
 NEEDED = ("numpy", "safetensors", "pytest")
 PACKAGES = (
-    "triton",
-    "transformers",
-    "numpy",
-    "trl",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "vllm",
-    "flash-attn",
+    *("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy"),
+    *("vllm", "flash-attn"),
 )
 
 
@@ -77,10 +66,7 @@ def version_of(package: str) -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    commit, changes = (
-        output_of("git", "rev-parse", "HEAD"),
-        output_of("git", "status", "--porcelain"),
-    )
+    changes = output_of("git", "status", "--porcelain")
     return versions() | {
         "device": str(device),
         "memory_bytes": memory_bytes(device),
@@ -90,7 +76,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         else None,
         "cpu_cores": os.cpu_count(),
         "packages": {name: version_of(name) for name in PACKAGES},
-        "commit": commit,
+        "commit": output_of("git", "rev-parse", "HEAD"),
         "has_changes": None if changes is None else bool(changes),
     }
 

@@ -1,14 +1,10 @@
 """`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried here or built
 here.
 
-`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER` writes it for
-that interpreter, of which only the headers are needed, with a digest of its sources. Without these
-options, on the machine with the GPU, an extension in the folder of MAXRL_FAST_WHEELS is used if it
-was built for this interpreter from the sources that are here. Otherwise the extension is built
-here; the reason is printed. The exit code is 1, after a sentence, where the extension cannot be
-built or has no CUDA kernels.
-
-A build takes minutes.
+`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER`, which needs
+that interpreter's headers. Without options, an extension in the folder of MAXRL_FAST_WHEELS is used
+if it was built for this interpreter from the sources that are here; otherwise one is built here,
+and the reason is printed. The exit code is 1, after a sentence, where that fails.
 """
 
 import argparse
@@ -28,12 +24,9 @@ ARCHITECTURE = "90a-real"  # Hopper, if the environment variable CUDAARCHS names
 
 
 def digest_of_sources() -> str:
-    files = [
-        ROOT / "CMakeLists.txt",
-        *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()),
-    ]
     digest = hashlib.sha256()
-    for file in files:
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    for file in [ROOT / "CMakeLists.txt", *sources]:
         digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -59,25 +52,16 @@ def build_for(python: str, folder: Path, flags: str = "") -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     build = ROOT / "build/extension-gpu"
-    configure: list[str | Path] = [
-        "cmake",
-        "-S",
-        ROOT,
-        "-B",
-        build,
-        "-G",
-        "Ninja",
-        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder.resolve()}",
-    ]
-    configure += [
-        f"-DPython_EXECUTABLE={python}",
-        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-    ]
-    configure += [
-        "-DMAXRL_FAST_CUDA=ON",
-        f"-DCMAKE_CUDA_FLAGS={flags}",
-        f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', ARCHITECTURE)}",
-    ]
+    settings = {
+        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": folder.resolve(),
+        "Python_EXECUTABLE": python,
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+        "MAXRL_FAST_CUDA": "ON",
+        "CMAKE_CUDA_FLAGS": flags,
+        "CMAKE_CUDA_ARCHITECTURES": os.environ.get("CUDAARCHS", ARCHITECTURE),
+    }
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+    configure += [f"-D{name}={value}" for name, value in settings.items()]
     subprocess.run(configure, check=True)
     subprocess.run(["cmake", "--build", build], check=True)
     (folder / DIGEST).write_text(digest_of_sources() + "\n")
@@ -106,12 +90,8 @@ def install() -> bool:
     if absent:
         raise OSError(f"a build needs {', '.join(absent)}")
     environment = {"CUDAARCHS": "native"} | os.environ | {"MAXRL_FAST_CUDA": "ON"}
-    subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-    )
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return has_kernels()
 
 

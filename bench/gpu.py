@@ -9,10 +9,9 @@ is shown and kept in a log. One JSON document has the machine, the versions and 
 written again after each step. The last lines are a table of figures, aims, floors and peers; the
 aims are for an H200.
 
-Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as
-gpu_NAME_PART.json and gpu_NAME_PART.log. Nothing is installed or downloaded. MAXRL_FAST_WHEELS names
-a folder of wheels, which are unpacked and come before the installed packages; `make gpu-wheels`
-fetches them.
+Results go to the folder in MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as gpu_NAME_PART.json and
+gpu_NAME_PART.log. Nothing is installed or downloaded. MAXRL_FAST_WHEELS names a folder of wheels,
+which are unpacked and come before the installed packages; `make gpu-wheels` fetches them.
 
 Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on
 wrong input; 130 and 143 after Ctrl-C and SIGTERM, which end the step's processes. A figure that

@@ -75,8 +75,7 @@ def build(seconds: float) -> Step:
 
 
 GPU_TESTS = ("token_loss", "rollout", "attention", "layer", "advantage")
-# For each kernel the smallest tests that launch it, with rows at odd addresses, rows of several
-# sizes and all formulas.
+# for each kernel the smallest tests that launch it
 SMALLEST = (
     "any_address or bad_values or test_pacs or sampling_equals and not 151936 or "
     "attention_equals_float64 and dtype1"

@@ -30,7 +30,8 @@ def test_the_first_value_is_todays():
 def test_gradients_are_compared(what):
     milliseconds, error = ab.MEASURES[what](CPU)
     assert milliseconds > 0
-    assert 0 < error < 1e-2
+    assert 0 <= error < 1e-2
+    assert error > 0 or what == "rows"  # both sides may round to the same numbers
 
 
 def test_a_variant_that_is_not_built_is_reported(tmp_path):

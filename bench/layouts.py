@@ -121,7 +121,7 @@ class LayoutUpdates:
             group["lr"] = 0.0
         self.learner = Learner(case.model, self.optimizer, SETTINGS, 1.0, case.token_budget, dtype)
         self.shared, self.repeated = (
-            Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, float("inf"))
+            Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, 1e9)
         )
         for parameter in case.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

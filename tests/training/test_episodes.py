@@ -2,19 +2,15 @@
 learned from.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts
-from tests.episodes import naive_logprobs, random_parts, rollouts_of
 from tests.models import tiny_decoder
+from tests.random_episodes import naive_logprobs, random_parts, rollouts_of
 
 NUM_ROLLOUTS = 4
 
@@ -24,12 +20,8 @@ def samples_of(seed, vocabulary=32):
     alike, also across an insertion.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompts = [
-        torch.randint(vocabulary, (n,), generator=generator).tolist() for n in (5, 1, 2)
-    ]
-    episodes = [
-        random_parts(generator, vocabulary) for _ in range(NUM_ROLLOUTS * len(prompts))
-    ]
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in (5, 1, 2)]
+    episodes = [random_parts(generator, vocabulary) for _ in range(NUM_ROLLOUTS * len(prompts))]
     return prompts, episodes, Samples(make_prompts(prompts), rollouts_of(episodes))
 
 

@@ -120,6 +120,18 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 @dataclass(frozen=True)
+class Inserted:
+    """What environments wrote between a policy's tokens. Nothing is learned from it."""
+
+    tokens: Tensor  # [E] int64, packed
+    cu_seqlens: Tensor  # [I+1] int64, of the insertions; each has at least one token
+    before: Tensor  # [I] int64, ascending: the sampled token, among the T, that each stands before
+
+    def to(self, device: torch.device) -> "Inserted":
+        return Inserted(self.tokens.to(device), self.cu_seqlens.to(device), self.before.to(device))
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """N responses to each of G prompts, grouped by prompt: sequence s answers prompt s // N."""
 
@@ -130,6 +142,7 @@ class Rollouts:
     logprobs: Tensor
     truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
+    inserted: Inserted | None = None  # by environments; None: one turn
 
     def __len__(self) -> int:
         """S, without reading from the device."""
@@ -150,12 +163,36 @@ class Rollouts:
 
     @classmethod
     def from_padded(
-        cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
+        cls,
+        tokens: Tensor,
+        logprobs: Tensor,
+        lengths: Tensor,
+        truncated: Tensor,
+        given: Tensor | None = None,
     ) -> "Rollouts":
-        """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S]."""
+        """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S].
+
+        given: [S, width] bool, the tokens that environments wrote, which become `inserted`; no row
+        begins or ends with one. Lengths count them.
+        """
         slots = padded_slots(lengths, tokens.shape[1])
+        tokens, logprobs = tokens.flatten()[slots], logprobs.flatten()[slots]
+        if given is None or not (is_given := given.flatten()[slots]).any():
+            return cls(tokens, cumulative(lengths), logprobs, truncated)
+        #     tokens    7 2 4 4 5 | 8 2 6 9      4 4 and 6 are given
+        #     is_given  . . x x . | . . x .
+        #     starts    . . x . . | . . x .      before 2 and 5 sampled tokens: 7 2 5, 8 2 9
+        is_sampled = ~is_given
+        starts = is_given & torch.nn.functional.pad(is_sampled[:-1], (1, 0))
+        num_sampled = cumulative(is_sampled.long())  # [T + E + 1], before each token
+        num_given = cumulative(is_given.long())
+        bounds = torch.cat([num_given[:-1][starts], num_given[-1:]])  # [I+1]
         return cls(
-            tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated
+            tokens[is_sampled],
+            num_sampled[cumulative(lengths)],
+            logprobs[is_sampled],
+            truncated,
+            inserted=Inserted(tokens[is_given], bounds, num_sampled[:-1][starts]),
         )
 
     @classmethod

@@ -5,8 +5,10 @@ tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequ
 `[cu_seqlens[s], cu_seqlens[s + 1])`.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -127,6 +129,29 @@ class Inserted:
     cu_seqlens: Tensor  # [I+1] int64, of the insertions; each has at least one token
     before: Tensor  # [I] int64, ascending: the sampled token, among the T, that each stands before
 
+    @classmethod
+    def of_counts(cls, tokens: Tensor, counts: Tensor) -> "Inserted":
+        """Return insertions [E], of which counts [T] stand before each sampled token."""
+        before = counts.nonzero()[:, 0]
+        return cls(tokens, cumulative(counts[before]), before)
+
+    def counts(self, num_tokens: int) -> Tensor:
+        """Return how many inserted tokens stand before each of T sampled ones: int64 [T]."""
+        counts = self.tokens.new_zeros(num_tokens)
+        return counts.index_copy_(0, self.before, self.cu_seqlens.diff())
+
+    def slots(self, num_tokens: int) -> Tensor:
+        """Return where each of T sampled tokens is among all T + E of the episodes: int64 [T]."""
+        counts = self.counts(num_tokens)
+        return torch.arange(num_tokens, device=counts.device) + counts.cumsum(0)
+
+    def within(self, tokens: Tensor) -> Tensor:
+        """Return sampled tokens [T] with the insertions between them: [T + E]."""
+        slots = self.slots(len(tokens))
+        whole = tokens.new_empty(len(tokens) + len(self.tokens))
+        is_inserted = torch.ones_like(whole, dtype=torch.bool).index_fill_(0, slots, False)
+        return whole.masked_scatter_(is_inserted, self.tokens).index_copy_(0, slots, tokens)
+
     def to(self, device: torch.device) -> "Inserted":
         return Inserted(self.tokens.to(device), self.cu_seqlens.to(device), self.before.to(device))
 
@@ -197,17 +222,28 @@ class Rollouts:
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        inserted = [part.inserted.tokens for part in parts if part.inserted is not None]
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
             cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
             logprobs=torch.cat([part.logprobs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
             importance_weights=_joined([part.importance_weights for part in parts]),
+            inserted=Inserted.of_counts(
+                torch.cat(inserted), torch.cat([part.num_inserted for part in parts])
+            )
+            if inserted
+            else None,
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
         """Return the sequences at int64 indices."""
         slots, cu_seqlens = gather_sequences(self.cu_seqlens, sequences)
+        inserted = None
+        if self.inserted is not None:
+            counts = self.num_inserted
+            index, _ = gather_sequences(cumulative(counts), slots)
+            inserted = Inserted.of_counts(self.inserted.tokens[index], counts[slots])
         return Rollouts(
             tokens=self.tokens[slots],
             cu_seqlens=cu_seqlens,
@@ -216,11 +252,39 @@ class Rollouts:
             importance_weights=None
             if self.importance_weights is None
             else self.importance_weights[slots],
+            inserted=inserted,
         )
 
     @property
     def lengths(self) -> Tensor:  # [S]
         return self.cu_seqlens.diff()
+
+    @property
+    def num_inserted(self) -> Tensor:  # [T] int64, inserted tokens before each sampled one
+        if self.inserted is None:
+            return torch.zeros_like(self.tokens)
+        return self.inserted.counts(len(self.tokens))
+
+    @property
+    def all_tokens(self) -> Tensor:  # [T + E], with what was inserted
+        return self.tokens if self.inserted is None else self.inserted.within(self.tokens)
+
+    def turns(self) -> list[list[list[int]]]:
+        """Return each response as token lists: a turn, what was inserted after it, a turn, ..."""
+        if self.inserted is None:
+            return [[tokens] for tokens in unpack(self.tokens, self.lengths)]
+        tokens, cu_seqlens = self.tokens.tolist(), self.cu_seqlens.tolist()
+        insertions = unpack(self.inserted.tokens, self.inserted.cu_seqlens.diff())
+        left = deque(zip(self.inserted.before.tolist(), insertions, strict=True))
+        responses = []
+        for start, stop in pairwise(cu_seqlens):
+            parts = []
+            while left and left[0][0] < stop:
+                before, insertion = left.popleft()
+                parts += [tokens[start:before], insertion]
+                start = before
+            responses.append([*parts, tokens[start:stop]])
+        return responses
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response

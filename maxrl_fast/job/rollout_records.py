@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.evaluation.kept_samples import finite, sample_records
-from maxrl_fast.records import Prompts, Rollouts, Samples, gather_sequences
+from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -24,8 +24,8 @@ def rollout_records(
     All ranks must call this. `advantages` [S] are the update's.
     """
     prompts, rollouts, num_rollouts = batch.prompts, batch.sampled, batch.num_rollouts
-    tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(
-        *(prompts.tokens, prompts.cu_seqlens, prompts.ids, rollouts.cu_seqlens, rollouts.truncated),
+    tokens, prompt_cu, ids, rewards, valid, advantages = to_host(
+        *(prompts.tokens, prompts.cu_seqlens, prompts.ids),
         *(batch.scores.flatten(), batch.known.flatten(), advantages.detach()),
     )
     prompts, per_prompt = Prompts(tokens, prompt_cu, ids, prompts.columns), min(count, num_rollouts)
@@ -39,12 +39,8 @@ def rollout_records(
     }
     if not ranks.is_first:
         return []
-    positions, kept_cu = gather_sequences(cu_seqlens, sequences)
-    (kept,) = to_host(rollouts.tokens[to_device(rollouts.tokens.device, positions)[0]])
-    samples = Samples(
-        prompts.select(groups),
-        Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences]),
-    )
+    (chosen,) = to_device(rollouts.tokens.device, sequences)
+    samples = Samples(prompts.select(groups), rollouts.select(chosen).to(sequences.device))
     values = rewards.masked_fill(~valid, torch.nan)[sequences]
     records = sample_records(
         task, samples, values, [components.get(s, {}) for s in sequences.tolist()]

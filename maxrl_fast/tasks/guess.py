@@ -88,9 +88,8 @@ class GuessTask:
         )
 
     def environments(self, prompts: Prompts, num_samples: int) -> GuessEpisodes:
-        assert prompts.columns is not None
-        hidden = [CORRECT + line["answer"] for line in prompts.columns for _ in range(num_samples)]
-        return GuessEpisodes(hidden, self.max_turns)
+        hidden = [CORRECT + line["answer"] for line in prompts.columns or ()]
+        return GuessEpisodes([x for x in hidden for _ in range(num_samples)], self.max_turns)
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         """Games that were won by drawing each guess from all numbers that were still possible."""

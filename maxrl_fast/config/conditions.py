@@ -104,7 +104,9 @@ WITH_JUDGE = When(
     f"needs --reward {JUDGE}URL/MODEL",
     lambda c: any(x.startswith(JUDGE) for x in as_list(c["reward"])),
 )
-NOT_0_OR_1 = When("needs --reward with task {task}", lambda c: c["task"] != "maze" or c["reward"])
+NOT_0_OR_1 = When(
+    "needs --reward with task {task}", lambda c: c["task"] not in ("maze", "guess") or c["reward"]
+)
 IN_PROCESSES = When("needs a --reward that runs in processes", _has_reward_processes)
 BY_FUNCTIONS = When("needs --reward", lambda c: _has_reward_processes(c) or c["reward"])
 

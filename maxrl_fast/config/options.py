@@ -86,9 +86,9 @@ class TaskOptions:
     """Where prompts come from. Only the options that the task uses are shown."""
 
     task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
-    """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of
-    reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is dataset
-    with this reward; FILE.py:CLASS, your own task; or the name of an installed one."""
+    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set
+    of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is
+    dataset with this reward; FILE.py:CLASS, your own task; or the name of an installed one."""
     maze_size: Annotated[int, when.MAZE] = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: Annotated[int, when.CHAIN] = 64

@@ -8,6 +8,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.custom import custom_task, json_object
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.guess import GuessTask
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import (
@@ -56,6 +57,8 @@ def build_task(
         return MazeTask(options.maze_size, seed)
     if name == "chain":
         return ChainTask(options.chain_length, seed)
+    if name == "guess":
+        return GuessTask(seed)
     if is_plugin(name):
         return custom_task(name, options.task_args, seed, model)
     if spec is None and not name.startswith(GYM):

@@ -24,6 +24,9 @@ class Sampling:
     top_p: float = 1.0  # nucleus sampling
     # keep tokens with at least min_p times the probability of the most probable one
     min_p: float = 0.0
+    # turns of an episode, with environments; max_new_tokens then limits the whole episode,
+    # insertions included
+    max_turns: int = 1
 
     @property
     def greedy(self) -> "Sampling":
@@ -47,6 +50,25 @@ class RolloutStatistics:
     # rows of these forward passes; the native engine's C++ decoder has one row for samples with the
     # same tokens so far; 0 if the engine does not report it
     decoded_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    sample: int  # s = g N + n of the S in this call of generate
+    tokens: list[int]  # that the policy reads next, at least one unless `is_last`
+    is_last: bool  # the episode ends; the tokens are ignored
+
+
+class Environments(Protocol):
+    """The environments of the S samples of one call of generate, one each."""
+
+    def submit(self, sample: int, turn: list[int]) -> None:
+        """Take a finished turn, its stop token included."""
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Return the replies that are there; with `wait`, at least one of those that are due."""
 
 
 class Engine(Protocol):

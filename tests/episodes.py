@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.job.build_task import build_task
-from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy, written
+from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy
 
 ENVIRONMENTS = Path(__file__).parent / "tasks" / "environments.py"
 TOOL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -24,8 +24,9 @@ FOOTER = (
 )
 NL = r"{{ '\n' }}"  # Jinja drops a line's end after a block
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}"
-    f"{NL}{NL}{{% endif %}}{HEADER}{{% for tool in tools %}}{NL}{{{{ tool | tojson }}}}{{% endfor %}}"
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}"
+    f"{{{{ messages[0].content }}}}{NL}{NL}{{% endif %}}{HEADER}"
+    f"{{% for tool in tools %}}{NL}{{{{ tool | tojson }}}}{{% endfor %}}"
     f"{NL}{FOOTER}<|im_end|>\n{{% elif messages[0].role == 'system' %}}<|im_start|>system\n"
     "{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
@@ -55,7 +56,9 @@ def tool_task(policy, data, environment, max_turns=4, rewards=(), cls=None, **op
     """Return the task of an environment of `environments.py`, with limits for tests."""
     options = {"reward_workers": 2, "reward_seconds": 5.0, "reward": rewards, **options}
     name = environment if ":" in environment else f"{ENVIRONMENTS}:{environment}"
-    task = TaskOptions("dataset", data=data, environment=name, max_turns=max_turns)
+    task = TaskOptions(
+        "dataset", data=data, environment=name, max_turns=max_turns, max_prompt_tokens=2000
+    )
     return build_task(task, 0, policy, RewardOptions(**options), environment=cls)
 
 
@@ -69,7 +72,7 @@ def turn_of(tokenizer, *calls, text=""):
 
 
 def _written(name, arguments):
-    return json.dumps({"name": name, "arguments": arguments})
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def play(task, scripts, num_samples=1, split="train", order=None):

@@ -70,6 +70,9 @@ class ChatFormat:
         names = dict.fromkeys(MODEL_RENDERER_MAP.values())
         nearest = 0, f"its chat template has the tokens of none of the {len(names)} formats"
         for name in names:
+            # openai-harmony would download its vocabulary
+            if name == "gpt-oss" and "<|channel|>" not in tokenizer.get_vocab():
+                continue
             try:
                 self._renderer = create_renderer(MarkedTokenizer(tokenizer), config_from_name(name))
                 prompts = [self.prompt(chat) for chat in samples]

@@ -1,7 +1,9 @@
 """Environments for tests: a counter in the form of TRL's documentation, and hostile ones."""
 
 import asyncio
+import contextlib
 import os
+import subprocess
 import sys
 import time
 
@@ -78,10 +80,8 @@ class Hostile(CounterEnv):
 
     def _ignore(self):
         while True:
-            try:
+            with contextlib.suppress(BaseException):
                 time.sleep(1000)
-            except BaseException:
-                pass
 
     def _exit(self):
         os._exit(3)
@@ -170,3 +170,37 @@ class Fickle(CounterEnv):
     def reset(self, **columns):
         super().reset(**columns)
         return str(id(self)) + str(time.time_ns())
+
+
+class Together:
+    """Its reward is the largest number of calls that ran side by side."""
+
+    running = most = 0
+
+    def reset(self, **columns):
+        pass
+
+    async def meet(self) -> int:
+        """Wait for the others."""
+        cls = type(self)
+        cls.running += 1
+        for _ in range(20):
+            cls.most = max(cls.most, cls.running)
+            await asyncio.sleep(0.001)
+        cls.running -= 1
+        return cls.running
+
+    def get_reward(self) -> int:
+        return self.most
+
+
+class Forking(CounterEnv):
+    """Its reward is the pid of a process that it leaves."""
+
+    def start(self) -> int:
+        """Start a process."""
+        self.process = subprocess.Popen(["sleep", "1000"])
+        return self.process.pid
+
+    def get_reward(self) -> int:
+        return self.process.pid

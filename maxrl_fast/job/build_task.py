@@ -8,7 +8,6 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.custom import custom_task, json_object
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.episode import ToolTask
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import (
@@ -21,6 +20,7 @@ from maxrl_fast.tasks.names import (
     needs_data,
     unknown_task,
 )
+from maxrl_fast.tasks.tools import ToolTask
 
 NO_REWARDS = RewardOptions()
 

@@ -38,7 +38,7 @@ from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import ToolTask
+from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch

@@ -75,16 +75,16 @@ def _written(name, arguments):
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-def play(task, scripts, num_samples=1, split="train", order=None):
+def play(task, scripts, num_samples=1, order=0):
     """Play scripted turns (token lists), one list of turns for each sample, as an engine would.
 
     Args:
-        order: seed of the order in which replies are read and turns are submitted; None: at once.
+        order: seed of the order in which turns are submitted and replies are read; 0: as they come.
 
     Returns:
         The tokens of each episode after its prompt, and the scores.
     """
-    prompts = task.prompts(split, 0, len(scripts) // num_samples)
+    prompts = task.prompts("train", 0, len(scripts) // num_samples)
     episodes = task.environments(prompts, num_samples)
     generator = random.Random(order)
     written = [[] for _ in scripts]
@@ -100,14 +100,14 @@ def play(task, scripts, num_samples=1, split="train", order=None):
             waiting.add(s)
 
     samples = [*range(len(scripts))]
-    if order is not None:
+    if order:
         generator.shuffle(samples)
     for s in samples:
         write(s)
     while waiting:
         replies = episodes.replies(wait=True)
         assert replies
-        if order is not None:
+        if order:
             generator.shuffle(replies)
         for reply in replies:
             waiting.remove(reply.sample)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import Message
+from maxrl_fast.model.tokenizer import Message, Prompt
 from maxrl_fast.records import Prompts, unpack
 from maxrl_fast.rewards import Scores, printable
 from maxrl_fast.rewards.environment_pool import EnvironmentWorkers
@@ -54,11 +54,7 @@ class ToolTask(DatasetTask):
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
         if not lines:
             return []
-        texts = self._observe(lines)
-        chats: list[list[Message]] = []
-        for _, columns in lines:
-            chat = columns["prompt"]
-            chats.append([{"role": "user", "content": chat}] if isinstance(chat, str) else [*chat])
+        texts, chats = self._observe(lines), [_chat(columns["prompt"]) for _, columns in lines]
         if self._chat is None:
             tools = self._workers.signature["tools"]
             self._chat = ChatFormat(self._text.tokenizer, tools, chats[:2], str(self._text.model))
@@ -67,8 +63,7 @@ class ToolTask(DatasetTask):
             _appended(chat, self._chat.as_text(text or ""))
             for chat, text in zip(chats, texts, strict=True)
         ]
-        places = [place for place, _ in lines]
-        encoded = self._text.encode_chats(self._chat.prompt, marked, places)
+        encoded = self._encode(marked, [place for place, _ in lines])
         kept = []
         for tokens, chat, text, (_, columns) in zip(encoded, chats, texts, lines, strict=True):
             seen = {**columns, "prompt": _appended(chat, text or "")}
@@ -76,6 +71,9 @@ class ToolTask(DatasetTask):
             if tokens is not None:
                 kept.append((tokens, seen))
         return kept
+
+    def _encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+        return self._text.encode_chats(self._format.prompt, [*map(_chat, prompts)], places)
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""
@@ -110,6 +108,10 @@ class ToolTask(DatasetTask):
     def close(self) -> None:
         """End the workers, which start again if they are needed."""
         self._workers.drop()
+
+
+def _chat(prompt: Prompt) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
 
 
 def _appended(chat: Sequence[Message], text: str) -> list[Message]:

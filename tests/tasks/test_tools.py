@@ -390,3 +390,55 @@ def test_bad_options_are_refused_with_one_sentence(policy, data, tmp_path, capsy
     error = capsys.readouterr().err
     assert sentence in " ".join(error.split())
     assert not (tmp_path / "run").exists()
+
+
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator_environment.py"
+
+
+def test_the_example_calculates_and_scores(make, tmp_path):
+    lines = [{"prompt": f"What is {i} + 1/2?", "answer": f"{i}.5"} for i in range(16)]
+    task = make(f"{CALCULATOR}:Calculator", written(tmp_path / "sums.jsonl", lines))
+    tokenizer, (columns,) = tokenizer_of(task), task.prompts("train", 0, 1).columns
+    right, sum_ = float(columns["answer"]), columns["prompt"][0]["content"][8:-1]
+    calls = [("calculate", {"expression": sum_}), ("calculate", {"expression": "open('x')"})]
+    scripts = [
+        [turn_of(tokenizer, *calls, ("submit", {"number": number})), turn_of(tokenizer, text="So.")]
+        for number in (right, right + 1)
+    ]
+    tokens, scores = play(task, scripts, 2)
+    assert f"<tool_response>\n{right}\n</tool_response>" in tokenizer.decode(tokens[0])
+    assert "ValueError: an expression has numbers" in tokenizer.decode(tokens[1])
+    assert scores.rewards == [1.0, 0.0]
+    assert scores.components == [{"tool_errors": 1.0}] * 2
+
+
+@pytest.mark.slow
+def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, tmp_path):
+    """The warm start teaches a call that is right for every other prompt."""
+    lines = [{"prompt": f"What is 1 + {i % 2}?", "answer": str(1 + i % 2)} for i in range(24)]
+    call = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'
+    data = written(tmp_path / "data.jsonl", lines)
+    shown = [{"prompt": line["prompt"], "response": call} for line in lines]
+    words = (
+        f"--task dataset --data {data} --environment {CALCULATOR}:Calculator --model {policy} "
+        f"--sft-data {written(tmp_path / 'shown.jsonl', shown)} --allow-special-tokens "
+        "--max-prompt-tokens 2000 --sft-steps 80 --sft-batch 4 --sft-lr 1e-2 --steps 2 --prompts 4 "
+        "--rollouts 4 --max-new-tokens 200 --max-turns 2 --objective rloo --eval-prompts 1 "
+        "--eval-samples 1 --device cpu --keep-rollouts 16"
+    )
+    records = []
+    for workers in (1, 3):
+        out = tmp_path / str(workers)
+        flags = ["--reward-workers", str(workers), "--out", str(out)]
+        assert train.main([*words.split(), *flags]) == 0
+        records.append([*map(json.loads, (out / "rollouts.jsonl").read_text().splitlines())])
+    assert records[0] == records[1]
+    assert len(records[0]) == 32
+    assert {record["reward"] for record in records[0]} == {0.0, 1.0}
+    reply = "<tool_response>\nSubmitted.\n</tool_response>"
+    for record in records[0]:
+        if reply in record["response"]:
+            assert record["turns"] == 2
+            assert call in record["response"]
+            assert record["reward"] == float(record["columns"]["answer"] == "2")
+    assert sum(reply in record["response"] for record in records[0]) > 16

@@ -2,8 +2,9 @@
 
 The guide docs/episodes.md explains it.
 
-    python -m maxrl_fast.train --task gsm8k --environment examples/calculator_environment.py:Calculator
-        --prompt-suffix " Submit the number." --max-turns 8 --max-new-tokens 1024 --model DIR
+    python -m maxrl_fast.train --task gsm8k --model DIR --max-turns 8 --max-new-tokens 1024
+        --environment examples/calculator_environment.py:Calculator
+        --prompt-suffix " Submit the number."
 """
 
 import ast

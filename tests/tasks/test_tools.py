@@ -1,5 +1,6 @@
 """Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -396,7 +397,7 @@ CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator_environment.py
 
 
 def test_the_example_calculates_and_scores(make, tmp_path):
-    lines = [{"prompt": f"What is {i} + 1/2?", "answer": f"{i}.5"} for i in range(16)]
+    lines = [{"prompt": f"What is {i} + 1/2?", "answer": f"{i}.5"} for i in range(40)]
     task = make(f"{CALCULATOR}:Calculator", written(tmp_path / "sums.jsonl", lines))
     tokenizer, (columns,) = tokenizer_of(task), task.prompts("train", 0, 1).columns
     right, sum_ = float(columns["answer"]), columns["prompt"][0]["content"][8:-1]
@@ -415,7 +416,7 @@ def test_the_example_calculates_and_scores(make, tmp_path):
 @pytest.mark.slow
 def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, tmp_path):
     """The warm start teaches a call that is right for every other prompt."""
-    lines = [{"prompt": f"What is 1 + {i % 2}?", "answer": str(1 + i % 2)} for i in range(24)]
+    lines = [{"prompt": f"{i}: What is 1 + {i % 2}?", "answer": 1 + i % 2} for i in range(24)]
     call = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'
     data = written(tmp_path / "data.jsonl", lines)
     shown = [{"prompt": line["prompt"], "response": call} for line in lines]
@@ -440,5 +441,5 @@ def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, 
         if reply in record["response"]:
             assert record["turns"] == 2
             assert call in record["response"]
-            assert record["reward"] == float(record["columns"]["answer"] == "2")
+            assert record["reward"] == float(record["answer"] == "2")
     assert sum(reply in record["response"] for record in records[0]) > 16

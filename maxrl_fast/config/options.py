@@ -153,6 +153,22 @@ class TaskOptions:
     """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise
     they are refused.
     """
+    environment: Annotated[
+        str | None,
+        Default("none", "FILE:CLASS"),
+        when.DATASET,
+        Note.MAY_NAME_CODE,
+        Aka("environment_factory env_class"),
+    ] = None
+    """Class of environments with tools, as TRL's environment_factory takes it, for episodes of
+    several turns: reset(**columns), public methods as tools, get_reward(); in --reward-workers
+    processes (docs/episodes.md)."""
+    max_turns: Annotated[
+        Count, when.WITH_ENVIRONMENT, Aka("max_tool_calling_iterations max_steps_per_episode")
+    ] = 8
+    """Most turns of an episode; --max-new-tokens limits all of its tokens, those of the environment
+    included.
+    """
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,11 @@ import torch
 from maxrl_fast.config.options import ResolvedConfig, RewardOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
+from maxrl_fast.rewards.environment_pool import (
+    EnvironmentPool,
+    EnvironmentWorkers,
+    InProcessEnvironments,
+)
 from maxrl_fast.rewards.models import CLASSIFIER, JUDGE, Classifier, Judge, default_cache
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
@@ -82,9 +87,7 @@ def _build_source(
     dtype: torch.dtype,
     output: RewardOutput | None,
 ) -> RewardSource:
-    environment = [
-        variable.strip() for variable in options.reward_env.split(",") if variable.strip()
-    ]
+    environment = _variables(options)
     if name.startswith(OBJECT):
         raise InputError(lost_object("reward", name))
     if name.startswith(CLASSIFIER):
@@ -111,6 +114,30 @@ def _build_source(
         is_optional=is_optional,
         output=output,
     )
+
+
+def build_environments(options: RewardOptions, name: str, cls: type | None) -> EnvironmentWorkers:
+    """Start the workers of --environment, or a thread for a class of this process.
+
+    Raises:
+        InputError: if it cannot be loaded, or is not a class of environments.
+    """
+    if cls is not None:
+        return InProcessEnvironments(cls, name, options.reward_seconds, options.reward_concurrency)
+    if name.startswith(OBJECT):
+        raise InputError(lost_object("environment", name))
+    return EnvironmentPool(
+        name,
+        workers=options.reward_workers,
+        time_limit=options.reward_seconds,
+        memory_limit=int(options.reward_memory_gb * 1e9),
+        environment=_variables(options),
+        concurrency=options.reward_concurrency,
+    )
+
+
+def _variables(options: RewardOptions) -> list[str]:
+    return [name.strip() for name in options.reward_env.split(",") if name.strip()]
 
 
 def _template(options: RewardOptions) -> str:

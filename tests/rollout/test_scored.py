@@ -279,6 +279,6 @@ def test_rewards_of_one_turn_refuse_episodes(option):
     )
     objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
     flag = "--objective" if is_objective else "--reward-source"
-    sentence = f"^{flag} {option} needs responses of one turn, got episodes of counting$"
+    sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
     with pytest.raises(InputError, match=sentence):
         build_policy_reward(config, CountingTask(), objective, None)

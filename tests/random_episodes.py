@@ -51,7 +51,9 @@ def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
     )
 
 
-def naive_logprobs(model: Decoder, prompt: list[int], parts: Parts) -> Tensor:
+def naive_logprobs(
+    model: Decoder, prompt: list[int], parts: Parts, temperature: float = 1.0
+) -> Tensor:
     """Return the log-probs of an episode's sampled tokens: all of its tokens alone, with dense
     causal attention, and those of insertions skipped.
     """
@@ -71,7 +73,7 @@ def naive_logprobs(model: Decoder, prompt: list[int], parts: Parts) -> Tensor:
     positions = torch.arange(length)
     dtype = model.lm_head.weight.dtype
     hidden = model(torch.tensor(tokens), positions, attention, positions, dtype)
-    logprobs = (hidden @ model.output_matrix.T).log_softmax(-1)
+    logprobs = (hidden @ model.output_matrix.T / temperature).log_softmax(-1)
     chosen = [t for t in range(1, length) if is_sampled[t]]
     return torch.stack([logprobs[t - 1, tokens[t]] for t in chosen])
 
@@ -131,7 +133,6 @@ class CountingEpisodes:
 class CountingTask(MazeTask):
     """Mazes, of which only the indices matter; `events` says how the environments ended."""
 
-    name = "counting"
     max_turns = 3
 
     def __init__(self, failing: set[tuple[int, int]] | None = None) -> None:

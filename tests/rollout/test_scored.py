@@ -130,21 +130,25 @@ class Lengths(RewardSource):
         return Scores(rewards, failures, 0, [{"words": reward} for reward in rewards])
 
 
-def test_a_reward_function_sees_whole_episodes_and_not_those_that_failed():
-    task, source = CountingTask({(1, 0)}), Lengths()
+def test_a_reward_function_sees_whole_episodes():
+    """Groups are whole, as functions of lists need them; an episode that failed stays without a
+    reward, and counts once where its reward fails too.
+    """
+    task, source = CountingTask({(1, 0), (2, 0)}), Lengths()
     batch = collector_of(task, Scorer(task, source)).collect(1, 0)
     episodes = [played(i, n, 3) for i in range(G) for n in range(N)]
     texts = [task.decode([x for part in parts for x in part]) for parts in episodes]
-    assert [row["response"] for row in source.rows] == [*texts[:2], *texts[3:]]
+    assert [row["response"] for row in source.rows] == texts
     words = [len(text.split()) for text in texts]
-    known = [s != 2 and words[s] <= 10 for s in range(6)]
-    assert 1 < known.count(False) < 6
+    known = [s not in (2, 4) and words[s] <= 10 for s in range(6)]
+    assert 2 < known.count(False) < 6
     assert batch.known.flatten().tolist() == known
     assert batch.rewards.flatten().tolist() == [
         length if is_known else 0 for length, is_known in zip(words, known, strict=True)
     ]
     assert batch.components[0] == {"turns": 1.0, "tool_errors": 0.5, "words": float(words[0])}
-    assert batch.metrics["reward_exception"] == 1
+    assert batch.metrics["reward_exception"] == 2
+    assert batch.metrics["reward_timeout"] == known.count(False) - 2
     assert batch.warning.startswith(f"step 1: {known.count(False)} of 6 rewards failed")
     assert task.events == ["finish"]
 
@@ -279,6 +283,6 @@ def test_rewards_of_one_turn_refuse_episodes(option):
     )
     objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
     flag = "--objective" if is_objective else "--reward-source"
-    sentence = f"^{flag} {option} needs responses of one turn, got episodes of counting$"
+    sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
     with pytest.raises(InputError, match=sentence):
         build_policy_reward(config, CountingTask(), objective, None)

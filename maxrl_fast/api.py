@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from maxrl_fast.config.checks import check
@@ -26,7 +25,7 @@ from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Samples
+from maxrl_fast.rollout.scored import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.plugins import check_protocol
 from maxrl_fast.runtime.ranks import Ranks
@@ -106,9 +105,10 @@ class Run:
             sampling = replace(sampling, temperature=temperature)
         batch = self.task.prompts("test", start, prompts).to(self.policy.lm_head.weight.device)
         engine.load_weights(self.policy)
-        rollouts = engine.generate(batch, samples, sampling, seed=seed, step=0)
-        none = torch.full((len(rollouts),), torch.nan)
-        rows = [*sample_records(self.task, Samples(batch, rollouts), none, [{}] * len(rollouts))]
+        sampled = sample_and_score(
+            engine, self.task, None, batch, samples, sampling, seed=seed, step=0
+        )
+        rows = [*sample_records(self.task, sampled, sampled.rewards, sampled.components)]
         return Log(
             [{name: value for name, value in row.items() if name != "reward"} for row in rows]
         )

@@ -14,6 +14,7 @@ from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import MajorityVote, Scorer, WeightedRewards
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.names import OBJECT, lost_object
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.length_penalty import LengthPenalty
@@ -40,7 +41,13 @@ def build_scorer(
     """
     names = reward_names(options, task)
     if not names:
-        return Scorer(task, None, threshold=options.reward_threshold)
+        return Scorer(
+            task,
+            None,
+            options.max_reward_error_rate,
+            options.reward_threshold,
+            num_ranks=num_ranks,
+        )
     with contextlib.ExitStack() as on_error:
         sources: list[RewardSource] = []
         for name in names:
@@ -141,16 +148,19 @@ def build_policy_reward(
     learner only the task is checked.
 
     Raises:
-        InputError: if the task has no reference answers.
+        InputError: if the task has no reference answers, or its responses are episodes.
     """
     source = config.shaping.reward_source
-    if not objective.needs.answers and source not in LIKELIHOODS:
-        return None
     who = (
         f"--objective {config.objective.objective}"
         if objective.needs.answers
         else f"--reward-source {source}"
     )
+    is_own = objective.needs.answers or source in LIKELIHOODS
+    if (is_own or source == "vote") and isinstance(task, EpisodeTask):
+        raise InputError(f"{who} needs responses of one turn, got episodes of {task.name}")
+    if not is_own:
+        return None
     answered = check_answers(task, who)
     kind = PROBABILITY if objective.needs.answers else source
     if learner is None:

@@ -168,7 +168,7 @@ class Scorer:
             return
         scored = torch.tensor(scores.rewards, dtype=torch.float32)
         failed = {failure.index for failure in scores.failures}
-        scored[[*failed]] = torch.nan
+        scored[[*failed]] = float("nan")
         rewards[indices] = scored
         for i, components in enumerate(scores.components):
             self.components[indices[i]] |= components

@@ -1,6 +1,7 @@
 """What an engine returned, checked before anything reads it: the same way for every engine."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,9 +70,10 @@ def find_wrong(
     device, num_sequences = prompts.tokens.device, len(prompts) * num_samples
     sizes = dict.fromkeys(DTYPES) | {"cu_seqlens": num_sequences + 1, "truncated": num_sequences}
     for name, dtype in DTYPES.items():
-        value, size = getattr(rollouts, name, None), sizes[name]
-        if wrong := _find_wrong_tensor(name, value, dtype, device, "Rollouts"):
-            return wrong
+        value: Any = getattr(rollouts, name, None)
+        size = sizes[name]
+        if fault := _find_wrong_tensor(name, value, dtype, device, "Rollouts"):
+            return fault
         sizes["logprobs"] = len(value) if name == "tokens" else sizes["logprobs"]
         if size is not None and len(value) != size:
             return f"{len(value)} values of {name}, wanted {size}"
@@ -92,15 +94,15 @@ def find_wrong(
     # [T] bool, the tokens before an insertion
     precedes = torch.zeros_like(tokens, dtype=torch.bool)
     if (inserted := getattr(rollouts, "inserted", None)) is not None:
-        if wrong := _find_wrong_inserted(inserted, cu_seqlens, sampling, vocab_size):
-            return wrong
+        if fault := _find_wrong_inserted(inserted, cu_seqlens, sampling, vocab_size):
+            return fault
         precedes[inserted.before - 1] = True
         whole = lengths.index_add(0, sequence[inserted.before], inserted.cu_seqlens.diff())
-        if (too_long := whole > sampling.max_new_tokens).any():
-            s = int(too_long.nonzero()[0])
+        if int(whole.amax()) > sampling.max_new_tokens:
+            s = int(whole.argmax())
+            counted = f"{int(whole[s])} tokens and inserted ones"
             whose = _sample(prompts, num_samples, s)
-            counted = f"{int(whole[s])} tokens, with insertions, for {whose}"
-            return f"{counted}, wanted at most {sampling.max_new_tokens}"
+            return f"{counted} for {whose}, wanted at most {sampling.max_new_tokens}"
     #     tokens   7 2 | 5 5 5 | 8 2      with the stop token 2 and max_new_tokens 3
     #     stops    . x | . . . | . x      only a last token may be one, or one before an insertion
     #     truncated  . |     x |   .      a response without one was truncated
@@ -153,8 +155,8 @@ def _find_wrong_inserted(
     for name in ("tokens", "cu_seqlens", "before"):
         value = getattr(inserted, name, None)
         name = f"inserted.{name}"
-        if wrong := _find_wrong_tensor(name, value, torch.int64, cu_seqlens.device, "Inserted"):
-            return wrong
+        if fault := _find_wrong_tensor(name, value, torch.int64, cu_seqlens.device, "Inserted"):
+            return fault
     tokens, before, bounds = inserted.tokens, inserted.before, inserted.cu_seqlens
     if len(bounds) != len(before) + 1:
         return f"{len(bounds)} values of inserted.cu_seqlens, wanted {len(before) + 1}"

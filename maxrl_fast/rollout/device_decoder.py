@@ -152,8 +152,8 @@ class _Job:
             elif not held.any():
                 break
             else:
-                if self.turns is not None and self.turns.due:
-                    self._feed(self.turns, active)
+                if self.turns is not None and not active.any():
+                    self._feed(self.turns, active, wait=True)
                 if active.any():  # else all replies ended their episodes
                     longest = int(lengths[held].max())
                     count = min(BURST, limit - int(lengths[active].min()))
@@ -218,9 +218,12 @@ class _Job:
         active = done == 0
         held, ended = active, (~active & (samples >= 0)).nonzero()[:, 0]
         if self.turns is not None:
-            waits = self._submit(self.turns, ended, samples[ended], lengths[ended])
-            held = active.index_fill(0, ended[waits], True)
-            ended = ended[~waits]
+            self._submit(self.turns, ended, samples[ended], lengths[ended])
+            if self.turns.due:  # at once, so that an episode that ends leaves its row
+                self._feed(self.turns, active, wait=False)
+            rows = torch.tensor([*self.waiting.values()], dtype=torch.int64)
+            held = active.index_fill(0, rows, True)
+            ended = (~held & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
             rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))
             for name, result in self.results.items():
@@ -228,9 +231,9 @@ class _Job:
             batch.forget(rows)
         return active, held, lengths
 
-    def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> Tensor:
-        """Submit the turns that have ended in these rows [r] of samples [r]; return [r] bool,
-        which of the samples wait for a reply."""
+    def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> None:
+        """Submit the turns that have ended in these rows [r] of samples [r], and find the rows of
+        all that wait."""
         ended = list(zip(rows.tolist(), samples.tolist(), lengths.tolist(), strict=True))
         new = [i for i, (_, s, length) in enumerate(ended) if length > turns.lengths[s]]
         tokens = self.batch.tokens[rows[new].to(self.keys.device)].tolist()
@@ -241,12 +244,10 @@ class _Job:
             turn = row_tokens[turns.lengths[s] : length]
             if turn[-1] in self.sampling.stop_ids and turns.submit(s, turn):
                 self.waiting[s] = row
-        return torch.tensor([s in self.waiting for _, s, _ in ended], dtype=torch.bool)
 
-    def _feed(self, turns: Turns, active: Tensor) -> None:
-        """Carry out the replies that are there; wait for one if no row is active. Samples that have
-        more to read become active."""
-        for reply in turns.replies(wait=not active.any()):
+    def _feed(self, turns: Turns, active: Tensor, wait: bool) -> None:
+        """Carry out replies; rows whose samples have tokens to read become active."""
+        for reply in turns.replies(wait):
             row = self.waiting.pop(reply.sample)
             if not reply.is_last:
                 start = turns.lengths[reply.sample] - len(reply.tokens)

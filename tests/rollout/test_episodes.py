@@ -3,8 +3,13 @@ environments may do wrong.
 """
 
 import itertools
+import json
 import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from maxrl_fast import _C
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
-from maxrl_fast.records import Rollouts, pack
+from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import Reply, Sampling
 from maxrl_fast.rollout.checked import find_wrong
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder
@@ -22,11 +27,14 @@ from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.models import response_logits, tiny_decoder
 from tests.rollout.test_device_decoder import fake_graphs  # noqa: F401
 from tests.rollout.test_native import NoWaiting
+from tests.rollout.test_vllm import FakeLLM, installed, make_fake_engine  # noqa: F401
+from tests.rollout.test_vllm_server import server  # noqa: F401
 from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31)], [9, 9], [30, 2, 4]])
@@ -256,11 +264,11 @@ def test_when_replies_come_changes_nothing(arithmetic, num_samples, temperature)
 
 @pytest.mark.parametrize("kind", ["grid", "plain"])
 def test_in_pytorch_late_replies_and_the_batch_change_only_rounding(checkpoint, kind):
-    sampling = Sampling(1.3, 60, STOPS, max_turns=4)
+    sampling = Sampling(1.3, 40, STOPS, max_turns=3)
     whole = make_engine(checkpoint, kind).generate(
         PROMPTS, 6, sampling, seed=1, step=2, environments=Game()
     )
-    for seed, max_batch in enumerate((1024, 13, 7, 4, 1)):
+    for seed, max_batch in enumerate((1024, 7, 2)):
         game, engine = (
             Game(late=random.Random(seed)),
             make_engine(checkpoint, kind, max_batch=max_batch),
@@ -440,3 +448,160 @@ def test_cpp_refuses_to_feed_a_sample_that_does_not_wait_or_has_no_room():
     assert generation.run(10.0)
     assert tensors["lengths"].tolist() == [4]
     assert tensors["responses"][1:3].tolist() == [1, 2]
+
+
+def turn_of(tokens, parameters, number=0):
+    """Return what a stand-in for vLLM samples after these tokens: tokens, log-probs, and why it
+    ended.
+    """
+    chance = random.Random(str((tokens, parameters["seed"] + number)))
+    turn = [chance.choice((4, 5, 6, 7)) for _ in range(chance.randrange(6))] + [STOPS[0]]
+    turn = turn[: parameters["max_tokens"]]
+    reason = "stop" if turn[-1] in STOPS else "length"
+    return turn, [-0.25 - chance.random() for _ in turn], reason
+
+
+@pytest.fixture
+def of_turns(server):  # noqa: F811
+    def generate(request):
+        parameters, choices = request["sampling_params"], []
+        for i in range(parameters["n"]):
+            turn, logprobs, reason = turn_of(request["token_ids"], parameters, i)
+            logprobs = {"content": [{"logprob": x} for x in logprobs]}
+            choice = {"index": i, "finish_reason": reason, "token_ids": turn}
+            choices.append(choice | {"logprobs": logprobs})
+        return 200, json.dumps({"choices": choices})
+
+    server.answers["/inference/v1/generate"] = generate
+    return server
+
+
+PLAYED = Sampling(1.0, 24, STOPS, max_turns=4)
+
+
+def check_played(rollouts, game, prompts=PROMPTS, num_samples=4):
+    """Check each turn against what the stand-in samples after everything before it."""
+    assert find_wrong(rollouts, prompts, num_samples, PLAYED, VOCAB) == ""
+    assert rollouts.inserted is not None
+    for s, parts in enumerate(episodes_of(rollouts)):
+        prompt = int(prompts.ids[s // num_samples])
+        before, number = PROMPTS.take(prompt, 1).tokens.tolist(), s % num_samples
+        start, turns = len(before), []
+        for part, logprobs in parts:
+            length = len(before) - start
+            if logprobs is not None:
+                seed = hash((1, 2, prompt)) % 2**62 + number
+                if length:
+                    seed = hash((1, 2, prompt, number, length)) % 2**62
+                room = PLAYED.max_new_tokens - length
+                turn, expected, reason = turn_of(before, {"seed": seed, "max_tokens": room})
+                assert part == turn
+                assert logprobs.tolist() == torch.tensor(expected).tolist()
+                turns += [turn] if reason == "stop" else []
+            before += part
+        assert turns == game.turns.get(s, [])
+    assert {True, False} == set(rollouts.truncated.tolist())
+
+
+def test_a_turn_is_a_request_to_the_server(of_turns):
+    engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
+    for seed in range(3):
+        game = Game(late=random.Random(seed))
+        rollouts = engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=game)
+        check_played(rollouts, game)
+    at_once = engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Game(last=1.0))
+    same(at_once, engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2))
+    game = Game(late=random.Random(0))
+    greedy = engine.generate(PROMPTS, 4, PLAYED.greedy, seed=1, step=2, environments=game)
+    assert len(greedy) == 20
+    assert not greedy.logprobs.any()
+    with pytest.raises(EngineError, match="replied with no tokens"):
+        engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Says(bad([])))
+
+
+class LLMOfTurns(FakeLLM):
+    """Finishes some of its requests in each step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.llm_engine, self.added, self.open, self.chance = self, [], {}, random.Random(0)
+        self.engine_core = None
+
+    def add_request(self, name, prompt, parameters):
+        assert name not in self.open
+        assert parameters.n == 1
+        assert parameters.output_kind == "final only"
+        self.added.append((name, prompt["prompt_token_ids"]))
+        self.open[name] = prompt["prompt_token_ids"], vars(parameters)
+
+    def step(self):
+        outputs = []
+        for name in [name for name in self.open if self.chance.random() < 0.4]:
+            turn, logprobs, reason = turn_of(*self.open.pop(name))
+            logprobs = SimpleNamespace(logprobs=logprobs)
+            turn = SimpleNamespace(token_ids=turn, logprobs=logprobs, finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=name, finished=True, outputs=[turn]))
+        return outputs
+
+
+@pytest.fixture
+def make_vllm_engine(make_fake_engine, monkeypatch):  # noqa: F811
+    fake = SimpleNamespace(LLM=LLMOfTurns, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    return lambda: make_fake_engine(tiny_decoder(vocab_size=VOCAB), cache_bytes=2**20)
+
+
+def test_a_turn_is_a_request_of_vllm(make_vllm_engine):
+    for seed in range(3):
+        game = Game(late=random.Random(seed))
+        rollouts = make_vllm_engine().generate(
+            PROMPTS, 4, PLAYED, seed=1, step=2, environments=game
+        )
+        check_played(rollouts, game)
+    with pytest.raises(EngineError, match="replied with no tokens"):
+        make_vllm_engine().generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Says(bad([])))
+
+
+class TogetherInThreads:
+    """Two ranks of an engine, as threads."""
+
+    def __init__(self):
+        self.barrier, self.parts = threading.Barrier(2, timeout=60), [None, None]
+
+    def of(self, rank):
+        return SimpleNamespace(
+            rank=rank,
+            size=2,
+            concatenate=lambda x: torch.cat(self.exchange(rank, x)),
+            concatenate_prompts=lambda x: Prompts.concatenate(self.exchange(rank, x)),
+        )
+
+    def exchange(self, rank, x):
+        self.parts[rank] = x
+        self.barrier.wait()
+        both = list(self.parts)
+        self.barrier.wait()
+        return both
+
+
+def test_ranks_that_share_vllm_add_the_same_requests_in_one_order(make_vllm_engine):
+    """Each has the environments of its own prompts, and one rank's replies are late."""
+    together, engines = TogetherInThreads(), [make_vllm_engine() for _ in range(2)]
+    games = [Game(late=random.Random(3)), Game()]
+    parts = [PROMPTS.take(0, 2), PROMPTS.take(2, 3)]
+
+    def play(rank):
+        engines[rank]._peers = together.of(rank)
+        return engines[rank].generate(
+            parts[rank], 4, PLAYED, seed=1, step=2, environments=games[rank]
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        rollouts = list(pool.map(play, range(2)))
+    for part, own, game in zip(parts, rollouts, games, strict=True):
+        check_played(own, game, part)
+    added = [engine._llm.added for engine in engines]
+    assert added[0] == added[1]
+    assert len(added[0]) > 20

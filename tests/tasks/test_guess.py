@@ -3,13 +3,16 @@ index, won games as demonstrations, and the bounds of four guesses.
 """
 
 import itertools
+import json
 import math
 import random
+import re
 from fractions import Fraction
 from functools import cache
 
 import torch
 
+from maxrl_fast import train
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.guess import BOS, CORRECT, EOS, HIGHER, LOWER, UNK, GuessTask
 
@@ -29,15 +32,20 @@ def reference(hidden, turns, most):
     return replies, False
 
 
-def play(task, hidden, guesses):
+def play(task, prompt, guesses):
     """Return the replies and the reward of one game."""
-    prompts = task.prompts("train", 0, task.num_numbers)
-    sample = [line["answer"] for line in prompts.columns].index(hidden)
-    environments, replies = task.environments(prompts, 1), []
+    environments, replies = task.environments(prompt, 1), []
     for guess in guesses:
-        environments.submit(sample, [CORRECT + guess, EOS])
+        environments.submit(0, [CORRECT + guess, EOS])
         replies += environments.replies(wait=True)
-    return replies, environments.finish().rewards[sample]
+    return replies, environments.finish().rewards[0]
+
+
+def by_number(task):
+    """Return a prompt that hides each number, by the number."""
+    prompts = task.prompts("train", 0, task.num_numbers)
+    parts = [prompts.take(i, 1) for i in range(task.num_numbers)]
+    return {part.columns[0]["answer"]: part for part in parts}
 
 
 def test_replies_and_rewards_are_those_of_a_plain_game():
@@ -121,12 +129,13 @@ def test_demonstrations_are_won_games_that_narrow_the_numbers_down():
 def test_two_guesses_cover_three_of_seven_numbers():
     """All 343 strategies, played: a first guess, one after HIGHER and one after LOWER."""
     task = GuessTask(num_numbers=7, max_turns=2)
+    hiding = by_number(task)
 
     def reward(strategy, hidden):
         first, if_higher, if_lower = strategy
-        (reply,), won = play(task, hidden, [first])
+        (reply,), won = play(task, hiding[hidden], [first])
         second = if_higher if reply.tokens == [HIGHER] else if_lower
-        return won if reply.is_last else play(task, hidden, [first, second])[1]
+        return won if reply.is_last else play(task, hiding[hidden], [first, second])[1]
 
     strategies = [*itertools.product(range(1, 8), repeat=3)]
     rewards = torch.tensor([[reward(s, x) for x in range(1, 8)] for s in strategies]).double()
@@ -190,5 +199,29 @@ def test_four_guesses_cover_15_of_31_numbers_and_a_policy_can_give_each_15_31():
             low, high = (guess, high) if guess < hidden else (low, guess)
 
     task = GuessTask()
-    won = [play(task, x, guesses(x))[1] for x in range(1, 32)]
+    hiding = by_number(task)
+    won = [play(task, hiding[x], guesses(x))[1] for x in range(1, 32)]
     assert won == [float(x % 2 == 0) for x in range(1, 32)]
+
+
+def test_a_run_plays_the_game_and_repeats(tmp_path):
+    flags = [
+        *"--task guess --objective maxrl --seed 3 --prompts 8 --rollouts 8 --steps 2".split(),
+        *"--sft-steps 60 --hidden-size 32 --intermediate-size 64 --layers 2 --heads 2".split(),
+        *"--kv-heads 1 --eval-prompts 2 --eval-samples 2 --keep-rollouts 64".split(),
+        *"--device cpu --dtype float32 --threads 1".split(),
+    ]
+    for out in ("one", "two"):
+        assert train.main([*flags, "--out", str(tmp_path / out)]) == 0
+    text = (tmp_path / "one" / "rollouts.jsonl").read_text()
+    assert text == (tmp_path / "two" / "rollouts.jsonl").read_text()
+    games = [json.loads(line) for line in text.splitlines()]
+    assert len(games) == 2 * 64
+    for game in games:
+        turns = re.split("⟦.*?⟧", game["response"])
+        replies, is_won = reference(game["answer"], turns, 4)
+        assert re.findall("⟦(.*?)⟧", game["response"]) == replies[: len(turns) - 1]
+        assert game["reward"] == is_won
+        assert game["tokens"] == sum(len(turn.split()) for turn in turns)
+    assert {game.get("turns", 1) for game in games} >= {2, 3, 4}
+    assert 0 < sum(game["reward"] for game in games) < 64

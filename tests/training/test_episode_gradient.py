@@ -112,10 +112,12 @@ def test_the_mean_gradient_of_all_groups_is_the_derivative_of_the_objective(
 
     # each history's advantage, summed over all groups of three histories and their probabilities
     groups = torch.tensor([*itertools.product(range(HISTORIES), repeat=3)])
+    outcomes = torch.tensor([*itertools.product((0.0, 1.0), repeat=3)]).double()
+    of_outcome = ops.group_advantage(outcomes, estimator, **options)
     p, advantages = probabilities.detach(), torch.zeros(7, HISTORIES).double()
     for x in range(7):
-        of_group = ops.group_advantage(rewards[x][groups], estimator, **options)
-        of_group = of_group * p[x][groups].prod(1, keepdim=True) / 3
+        a, b, c = rewards[x].long()[groups].unbind(1)
+        of_group = of_outcome[4 * a + 2 * b + c] * p[x][groups].prod(1, keepdim=True) / 3
         advantages[x].index_add_(0, groups.flatten(), of_group.flatten())
 
     rollouts = Rollouts.from_padded(tokens, own.detach(), lengths, lengths < 0, given)

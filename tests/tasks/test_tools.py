@@ -441,5 +441,5 @@ def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, 
         if reply in record["response"]:
             assert record["turns"] == 2
             assert call in record["response"]
-            assert record["reward"] == float(record["answer"] == "2")
+            assert record["reward"] == float(record["answer"] == 2)
     assert sum(reply in record["response"] for record in records[0]) > 16

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import maxrl_fast
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import load_tokenizer
@@ -443,3 +444,19 @@ def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, 
             assert call in record["response"]
             assert record["reward"] == float(record["answer"] == 2)
     assert sum(reply in record["response"] for record in records[0]) > 16
+
+
+def test_a_class_trains_from_python(policy, data, tmp_path):
+    def run(folder, **options):
+        return maxrl_fast.run(
+            task="dataset", data=data, model=str(policy), max_turns=2, max_prompt_tokens=2000,
+            objective="rloo", steps=1, prompts=2, rollouts=2, max_new_tokens=16, eval_prompts=1,
+            eval_samples=1, device="cpu", out=tmp_path / folder, **options,
+        )  # fmt: skip
+
+    own = run("object", environment=environments.CounterEnv)
+    assert (own.exit, len(own.metrics), len(own.rollouts)) == (0, 1, 4)
+    file = run("file", environment=f"{ENVIRONMENTS}:CounterEnv")
+    assert [*own.rollouts] == [*file.rollouts]
+    with pytest.raises(InputError, match="is a Python object that was given to maxrl_fast"):
+        maxrl_fast.run(resume=own.out, steps=2, allow_changes=True)

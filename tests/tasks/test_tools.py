@@ -53,7 +53,7 @@ def make(policy, data):
 @pytest.fixture(scope="module")
 def hostile(make):
     """One worker, which all episodes share."""
-    return make("Hostile", reward_workers=1, reward_seconds=2.0)
+    return make("Hostile", reward_workers=1, reward_seconds=60.0)
 
 
 def tokenizer_of(task):
@@ -175,8 +175,10 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("act", FAILURES)
-def test_a_hostile_call_fails_its_episode_alone(hostile, act):
+def test_a_hostile_call_fails_its_episode_alone(make, hostile, act):
     kind, message = FAILURES[act]
+    if act == "sleep":
+        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
     _, scores = play(hostile, acting(hostile, "", "", act, ""), 4)
     assert [(x.index, x.kind) for x in scores.failures] == [(2, kind)]
     assert scores.failures[0].message.startswith(message)
@@ -185,7 +187,9 @@ def test_a_hostile_call_fails_its_episode_alone(hostile, act):
 
 
 @pytest.mark.parametrize(("act", "message"), [("wait", "longer than 2 s"), ("async_exit", "3")])
-def test_a_hostile_coroutine_fails_its_episode_alone(hostile, act, message):
+def test_a_hostile_coroutine_fails_its_episode_alone(make, hostile, act, message):
+    if act == "wait":
+        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
     scripts = acting(hostile, "", act, "", tool="act_later")
     _, scores = play(hostile, scripts, 3)
     assert [x.index for x in scores.failures] == [1]

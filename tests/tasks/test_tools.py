@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import maxrl_fast
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import load_tokenizer
@@ -52,7 +53,7 @@ def make(policy, data):
 @pytest.fixture(scope="module")
 def hostile(make):
     """One worker, which all episodes share."""
-    return make("Hostile", reward_workers=1, reward_seconds=2.0)
+    return make("Hostile", reward_workers=1, reward_seconds=60.0)
 
 
 def tokenizer_of(task):
@@ -174,8 +175,10 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("act", FAILURES)
-def test_a_hostile_call_fails_its_episode_alone(hostile, act):
+def test_a_hostile_call_fails_its_episode_alone(make, hostile, act):
     kind, message = FAILURES[act]
+    if act == "sleep":
+        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
     _, scores = play(hostile, acting(hostile, "", "", act, ""), 4)
     assert [(x.index, x.kind) for x in scores.failures] == [(2, kind)]
     assert scores.failures[0].message.startswith(message)
@@ -184,7 +187,9 @@ def test_a_hostile_call_fails_its_episode_alone(hostile, act):
 
 
 @pytest.mark.parametrize(("act", "message"), [("wait", "longer than 2 s"), ("async_exit", "3")])
-def test_a_hostile_coroutine_fails_its_episode_alone(hostile, act, message):
+def test_a_hostile_coroutine_fails_its_episode_alone(make, hostile, act, message):
+    if act == "wait":
+        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
     scripts = acting(hostile, "", act, "", tool="act_later")
     _, scores = play(hostile, scripts, 3)
     assert [x.index for x in scores.failures] == [1]
@@ -441,5 +446,21 @@ def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, 
         if reply in record["response"]:
             assert record["turns"] == 2
             assert call in record["response"]
-            assert record["reward"] == float(record["answer"] == "2")
+            assert record["reward"] == float(record["answer"] == 2)
     assert sum(reply in record["response"] for record in records[0]) > 16
+
+
+def test_a_class_trains_from_python(policy, data, tmp_path):
+    def run(folder, **options):
+        return maxrl_fast.run(
+            task="dataset", data=data, model=str(policy), max_turns=2, max_prompt_tokens=2000,
+            objective="rloo", steps=1, prompts=2, rollouts=2, max_new_tokens=16, eval_prompts=1,
+            eval_samples=1, device="cpu", out=tmp_path / folder, **options,
+        )  # fmt: skip
+
+    own = run("object", environment=environments.CounterEnv)
+    assert (own.exit, len(own.metrics), len(own.rollouts)) == (0, 1, 4)
+    file = run("file", environment=f"{ENVIRONMENTS}:CounterEnv")
+    assert [*own.rollouts] == [*file.rollouts]
+    with pytest.raises(InputError, match="is a Python object that was given to maxrl_fast"):
+        maxrl_fast.run(resume=own.out, steps=2, allow_changes=True)

@@ -14,6 +14,7 @@ import torch
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.guess import EOS, GuessTask
 from tests.papers.load import FOLDER, load
+from tests.tables import refused
 
 guessing = load("guessing")
 
@@ -49,6 +50,16 @@ def test_counts_are_in_the_order_of_the_numbers():
                 keep(part, (torch.arange(3) < answers[:, None] % 4).float().flatten(), [])
 
     assert guessing.correct_by_number(Evaluator()) == [x % 4 for x in range(1, 32)]
+
+
+def test_a_finished_run_is_read_unless_its_settings_were_others(tmp_path):
+    settings = guessing.GuessingSettings(work=tmp_path)
+    one = guessing.guessing_run(settings, "maxpo-k4", 0, tmp_path / "start")
+    guessing.write_json(one.file, {"run": one.as_json, "outcome": {"steps": 7}})
+    assert guessing.measure(one) == {"steps": 7}
+    other = guessing.guessing_run(replace(settings, lr=1e-3), "maxpo-k4", 0, tmp_path / "start")
+    with refused("step-000000"):  # it would train, from a warm start that is not there
+        guessing.measure(other)
 
 
 @pytest.mark.slow

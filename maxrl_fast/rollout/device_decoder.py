@@ -3,7 +3,8 @@
 A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
 when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
-which samples have finished, and the host asks after every burst of tuning.BURST steps.
+which samples have finished, and the host asks after every burst of tuning.BURST steps. A sample
+that waits for the reply to its turn keeps its row, and steps compute it in vain.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
+from maxrl_fast.rollout.turns import Turns
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
 
@@ -83,6 +85,7 @@ class DeviceDecoder:
         keys: Tensor,
         budget: int,
         max_batch: int,
+        turns: Turns | None = None,
     ) -> tuple[Rollouts, RolloutStatistics]:
         """Sample responses to checked prompts, at most `max_batch` at a time. keys: [S] int64,
         which select the random numbers. budget: bytes of the KV cache and a step's tensors."""
@@ -106,7 +109,7 @@ class DeviceDecoder:
                 self.batch = None  # before the new one is allocated
                 self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel)
             self.batch.begin(slots, group_size, sampling)
-            return _Job(prompts, num_samples, sampling, keys, self.batch).run()
+            return _Job(prompts, num_samples, sampling, keys, self.batch, turns).run()
 
 
 class _Job:
@@ -117,7 +120,10 @@ class _Job:
         sampling: Sampling,
         keys: Tensor,
         batch: DecodeSlots,
+        turns: Turns | None,
     ):
+        self.turns = turns
+        self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
         self.prompts, self.sampling, self.keys, self.batch = prompts, sampling, keys, batch
         shape, device = (len(keys), sampling.max_new_tokens), keys.device
         self.results = {
@@ -140,38 +146,45 @@ class _Job:
         """On a GPU the next burst is launched before the state after the last one is read, except
         where rows move: the GPU never waits for the host, at the cost of one burst at the end."""
         start, limit, batch = time.perf_counter(), self.sampling.max_new_tokens, self.batch
-        active, lengths = self._finish(self._state())
+        active, held, lengths = self._finish(self._state())
         # of the burst that is not in `active` and `lengths` yet: the state after it, and its steps
         ahead: Callable[[], Tensor] | None = None
         running = 0
         while True:
             waiting = len(self.groups) - self.next_group
-            slots = self._slots_to_fill(active, waiting)
+            slots = self._slots_to_fill(held, waiting)
+            if self.turns is not None and held.any() and not active.any() and not len(slots):
+                self._feed(self.turns, active, wait=True)  # all replies may end their episodes
             still = lengths[active]
             count = min(tuning.BURST, limit - running - int(still.min())) if len(still) else 0
-            moves = len(slots) or (not waiting and batch.fitting(len(still)) < batch.rows)
+            moves = len(slots) or (not waiting and batch.fitting(int(held.sum())) < batch.rows)
             if ahead is not None and (moves or count <= 0):
-                active, lengths = self._finish(ahead)
+                active, held, lengths = self._finish(ahead)
                 ahead, running = None, 0
             elif len(slots):
                 self._admit(slots)
-                active, lengths = self._finish(self._state())
-            elif not len(still):
+                active, held, lengths = self._finish(self._state())
+            elif not held.any():
                 break
             else:
-                longest = int(still.max())
-                if moves:
-                    batch.compact(active, longest)
-                batch.steps(count, self.sampling, min(limit, longest + running + count))
-                self.steps += count
+                if count:
+                    longest = int(lengths[held].max())
+                    if moves:
+                        batch.compact(held, longest)
+                    batch.steps(count, self.sampling, min(limit, longest + running + count))
+                    self.steps += count
                 due, ahead, running = ahead, self._state(), count
-                if not batch.has_graphs:
+                if not batch.has_graphs or self.turns is not None:  # a turn is answered at once
                     due, ahead, running = ahead, None, 0
                 if due is not None:
-                    active, lengths = self._finish(due)
+                    active, held, lengths = self._finish(due)
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~batch.stops[last])
+        truncated, given = ~batch.stops[last], None
+        if self.turns is not None:
+            truncated |= self.turns.truncated.to(truncated.device)
+            given = self.turns.given.to(tokens.device)
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,
             decode_seconds=time.perf_counter() - start - self.prefill_seconds,
@@ -181,13 +194,13 @@ class _Job:
             cache_bytes=batch.bytes,
         )
 
-    def _slots_to_fill(self, active: Tensor, waiting: int) -> Tensor:
+    def _slots_to_fill(self, held: Tensor, waiting: int) -> Tensor:
         """Return empty slots for waiting groups: at least a quarter of all, as small batches are
         slow."""
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
-        by_slot = active[: num_slots * group_size].view(num_slots, group_size)
+        by_slot = held[: num_slots * group_size].view(num_slots, group_size)
         empty = (~by_slot.any(1)).nonzero()[:, 0]
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
@@ -220,15 +233,23 @@ class _Job:
         self.pinned.reverse()  # the other one may not be read yet
         return HostCopy(state, self.pinned[0]).read
 
-    def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Store the results of samples that had ended in a state, and are not stored yet.
 
-        Returns which rows are active, and their lengths, both [rows] on the host. Only this waits
-        for the device.
+        Returns which rows are active, which are held by samples that are active or wait, and their
+        lengths, all [rows] on the host. Only this waits for the device.
         """
         batch = self.batch
         done, samples, lengths = state()[:, : batch.rows].clone()
-        ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
+        active = done == 0
+        held, ended = active, (~active & (samples >= 0)).nonzero()[:, 0]
+        if self.turns is not None:
+            self._submit(self.turns, ended, samples[ended], lengths[ended])
+            if self.turns.due:  # at once, so that an episode that ends leaves its row
+                self._feed(self.turns, active, wait=False)
+            rows = torch.tensor([*self.waiting.values()], dtype=torch.int64)
+            held = active.index_fill(0, rows, True)
+            ended = (~held & (samples >= 0)).nonzero()[:, 0]
         ended = ended[~self.is_stored[samples[ended]]]
         if len(ended):
             self.is_stored[samples[ended]] = True
@@ -236,4 +257,27 @@ class _Job:
             for name, result in self.results.items():
                 result[samples] = getattr(batch, name)[rows]
             batch.forget(rows)
-        return done == 0, lengths
+        return active, held, lengths
+
+    def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> None:
+        """Submit the turns that have ended in these rows [r] of samples [r], and find the rows of
+        all that wait."""
+        ended = list(zip(rows.tolist(), samples.tolist(), lengths.tolist(), strict=True))
+        new = [i for i, (_, s, length) in enumerate(ended) if length > turns.lengths[s]]
+        tokens = self.batch.tokens[rows[new].to(self.keys.device)].tolist()
+        still = self.waiting.keys()
+        self.waiting = {s: row for row, s, _ in ended if s in still}
+        for i, row_tokens in zip(new, tokens, strict=True):
+            row, s, length = ended[i]
+            turn = row_tokens[turns.lengths[s] : length]
+            if turn[-1] in self.sampling.stop_ids and turns.submit(s, turn):
+                self.waiting[s] = row
+
+    def _feed(self, turns: Turns, active: Tensor, wait: bool) -> None:
+        """Carry out replies; rows whose samples have tokens to read become active."""
+        for reply in turns.replies(wait):
+            row = self.waiting.pop(reply.sample)
+            if not reply.is_last:
+                start = turns.lengths[reply.sample] - len(reply.tokens)
+                self.batch.feed(row, start, reply.tokens)
+                active[row] = True

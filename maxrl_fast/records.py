@@ -5,8 +5,10 @@ tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequ
 `[cu_seqlens[s], cu_seqlens[s + 1])`.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,6 +122,41 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 @dataclass(frozen=True)
+class Inserted:
+    """What environments wrote between a policy's tokens. Nothing is learned from it."""
+
+    tokens: Tensor  # [E] int64, packed
+    cu_seqlens: Tensor  # [I+1] int64, of the insertions; each has at least one token
+    before: Tensor  # [I] int64, ascending: the sampled token, among the T, that each stands before
+
+    @classmethod
+    def of_counts(cls, tokens: Tensor, counts: Tensor) -> "Inserted":
+        """Return insertions [E], of which counts [T] stand before each sampled token."""
+        before = counts.nonzero()[:, 0]
+        return cls(tokens, cumulative(counts[before]), before)
+
+    def counts(self, num_tokens: int) -> Tensor:
+        """Return how many inserted tokens stand before each of T sampled ones: int64 [T]."""
+        counts = self.tokens.new_zeros(num_tokens)
+        return counts.index_copy_(0, self.before, self.cu_seqlens.diff())
+
+    def slots(self, num_tokens: int) -> Tensor:
+        """Return where each of T sampled tokens is among all T + E of the episodes: int64 [T]."""
+        counts = self.counts(num_tokens)
+        return torch.arange(num_tokens, device=counts.device) + counts.cumsum(0)
+
+    def within(self, tokens: Tensor) -> Tensor:
+        """Return sampled tokens [T] with the insertions between them: [T + E]."""
+        slots = self.slots(len(tokens))
+        whole = tokens.new_empty(len(tokens) + len(self.tokens))
+        is_inserted = torch.ones_like(whole, dtype=torch.bool).index_fill_(0, slots, False)
+        return whole.masked_scatter_(is_inserted, self.tokens).index_copy_(0, slots, tokens)
+
+    def to(self, device: torch.device) -> "Inserted":
+        return Inserted(self.tokens.to(device), self.cu_seqlens.to(device), self.before.to(device))
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """N responses to each of G prompts, grouped by prompt: sequence s answers prompt s // N."""
 
@@ -130,6 +167,7 @@ class Rollouts:
     logprobs: Tensor
     truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
+    inserted: Inserted | None = None  # by environments; None: one turn
 
     def __len__(self) -> int:
         """S, without reading from the device."""
@@ -150,27 +188,62 @@ class Rollouts:
 
     @classmethod
     def from_padded(
-        cls, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
+        cls,
+        tokens: Tensor,
+        logprobs: Tensor,
+        lengths: Tensor,
+        truncated: Tensor,
+        given: Tensor | None = None,
     ) -> "Rollouts":
-        """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S]."""
+        """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S].
+
+        given: [S, width] bool, the tokens that environments wrote, which become `inserted`; no row
+        begins or ends with one. Lengths count them.
+        """
         slots = padded_slots(lengths, tokens.shape[1])
+        tokens, logprobs = tokens.flatten()[slots], logprobs.flatten()[slots]
+        if given is None or not (is_given := given.flatten()[slots]).any():
+            return cls(tokens, cumulative(lengths), logprobs, truncated)
+        #     tokens    7 2 4 4 5 | 8 2 6 9      4 4 and 6 are given
+        #     is_given  . . x x . | . . x .
+        #     starts    . . x . . | . . x .      before 2 and 5 sampled tokens: 7 2 5, 8 2 9
+        is_sampled = ~is_given
+        starts = is_given & torch.nn.functional.pad(is_sampled[:-1], (1, 0))
+        num_sampled = cumulative(is_sampled.long())  # [T + E + 1], before each token
+        num_given = cumulative(is_given.long())
+        bounds = torch.cat([num_given[:-1][starts], num_given[-1:]])  # [I+1]
         return cls(
-            tokens.flatten()[slots], cumulative(lengths), logprobs.flatten()[slots], truncated
+            tokens[is_sampled],
+            num_sampled[cumulative(lengths)],
+            logprobs[is_sampled],
+            truncated,
+            inserted=Inserted(tokens[is_given], bounds, num_sampled[:-1][starts]),
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        inserted = [part.inserted.tokens for part in parts if part.inserted is not None]
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
             cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
             logprobs=torch.cat([part.logprobs for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
             importance_weights=_joined([part.importance_weights for part in parts]),
+            inserted=Inserted.of_counts(
+                torch.cat(inserted), torch.cat([part.num_inserted for part in parts])
+            )
+            if inserted
+            else None,
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
         """Return the sequences at int64 indices."""
         slots, cu_seqlens = gather_sequences(self.cu_seqlens, sequences)
+        inserted = None
+        if self.inserted is not None:
+            counts = self.num_inserted
+            index, _ = gather_sequences(cumulative(counts), slots)
+            inserted = Inserted.of_counts(self.inserted.tokens[index], counts[slots])
         return Rollouts(
             tokens=self.tokens[slots],
             cu_seqlens=cu_seqlens,
@@ -179,11 +252,39 @@ class Rollouts:
             importance_weights=None
             if self.importance_weights is None
             else self.importance_weights[slots],
+            inserted=inserted,
         )
 
     @property
     def lengths(self) -> Tensor:  # [S]
         return self.cu_seqlens.diff()
+
+    @property
+    def num_inserted(self) -> Tensor:  # [T] int64, inserted tokens before each sampled one
+        if self.inserted is None:
+            return torch.zeros_like(self.tokens)
+        return self.inserted.counts(len(self.tokens))
+
+    @property
+    def all_tokens(self) -> Tensor:  # [T + E], with what was inserted
+        return self.tokens if self.inserted is None else self.inserted.within(self.tokens)
+
+    def turns(self) -> list[list[list[int]]]:
+        """Return each response as token lists: a turn, what was inserted after it, a turn, ..."""
+        if self.inserted is None:
+            return [[tokens] for tokens in unpack(self.tokens, self.lengths)]
+        tokens, cu_seqlens = self.tokens.tolist(), self.cu_seqlens.tolist()
+        insertions = unpack(self.inserted.tokens, self.inserted.cu_seqlens.diff())
+        left = deque(zip(self.inserted.before.tolist(), insertions, strict=True))
+        responses = []
+        for start, stop in pairwise(cu_seqlens):
+            parts = []
+            while left and left[0][0] < stop:
+                before, insertion = left.popleft()
+                parts += [tokens[start:before], insertion]
+                start = before
+            responses.append([*parts, tokens[start:stop]])
+        return responses
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response

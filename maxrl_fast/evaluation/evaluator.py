@@ -11,6 +11,7 @@ from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout.scored import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 
@@ -75,24 +76,29 @@ class Evaluator:
         for start in range(0, self.num_prompts, self.chunk * ranks.size):
             count = min(self.chunk * ranks.size, self.num_prompts - start)
             own_start, own_count = ranks.part(count)
+            prompts = Prompts.none(self.device)
             if own_count:
                 prompts = self.task.prompts(self.split, start + own_start, own_count).to(
                     self.device
                 )
-                rollouts = self.engine.generate(
-                    prompts, num_samples, self.sampling, seed=self.seed, step=0
+            if own_count or self.shares_engine:
+                sampled = sample_and_score(
+                    self.engine,
+                    self.task,
+                    self.scorer,
+                    prompts,
+                    num_samples,
+                    self.sampling,
+                    seed=self.seed,
+                    step=0,
                 )
-                rewards = self.scorer.score(prompts, rollouts)
-                if keep:
-                    keep(Samples(prompts, rollouts), rewards, self.scorer.components)
+                rewards, rollouts = sampled.rewards, sampled.rollouts
+                if own_count and keep:
+                    keep(sampled, rewards, sampled.components)
                 correct.append(is_correct(rewards).view(-1, num_samples).sum(1))
                 failed.append(rewards.isnan())
                 lengths.append(rollouts.lengths)
                 truncated.append(rollouts.truncated)
-            elif self.shares_engine:
-                self.engine.generate(
-                    Prompts.none(self.device), num_samples, self.sampling, seed=self.seed, step=0
-                )
             progress(start + count)
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         num_correct, num_tokens, num_truncated, num_failed = (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.texts import shown_text
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
@@ -37,19 +38,19 @@ def sample_records(
     ]
     ids = prompts.ids.tolist()
     lines = [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
-    responses = unpack(rollouts.tokens, rollouts.lengths)
     outcomes = zip(
-        responses, rewards.tolist(), rollouts.truncated.tolist(), components, strict=True
+        rollouts.turns(), rewards.tolist(), rollouts.truncated.tolist(), components, strict=True
     )
-    for s, (tokens, reward, is_truncated, parts) in enumerate(outcomes):
+    for s, (turns, reward, is_truncated, parts) in enumerate(outcomes):
         g = s // samples.num_rollouts
         yield {
             "id": ids[g],
             "prompt": texts[g],
-            "response": task.decode(tokens, with_special=True),
+            "response": shown_text(task, turns),
             "reward": finite(reward),
             "truncated": is_truncated,
-            "tokens": len(tokens),
+            **({"turns": (len(turns) + 1) // 2} if len(turns) > 1 else {}),
+            "tokens": sum(map(len, turns[::2])),
             "components": {name: finite(value) for name, value in parts.items()},
             **lines[g],
         }

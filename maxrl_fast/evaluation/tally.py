@@ -12,6 +12,7 @@ from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.texts import response_texts
 
 
 class SampleTally:
@@ -39,7 +40,7 @@ class SampleTally:
             for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
         tokens = unpack(rollouts.tokens, rollouts.lengths)
-        responses = [self._task.decode(part) for part in tokens]
+        responses = response_texts(self._task, rollouts)
         right = is_correct(rewards).tolist()
         for start in range(0, len(responses), num_samples):
             own = range(start, start + num_samples)

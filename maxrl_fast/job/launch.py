@@ -33,11 +33,13 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
+from maxrl_fast.rollout.scored import sample_and_score
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -97,6 +99,8 @@ class Job:
                 f"a run in {out}"
             )
         with contextlib.ExitStack() as held:
+            if isinstance(task, ToolTask):
+                held.callback(task.close)
             held.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.run.threads)
             if is_resumed:
@@ -248,17 +252,23 @@ def check_rewards(collector: RolloutCollector) -> str:
         is not.
     """
     scorer = collector.scorer.rehearsal()
-    if not scorer.has_source and not collector.needs_binary:
+    if not scorer.can_fail and not collector.needs_binary:
         return ""
     prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
     scorer.check(prompts)
     sampling = replace(
         collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MOST_TOKENS)
     )
-    rollouts = collector.engine.generate(
-        prompts, NUM_ROLLOUTS, sampling, seed=collector.seed, step=0
-    )
-    rewards = scorer.score(prompts, rollouts)
+    rewards = sample_and_score(
+        collector.engine,
+        collector.task,
+        scorer,
+        prompts,
+        NUM_ROLLOUTS,
+        sampling,
+        seed=collector.seed,
+        step=0,
+    ).rewards
     warning = scorer.failures(collector.ranks, WHEN)[1]
     if collector.needs_binary:
         check_binary(rewards.nan_to_num().view(len(prompts), NUM_ROLLOUTS), prompts, WHEN)

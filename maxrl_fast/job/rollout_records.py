@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,14 @@ def rollout_records(
     }
     if not ranks.is_first:
         return []
+    device = rollouts.tokens.device
     positions, kept_cu = gather_sequences(cu_seqlens, sequences)
-    (kept,) = to_host(rollouts.tokens[to_device(rollouts.tokens.device, positions)[0]])
-    samples = Samples(
-        prompts.select(groups),
-        Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences]),
-    )
+    (kept,) = to_host(rollouts.tokens[to_device(device, positions)[0]])
+    responses = Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences])
+    if rollouts.inserted is not None:
+        inserted = rollouts.select(sequences.to(device)).inserted
+        responses = replace(responses, inserted=inserted and inserted.to(sequences.device))
+    samples = Samples(prompts.select(groups), responses)
     values = rewards.masked_fill(~valid, torch.nan)[sequences]
     records = sample_records(
         task, samples, values, [components.get(s, {}) for s in sequences.tolist()]

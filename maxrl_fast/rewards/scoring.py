@@ -20,6 +20,8 @@ from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no
 from maxrl_fast.rewards.function import result_of
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.episode import Episodes, EpisodeTask
+from maxrl_fast.tasks.texts import response_texts
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 CURES = {
@@ -58,7 +60,8 @@ class Scorer:
     """Gives every response its reward.
 
     Args:
-        source: gives the rewards, such as a reward pool; None: the task scores. max_error_rate: the
+        source: gives the rewards, such as a reward pool; None: the task scores, or the environments
+        of an EpisodeTask. max_error_rate: the
         largest fraction of rewards that may fail in one `score`, or between two calls of
         `failures`. threshold: rewards above it become 1, others 0; None: rewards are unchanged.
         answer_limit: the longest answer in characters; responses with a longer answer or without
@@ -98,9 +101,9 @@ class Scorer:
         return getattr(self._source, "weights", {})
 
     @property
-    def has_source(self) -> bool:
-        """Whether something other than the task gives the rewards."""
-        return self._source is not None
+    def can_fail(self) -> bool:
+        """Whether code gives the rewards that may fail for single responses: not the task's own."""
+        return self._source is not None or isinstance(self._task, EpisodeTask)
 
     def rehearsal(self) -> "Scorer":
         """Return a scorer of the same rewards that scores every response, and gives up only if all
@@ -108,50 +111,68 @@ class Scorer:
         """
         return Scorer(self._task, self._source, threshold=self._threshold)
 
-    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """Return rewards [S] float32 of N responses to each prompt; NaN where the function
-        failed.
+    def score(
+        self, prompts: Prompts, rollouts: Rollouts, episodes: Episodes | None = None
+    ) -> Tensor:
+        """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
+
+        `episodes`, the environments in which the responses were sampled, end. Where there is a
+        source it gives the rewards in their place, but not of an episode that failed.
         """
         self.components = [{} for _ in range(len(rollouts))]
-        rewards = (
-            self._task.score(prompts, rollouts)
-            if self._source is None
-            else self._ask(self._source, prompts, rollouts)
-        )
+        if episodes is None and self._source is None:
+            rewards = self._task.score(prompts, rollouts)
+        else:
+            rewards = torch.zeros(len(rollouts))
+            self._num_scored += len(rollouts)
+            if episodes is not None:
+                self._keep(episodes.finish(), [*range(len(rollouts))], rewards)
+            if self._source is not None:
+                rewards = torch.where(rewards.isnan(), rewards, 0.0)
+                self._ask(self._source, prompts, rollouts, rewards)
+            rewards = rewards.to(rollouts.tokens.device)
         if self._threshold is None:
             return rewards
         return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
 
-    def _ask(self, source: RewardSource, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        num_rollouts = len(rollouts.lengths) // len(prompts)
+    def _ask(
+        self, source: RewardSource, prompts: Prompts, rollouts: Rollouts, rewards: Tensor
+    ) -> None:
+        """Put the source's rewards into `rewards` [S], which are 0, or NaN of a failed episode."""
+        num_rollouts = len(rollouts) // len(prompts)
         columns = self._columns(prompts)
-        responses = [
-            self._task.decode(tokens) for tokens in unpack(rollouts.tokens, rollouts.lengths)
-        ]
-        rewards = torch.zeros(len(responses))
-        # of the rows
+        responses = response_texts(self._task, rollouts)
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
-        rewards[indices] = float("nan")
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, self.beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
             self._source_error = str(error)
-            return rewards.to(rollouts.tokens.device)
-        self._num_scored += len(responses) - scores.num_left
-        self._failures += scores.failures
+            rewards[indices] = torch.nan
+            return
+        self._keep(scores, indices, rewards)
+
+    def _keep(self, scores: Scores, indices: list[int], rewards: Tensor) -> None:
+        """Put the scores of these responses into `rewards` [S], and count them; a response that has
+        failed before stays so, and counts once.
+        """
+        has_failed = rewards[indices].isnan()
+        self._num_scored -= scores.num_left
+        self._failures += [x for x in scores.failures if not has_failed[x.index]]
         self._gave_up |= scores.num_left > 0
-        if not scores.num_left:
-            scored = torch.tensor(scores.rewards, dtype=torch.float32)
-            failed = {failure.index for failure in scores.failures}
-            scored[[*failed]] = float("nan")
-            rewards[indices] = scored
-            for i, components in enumerate(scores.components):
-                self.components[indices[i]] = components
-                for name, value in components.items() if i not in failed else ():
-                    self._metrics.add(f"reward/{name}", value)
-        return rewards.to(rollouts.tokens.device)
+        if scores.num_left:
+            rewards[indices] = torch.nan
+            return
+        scored = torch.tensor(scores.rewards, dtype=torch.float32)
+        failed = {failure.index for failure in scores.failures}
+        failed.update(has_failed.nonzero()[:, 0].tolist())
+        scored[[*failed]] = float("nan")
+        rewards[indices] = scored
+        for i, components in enumerate(scores.components):
+            self.components[indices[i]] |= components
+            for name, value in components.items() if i not in failed else ():
+                self._metrics.add(f"reward/{name}", value)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
@@ -210,7 +231,7 @@ class Scorer:
             RewardError: if more than max_error_rate of the rewards failed, or the function can no
             longer be called.
         """
-        if self._source is None:
+        if not self.can_fail:
             return {}, ""
         num_scored, failures = self._num_scored, self._failures
         self._num_scored, self._failures = 0, []

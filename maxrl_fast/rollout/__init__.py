@@ -18,12 +18,13 @@ class Sampling:
     in order."""
 
     temperature: float  # 0: greedy decoding
-    max_new_tokens: int  # of one response
-    stop_ids: tuple[int, ...]  # a response ends with the first of these tokens
+    max_new_tokens: int  # of one response, with what environments insert
+    stop_ids: tuple[int, ...]  # a response, or a turn of an episode, ends with the first of these
     top_k: int = 0  # keep the k most probable tokens; 0: all
     top_p: float = 1.0  # nucleus sampling
     # keep tokens with at least min_p times the probability of the most probable one
     min_p: float = 0.0
+    max_turns: int = 1  # of an episode, with environments
 
     @property
     def greedy(self) -> "Sampling":
@@ -49,6 +50,25 @@ class RolloutStatistics:
     decoded_rows: int = 0
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    sample: int  # s = g N + n of the S in this call of generate
+    tokens: list[int]  # that the policy reads next, at least one unless `is_last`
+    is_last: bool  # the episode ends; the tokens are ignored
+
+
+class Environments(Protocol):
+    """The environments of the S samples of one call of generate, one each."""
+
+    def submit(self, sample: int, turn: list[int]) -> None:
+        """Take a finished turn, its stop token included."""
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Return the replies that are there; with `wait`, at least one of those that are due."""
+
+
 class Engine(Protocol):
     statistics: RolloutStatistics  # of the last call of generate
 
@@ -62,14 +82,25 @@ class Engine(Protocol):
         """Free memory, if the engine can; `load_weights` must follow before `generate`."""
 
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        environments: Environments | None = None,
     ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt.
+        """Sample `num_samples` responses to each prompt, or episodes with `environments`.
+
+        In an episode a stop token ends a turn, which is submitted. The episode ends with turn
+        max_turns, with a reply that is the last, or truncated: by the length limit, also where a
+        reply leaves no room for another sampled token.
 
         Log-probs are under the whole distribution at the temperature, before top-k, top-p and
         min-p, so that they equal the policy's; at temperature 0 they are 0. Log-probs that the
         engine cannot know are NaN, and training refuses them. Raises InputError if the engine
-        cannot serve the request.
+        cannot serve the request, and EngineError on replies that cannot be true.
         """
 
 
@@ -84,6 +115,8 @@ def check_request(
         )
     if sampling.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
+    if sampling.max_turns < 1:
+        raise InputError(f"max_turns must be at least 1, got {sampling.max_turns}")
     if int(lengths.min()) < 1:
         empty = int(prompts.ids[lengths.argmin()])
         raise InputError(f"prompts must have at least one token, got prompt {empty} with none")

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, cumulative
+from maxrl_fast.records import Inserted, Prompts, Rollouts, cumulative
 from maxrl_fast.runtime.watch import START_LIMIT, RankMonitor
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
@@ -120,11 +120,17 @@ class Ranks:
     def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
         if self.size == 1:
             return rollouts
+        inserted = None
+        if self.any(rollouts.inserted is not None, rollouts.tokens.device):
+            own = rollouts.tokens[:0] if rollouts.inserted is None else rollouts.inserted.tokens
+            counts = self.concatenate(rollouts.num_inserted)
+            inserted = Inserted.of_counts(self.concatenate(own), counts)
         return Rollouts(
             tokens=self.concatenate(rollouts.tokens),
             cu_seqlens=cumulative(self.concatenate(rollouts.lengths)),
             logprobs=self.concatenate(rollouts.logprobs),
             truncated=self.concatenate(rollouts.truncated.to(torch.uint8)).bool(),
+            inserted=inserted,
         )
 
     @contextlib.contextmanager

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
+from maxrl_fast.records import Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
+from maxrl_fast.rollout.scored import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.policy_reward import PolicyReward
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -153,8 +155,7 @@ class RolloutCollector:
     def _with_texts(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the texts and all ranks' components, if the objective needs them."""
         if self.needs_texts:
-            responses = unpack(batch.sampled.tokens, batch.sampled.lengths)
-            batch = replace(batch, texts=tuple(map(self.task.decode, responses)))
+            batch = replace(batch, texts=tuple(response_texts(self.task, batch.sampled)))
         if not self.needs_components:
             return batch
         components: list[dict[str, float]] = [{} for _ in range(len(batch.sampled))]
@@ -183,40 +184,44 @@ class RolloutCollector:
 
     def _sample(self, step: int, first_prompt: int, of_rewards: MetricAccumulator) -> RolloutBatch:
         """Return one batch; add the metrics of its rewards to `of_rewards`."""
-        clock, ranks, engine, scorer = self.clock, self.ranks, self.engine, self.scorer
+        clock, ranks, scorer = self.clock, self.ranks, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
-        with clock("rollout") as lap:
+        sample = partial(
+            sample_and_score,
+            self.engine,
+            self.task,
+            scorer if self.policy_reward is None else None,
+            seed=self.seed,
+            step=step,
+            clock=clock,
+        )
+        seconds = -clock.total("rollout")
+        with clock("rollout"):
             make_prompts = self.make_prompts or partial(self.task.prompts, "train")
             prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
-            sampled = engine.generate(
-                part, self.num_rollouts, self.sampling, seed=self.seed, step=step
-            )
-            rollouts = ranks.concatenate_rollouts(sampled)
-            check_finite(rollouts, prompts, step)
-        if self.policy_reward is not None:
-            return self._by_policy(
-                self.policy_reward, step, prompts, rollouts, lap.seconds, of_rewards
-            )
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
+        sampled = sample(part, self.num_rollouts, self.sampling)
+        with clock("rollout"):
+            rollouts = ranks.concatenate_rollouts(sampled.rollouts)
+            check_finite(rollouts, prompts, step)
+        seconds += clock.total("rollout")
+        if self.policy_reward is not None:
+            return self._by_policy(self.policy_reward, step, prompts, rollouts, seconds, of_rewards)
         with clock("reward"):
-            rewards = ranks.concatenate(scorer.score(part, sampled)).view(
-                len(prompts), self.num_rollouts
-            )
+            rewards = ranks.concatenate(sampled.rewards).view(len(prompts), self.num_rollouts)
         before, after = first * self.num_rollouts, (first + own) * self.num_rollouts
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
-        parts[before:after] = scorer.components
-        each_reward = self._each_reward(rewards) if self.needs_parts else None
+        parts[before:after] = sampled.components
+        each_reward = self._each_reward(rewards, sampled.components) if self.needs_parts else None
         of_rewards.update(scorer.pop_metrics())
         greedy_rewards = None
         if self.needs_greedy:
-            with clock("rollout"):
-                greedy = engine.generate(part, 1, self.sampling.greedy, seed=self.seed, step=step)
-            with clock("reward"):
-                greedy_rewards = ranks.concatenate(scorer.score(part, greedy))
+            greedy = sample(part, 1, self.sampling.greedy)
+            greedy_rewards = ranks.concatenate(greedy.rewards)
             # as if all had failed
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
-        batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, lap.seconds)
+        batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, seconds)
         weights = tuple(scorer.weights.values())
         return replace(batch, components=tuple(parts), parts=each_reward, part_weights=weights)
 
@@ -246,12 +251,9 @@ class RolloutCollector:
             batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths
         )
 
-    def _each_reward(self, rewards: Tensor) -> Tensor:
+    def _each_reward(self, rewards: Tensor, components: list[dict[str, float]]) -> Tensor:
         """Return the values [R, G, N] of each reward; NaN if it does not apply."""
-        own = [
-            [parts.get(name, torch.nan) for name in self.scorer.weights]
-            for parts in self.scorer.components
-        ]
+        own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in components]
         # [S, R]
         values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))
         return values.view(*rewards.shape, -1).movedim(-1, 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.attention_kernel import has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
-from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
+from maxrl_fast.records import Inserted, Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.prefix_tree import SortedRows
 
@@ -26,8 +26,9 @@ class MicroBatch:
     """The packed tokens that the model reads, and the targets of its predictions.
 
     Prompts with their responses are a forest of what several of them begin with (prefix_tree.py). A
-    response's last token is left out because it predicts nothing. A response's first token is
-    predicted at the prompt's last position, every other token at the token before it.
+    response's last token is left out because it predicts nothing. Every sampled token is predicted
+    at the token before it: of the prompt, of the response, or of what an environment inserted,
+    which is read and is no target.
     """
 
     tokens: Tensor  # [U] int64
@@ -84,10 +85,12 @@ class Packer:
 
     @cached_property
     def _on_host(self) -> list[Tensor]:
-        """cu_seqlens of prompts and of responses, advantages, and the tokens of both, read once."""
+        """cu_seqlens of prompts and of responses, advantages, the tokens of both, and the fields of
+        what was inserted, if anything was; read once."""
         prompts, rollouts = self.prompts, self.rollouts
         cu_seqlens = prompts.cu_seqlens, rollouts.cu_seqlens
-        return to_host(*cu_seqlens, self.advantages, prompts.tokens, rollouts.tokens)
+        inserted = [] if rollouts.inserted is None else vars(rollouts.inserted).values()
+        return to_host(*cu_seqlens, self.advantages, prompts.tokens, rollouts.tokens, *inserted)
 
     @property
     def _cu_seqlens(self) -> list[Tensor]:
@@ -95,7 +98,7 @@ class Packer:
 
     @property
     def lengths(self) -> Tensor:
-        """Response lengths, [S] on the host."""
+        """Response lengths in sampled tokens, [S] on the host."""
         return self._on_host[1].diff()
 
     @property
@@ -109,19 +112,42 @@ class Packer:
         return self._cu_seqlens[0].diff().repeat_interleave(self.num_rollouts)
 
     @cached_property
+    def _inserted(self) -> Inserted | None:
+        return Inserted(*self._on_host[5:]) if self._on_host[5:] else None
+
+    @cached_property
+    def _whole_cu_seqlens(self) -> Tensor:
+        """[S+1] of the responses with what was inserted."""
+        cu_seqlens = self._cu_seqlens[1]
+        if self._inserted is None:
+            return cu_seqlens
+        return cu_seqlens + cumulative(self._inserted.counts(len(self.rollouts.tokens)))[cu_seqlens]
+
+    @cached_property
+    def _read_at(self) -> Tensor:
+        """[T] the position in its row that predicts each sampled token: the one before it."""
+        inserted, num_tokens = self._inserted, len(self.rollouts.tokens)
+        slots = torch.arange(num_tokens) if inserted is None else inserted.slots(num_tokens)
+        firsts = self._prompt_lengths - 1 - self._whole_cu_seqlens[:-1]
+        return slots + firsts.repeat_interleave(self.lengths)
+
+    @cached_property
     def _index(self) -> Tensor:
         """Of the tokens of all prompts, then of all responses, those of each rollout's row, packed:
         its prompt, and its response without the last token."""
-        prompt_cu, response_cu = self._cu_seqlens
+        prompt_cu, response_cu = self._cu_seqlens[0], self._whole_cu_seqlens
         prompts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
         starts = torch.stack([prompts, prompt_cu[-1] + response_cu[:-1]], 1)
-        lengths = torch.stack([self._prompt_lengths, (self.lengths - 1).clamp_min(0)], 1)
+        lengths = torch.stack([self._prompt_lengths, (response_cu.diff() - 1).clamp_min(0)], 1)
         return ranges(starts.flatten(), lengths.flatten())
 
     @cached_property
     def rows(self) -> SortedRows:
-        lengths = self._prompt_lengths + (self.lengths - 1).clamp_min(0)
-        return SortedRows(torch.cat(self._on_host[3:])[self._index].numpy(), lengths.numpy())
+        lengths = self._prompt_lengths + (self._whole_cu_seqlens.diff() - 1).clamp_min(0)
+        prompts, responses = self._on_host[3:5]
+        if self._inserted is not None:
+            responses = self._inserted.within(responses)
+        return SortedRows(torch.cat([prompts, responses])[self._index].numpy(), lengths.numpy())
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
@@ -138,9 +164,11 @@ class Packer:
             target_rows   0  1  2  0  3  4  3  4  5      rows[target_rows] is "read at"
         """
         lengths = self.lengths[sequences]
-        firsts = self._prompt_lengths[sequences] - 1
-        tree = self.rows.tree(sequences.numpy(), firsts.numpy(), lengths.numpy(), self.merge_cost)
-        predicted_from = torch.from_numpy(np.concatenate([np.arange(0), *tree.paths]))  # [T]
+        targets = ranges(self._cu_seqlens[1][:-1][sequences], lengths)  # among the sampled tokens
+        tree = self.rows.tree(
+            sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy(), self.merge_cost
+        )
+        predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True
         device = self.rollouts.tokens.device
@@ -148,8 +176,7 @@ class Packer:
             device,
             *(self._index[tree.index], torch.from_numpy(tree.positions)),
             *(predicts.nonzero()[:, 0], (predicts.cumsum(0) - 1)[predicted_from]),
-            cumulative(lengths),
-            *(ranges(self._cu_seqlens[1][:-1][sequences], lengths), sequences),
+            *(cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
         importance = rollouts.importance_weights
@@ -169,7 +196,7 @@ class Packer:
 
     @cached_property
     def _tokens(self) -> Tensor:
-        return torch.cat([self.prompts.tokens, self.rollouts.tokens])
+        return torch.cat([self.prompts.tokens, self.rollouts.all_tokens])
 
     def positions(self, sequences: Tensor) -> Tensor:
         """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
@@ -210,7 +237,7 @@ class Packer:
 
     def shortest(self, sequences: Tensor) -> Tensor:
         """Return the chosen sequence [1] with the fewest tokens, its prompt included."""
-        tokens = self._prompt_lengths[sequences] + self.lengths[sequences]
+        tokens = (self._prompt_lengths + self._whole_cu_seqlens.diff())[sequences]
         return sequences[tokens.argmin()].view(1)
 
     def share(self, sequences: Tensor, num_ranks: int) -> list[Tensor]:

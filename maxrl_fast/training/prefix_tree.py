@@ -26,7 +26,7 @@ class Tree:
     parents: Integers  # [M] the segment above; -1: none
     index: Integers  # [U] of the rows' tokens
     positions: Integers  # [U]
-    paths: list[Integers]  # by sequence, as asked for: where the chosen tokens of its row are
+    chosen: Integers  # [T] where the chosen tokens of the rows are, by sequence
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class SortedRows:
         return np.append(0, np.minimum.reduceat(self._common[: ranks[-1] + 1], ranks[:-1] + 1))
 
     def tree(
-        self, sequences: Integers, firsts: Integers, counts: Integers, merge_cost: float
+        self, sequences: Integers, positions: Integers, counts: Integers, merge_cost: float
     ) -> Tree:
-        """Return the forest of the chosen rows, and where `counts` tokens of each from `firsts` on
-        are in it."""
+        """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
+        packed `positions` [T] in its row, are in it."""
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
         lengths = self.lengths[rows]
@@ -84,13 +84,15 @@ class SortedRows:
         ends = added.cumsum()
         stream = np.arange(ends[-1] if len(ends) else 0)
         path = np.zeros(lengths.max(initial=0), dtype=np.int64)  # of the last row, in the stream
-        paths, above = [stream] * len(rows), np.full(len(rows), -1)
+        above, chosen = np.full(len(rows), -1), np.empty_like(positions)
+        bounds = np.append(0, counts.cumsum()).tolist()
         for i, sequence in enumerate(by_rank.tolist()):
             if common[i]:
                 above[i] = path[common[i] - 1]
             path[common[i] : lengths[i]] = stream[ends[i] - added[i] : ends[i]]
-            first = firsts[sequence]
-            paths[sequence] = path[first : first + counts[sequence]].copy()
+            own = slice(bounds[sequence], bounds[sequence + 1])
+            # All positions are in the row; the mode "raise" would copy first.
+            path.take(positions[own], out=chosen[own], mode="clip")
         # A segment begins where a row does, and where a later row leaves the path.
         starts, above = (ends - added)[added > 0], above[added > 0]
         begins = np.unique(np.concatenate([starts, above[above >= 0] + 1]))
@@ -101,7 +103,7 @@ class SortedRows:
             parents,
             ranges(self.starts[rows] + common, added),
             ranges(common, added),
-            paths,
+            chosen,
         )
 
 

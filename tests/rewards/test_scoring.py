@@ -203,7 +203,7 @@ def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
 def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monkeypatch):
     score, seen, update = Scorer.score, [], Learner.update
 
-    def without_first_greedy(self, prompts, rollouts):
+    def without_first_greedy(self, prompts, rollouts, episodes):
         rewards = score(self, prompts, rollouts)
         return (
             torch.cat([torch.tensor([float("nan")]), rewards[1:]])

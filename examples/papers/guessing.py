@@ -45,8 +45,8 @@ SEED_SHIFT = 1000
 
 @dataclass(frozen=True)
 class GuessingSettings(Settings):
-    """Objectives on guessing a number in four turns, against their known optima. --threads is the
-    number of simultaneous runs, each with one thread."""
+    """Objectives on guessing a number in four turns, against their known optima: 12 minutes on two
+    cores. --threads is the number of simultaneous runs, each with one thread."""
 
     objectives: tuple[str, ...] = (
         *("maxrl", "maxpo-k4", "maxpo-k16", "pacs"),

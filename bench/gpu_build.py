@@ -4,7 +4,8 @@ here.
 `make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER`, which needs
 that interpreter's headers. Without options, an extension in the folder of MAXRL_FAST_WHEELS is used
 if it was built for this interpreter from the sources that are here; otherwise one is built here,
-and the reason is printed. The exit code is 1, after a sentence, where that fails.
+and the reason is printed. The exit code is 1, after a sentence, where that fails. A build takes
+minutes.
 """
 
 import argparse

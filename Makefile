@@ -24,7 +24,7 @@ PIP_INSTALL := install --disable-pip-version-check
 GPU_PYTHON ?= 3.12
 GPU_PYTHON_PATH ?= python$(GPU_PYTHON)
 GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel \
-  trl datasets "dill<0.4.2" "multiprocess<0.70.20"
+  trl datasets "dill<0.4.2" "multiprocess<0.70.20" pytest-xdist execnet
 PEER_PACKAGES := torch numpy safetensors tyro docstring-parser rich tensorboard matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
@@ -94,7 +94,7 @@ gpu-profile:  ## the same needs: profiles, hardware counters, torch.compile and 
 gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on the smallest tests (at most 9 minutes)
 	$(PYTHON) -m bench.gpu --part races
 
-gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table (at most 9 minutes a call)
+gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table; its archive goes to the results (at most 9 minutes a call)
 	$(PYTHON) -m bench.gpu --part maze
 
 gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` needs besides torch, for a machine without a network: MAXRL_FAST_WHEELS there (10 MB)

@@ -1,8 +1,9 @@
 """`python -m bench.counters`: hardware counters of this project's kernels, by Nsight Compute (ncu),
 which must be installed.
 
-ncu runs `python -m bench.counters --run`, which computes a token loss on [4096, 151936] bfloat16
-logits and samples eight tokens for the paper's maze job, 32 x 128. The last line is one JSON
+ncu runs `python -m bench.counters --run` and counts, after warm-up, a token loss on [4096, 151936]
+bfloat16 logits and decoding steps of the paper's maze job, 32 x 128, in which every row has 90
+tokens; they run outside of a CUDA graph. The last line is one JSON
 document; for each kernel it has the medians over its launches of four numbers: time, throughput of
 the device's memory as a share of its peak, throughput of the multiprocessors, and registers per
 thread. The clocks are left as they are, so that times can be compared with those of the other
@@ -17,13 +18,20 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bench.gpu_steps import cuda_tool
 from bench.measure import argument_parser, describe, machine, prepare, run_command
+from bench.rollout import CASES, policy
+from bench.token_loss import Case
 from maxrl_fast.errors import InputError
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks.maze import MazeTask
 
 METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
@@ -32,29 +40,43 @@ METRICS = {
     "launch__registers_per_thread": "registers",
 }
 LAUNCHES = 80  # at most; each takes a fraction of a second under ncu
+STEPS, LENGTH, LIMIT = 2, 90, 180  # of decoding: steps, tokens of a row before them and at most
 
 
 def run(device: torch.device) -> None:
-    from bench.rollout import CASES, policy
-    from bench.token_loss import Case
-    from maxrl_fast.rollout import Sampling
-    from maxrl_fast.rollout.native import NativeEngine
-    from maxrl_fast.tasks.maze import MazeTask
-
     case = Case(torch.bfloat16, 4096, 151936, device)
     case.ours()
     case.refill()
-    (maze_size, num_prompts, num_samples), sizes = CASES["maze17x32"]
-    task = MazeTask(maze_size, 0)
-    engine = NativeEngine(policy(task, *sizes).to(device), torch.bfloat16)
-    engine.generate(
-        task.prompts("train", 0, num_prompts).to(device),
-        num_samples,
-        Sampling(1.0, 8, ()),
-        seed=0,
-        step=1,
-    )
+    steps = decoding_steps("maze17x32", torch.bfloat16, device)
     torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    case.ours()
+    steps()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+def decoding_steps(case: str, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Return a call that decodes STEPS tokens of every row of a case of bench.rollout, from LENGTH
+    tokens on, after a rollout that has computed the prompts."""
+    (maze_size, num_prompts, num_samples), sizes = CASES[case]
+    task, sampling = MazeTask(maze_size, 0), Sampling(1.0, LIMIT, ())
+    engine = NativeEngine(policy(task, *sizes).to(device), dtype, in_cpp=False)
+    prompts = task.prompts("train", 0, num_prompts).to(device)
+    engine.generate(prompts, num_samples, sampling, seed=0, step=1)
+    assert isinstance(engine.decoder, DeviceDecoder)
+    assert engine.decoder.batch is not None
+    slots = engine.decoder.batch
+
+    @torch.no_grad()
+    def steps() -> None:
+        slots.begin(num_prompts, num_samples, sampling)
+        slots.length.fill_(LENGTH)
+        slots.done.fill_(False)
+        for _ in range(STEPS):
+            slots.step(sampling, LIMIT)
+
+    return steps
 
 
 def kernels(text: str) -> dict[str, dict[str, float]]:
@@ -93,6 +115,8 @@ def command(ncu: str) -> list[str]:
         "none",
         "--launch-count",
         str(LAUNCHES),
+        "--profile-from-start",
+        "off",
     ]
     options += [
         "--kernel-name-base",

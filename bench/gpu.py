@@ -2,22 +2,16 @@
 nine minutes.
 
 Every part begins with the extension: the one that was carried here, or one that is built here.
-`figures` then has the tests and everything that has an aim; `profile` has profiles, hardware
-counters, torch.compile and peers; `races` has compute-sanitizer's memcheck, racecheck and synccheck
-on the smallest tests; `maze` continues the MaxRL paper's maze experiment in runs/maze_table
-(examples/papers/maze_table.py).
+bench/README.md lists the parts and their steps, which run one after another, each in its own
+process and with its own time limit, at most 9 minutes in all. A step that exceeds its limit is
+killed with all its processes, and the next one starts; after a failed build none does. The output
+is shown and kept in a log. One JSON document has the machine, the versions and every figure; it is
+written again after each step. The last lines are a table of figures, aims, floors and peers; the
+aims are for an H200.
 
-Steps run one after another, each in its own process and with its own time limit, at most 9 minutes
-in all. A step that exceeds its limit is killed with all its processes, and the next one starts. The
-output of tests and benchmarks is shown and kept in a log. One JSON document has the machine, the
-versions and every figure; it is written again after each step. The last lines are a table of
-figures, aims, floors and peers; the aims are for an H200.
-
-Results go to the folder in the environment variable MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as
-gpu_NAME_PART.json and gpu_NAME_PART.log. Nothing is installed or downloaded: a peer that is not
-installed is left out, and so is a step that needs a missing package. On a machine that can install
-nothing, MAXRL_FAST_WHEELS names a folder of wheels, which are unpacked and come before the
-installed packages; `make gpu-wheels` fetches them.
+Results go to the folder in MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as gpu_NAME_PART.json and
+gpu_NAME_PART.log. Nothing is installed or downloaded. MAXRL_FAST_WHEELS names a folder of wheels,
+which are unpacked and come before the installed packages; `make gpu-wheels` fetches them.
 
 Exit codes: 0; 1 where a step failed or took too long, whatever its figures; 2 without a GPU, or on
 wrong input; 130 and 143 after Ctrl-C and SIGTERM, which end the step's processes. A figure that
@@ -35,6 +29,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +37,16 @@ import torch
 
 from bench.gpu_build import WHEELS
 from bench.gpu_run import ROOT, run_step
-from bench.gpu_steps import PARTS, Step, dry_steps, gpu_steps, missing
+from bench.gpu_steps import PARTS, RESULTS, Step, dry_steps, gpu_steps, missing
 from bench.gpu_table import lines, rows
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import memory_bytes, versions
 from maxrl_fast.runtime.files import write_json
 
-VARIABLE = "MAXRL_FAST_GPU_RESULTS"
 NEEDED = ("numpy", "safetensors", "pytest")
 PACKAGES = (
-    "triton",
-    "transformers",
-    "numpy",
-    "trl",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "vllm",
-    "flash-attn",
+    *("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy"),
+    *("vllm", "flash-attn"),
 )
 
 
@@ -77,10 +65,7 @@ def version_of(package: str) -> str | None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    commit, changes = (
-        output_of("git", "rev-parse", "HEAD"),
-        output_of("git", "status", "--porcelain"),
-    )
+    changes = output_of("git", "status", "--porcelain")
     return versions() | {
         "device": str(device),
         "memory_bytes": memory_bytes(device),
@@ -90,7 +75,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         else None,
         "cpu_cores": os.cpu_count(),
         "packages": {name: version_of(name) for name in PACKAGES},
-        "commit": commit,
+        "commit": output_of("git", "rev-parse", "HEAD"),
         "has_changes": None if changes is None else bool(changes),
     }
 
@@ -136,22 +121,23 @@ def use_wheels() -> None:
 
 
 def results_folder(is_dry: bool) -> Path:
-    folder = Path(
-        os.environ.get(VARIABLE) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu")
-    )
+    folder = Path(os.environ.get(RESULTS) or ROOT / ("build/gpu_dry_run" if is_dry else "runs/gpu"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{VARIABLE} must be a folder that can be written to, got {folder}: {error}"
+            f"{RESULTS} must be a folder that can be written to, got {folder}: {error}"
         ) from error
+    os.environ[RESULTS] = str(folder.resolve())  # for the steps
     return folder
 
 
 def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: float) -> None:
-    log, start = file.with_suffix(".log"), time.monotonic()
+    log, start, is_built = file.with_suffix(".log"), time.monotonic(), True
     limit = sum(step.seconds for step in steps if not step.absent) * stretch
     for number, step in enumerate(steps, 1):
+        if not is_built:
+            step = replace(step, absent="the extension was not built")
         passed = time.monotonic() - start
         about = f"[{number}/{len(steps)}] {step.name}"
         if step.absent:
@@ -164,6 +150,7 @@ def run_all(steps: list[Step], result: dict[str, Any], file: Path, stretch: floa
             )
         record = run_step(step, step.seconds * stretch, log)
         result["steps"][step.name] = record
+        is_built = is_built and (step.name != "build" or record["state"] in ("done", "absent"))
         record["commit"] = result["machine"]["commit"]
         result["table"] = [vars(row) for row in rows(result["steps"])]
         write_json(file, result)

@@ -1,18 +1,16 @@
 """`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried here or built
 here.
 
-`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER` writes it for
-that interpreter, of which only the headers are needed, with a digest of its sources. Without these
-options, on the machine with the GPU, an extension in the folder of MAXRL_FAST_WHEELS is used if it
-was built for this interpreter from the sources that are here. Otherwise the extension is built
-here; the reason is printed. The exit code is 1 where the extension cannot be built or has no CUDA
-kernels.
-
-A build takes minutes.
+`make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER`, which needs
+that interpreter's headers. Without options, an extension in the folder of MAXRL_FAST_WHEELS is used
+if it was built for this interpreter from the sources that are here; otherwise one is built here,
+and the reason is printed. The exit code is 1, after a sentence, where that fails. A build takes
+minutes.
 """
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -27,12 +25,9 @@ ARCHITECTURE = "90a-real"  # Hopper, if the environment variable CUDAARCHS names
 
 
 def digest_of_sources() -> str:
-    files = [
-        ROOT / "CMakeLists.txt",
-        *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file()),
-    ]
     digest = hashlib.sha256()
-    for file in files:
+    sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    for file in [ROOT / "CMakeLists.txt", *sources]:
         digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -50,31 +45,24 @@ def carried(folder: Path) -> tuple[Path | None, str]:
     return extension, ""
 
 
-def build_for(python: str, folder: Path) -> None:
-    """Build the extension for another interpreter; write it and the digest of its sources into a
-    folder.
+def build_for(python: str, folder: Path, flags: str = "") -> None:
+    """Build the extension for another interpreter, with these flags of the CUDA compiler; write it
+    and the digest of its sources into a folder.
     """
     import pybind11
 
+    folder.mkdir(parents=True, exist_ok=True)
     build = ROOT / "build/extension-gpu"
-    configure: list[str | Path] = [
-        "cmake",
-        "-S",
-        ROOT,
-        "-B",
-        build,
-        "-G",
-        "Ninja",
-        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder.resolve()}",
-    ]
-    configure += [
-        f"-DPython_EXECUTABLE={shutil.which(python)}",
-        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-    ]
-    configure += [
-        "-DMAXRL_FAST_CUDA=ON",
-        f"-DCMAKE_CUDA_ARCHITECTURES={os.environ.get('CUDAARCHS', ARCHITECTURE)}",
-    ]
+    settings = {
+        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": folder.resolve(),
+        "Python_EXECUTABLE": python,
+        "pybind11_DIR": pybind11.get_cmake_dir(),
+        "MAXRL_FAST_CUDA": "ON",
+        "CMAKE_CUDA_FLAGS": flags,
+        "CMAKE_CUDA_ARCHITECTURES": os.environ.get("CUDAARCHS", ARCHITECTURE),
+    }
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+    configure += [f"-D{name}={value}" for name, value in settings.items()]
     subprocess.run(configure, check=True)
     subprocess.run(["cmake", "--build", build], check=True)
     (folder / DIGEST).write_text(digest_of_sources() + "\n")
@@ -98,30 +86,39 @@ def install() -> bool:
             return True
         why = f"{extension} does not load, or has no CUDA kernels"
     print(f"the extension is built here: {why}", flush=True)
+    absent = [name for name in ("setuptools", "pybind11") if importlib.util.find_spec(name) is None]
+    absent += [name for name in ("cmake", "ninja", "nvcc") if shutil.which(name) is None]
+    if absent:
+        raise OSError(f"a build needs {', '.join(absent)}")
     environment = {"CUDAARCHS": "native"} | os.environ | {"MAXRL_FAST_CUDA": "ON"}
-    subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-    )
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return has_kernels()
 
 
-def can_build_for(python: str) -> str:
-    """Return "" if an interpreter runs here and has its headers; otherwise why not."""
-    code = (
-        "import sysconfig, os; print(os.path.exists(sysconfig.get_path('include') + '/Python.h'))"
-    )
-    try:
-        run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    except OSError as error:
-        return str(error)
-    return (
-        ""
-        if run.stdout.strip() == "True"
-        else f"{python} {'has no headers' if not run.returncode else 'does not run'} here"
-    )
+def interpreter(python: str) -> str:
+    """Return the path of an interpreter that runs here and has its headers: the named one, else
+    one of that name among pyenv's versions, whose commands on the PATH may choose none.
+
+    Raises:
+        OSError: if there is none.
+    """
+    code = "import sysconfig, sys; print(sys.executable, sysconfig.get_path('include'), sep='\\n')"
+    tried = []
+    versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    for path in [python, *map(str, sorted(versions.glob(f"*/bin/{Path(python).name}")))]:
+        if shutil.which(path) is None:
+            tried.append(f"{path} is not there")
+            continue
+        run = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
+        if run.returncode:
+            tried.append(f"{path} does not run")
+            continue
+        executable, include = run.stdout.splitlines()
+        if Path(include, "Python.h").exists():
+            return executable
+        tried.append(f"{path} has no headers")
+    raise OSError(f"no interpreter to build the extension for: {'; '.join(tried)}")
 
 
 def main() -> int:
@@ -140,11 +137,7 @@ def main() -> int:
     try:
         if options.for_python is None:
             return 0 if install() else 1
-        if why := can_build_for(options.for_python):
-            print(f"no extension is built: {why}; the machine with the GPU builds its own")
-            return 0
-        options.to.mkdir(parents=True, exist_ok=True)
-        build_for(options.for_python, options.to)
+        build_for(interpreter(options.for_python), options.to)
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

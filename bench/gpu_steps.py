@@ -6,11 +6,12 @@ import importlib.util
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 # of all steps of a part together: a machine may be lent for ten minutes at a time
 LIMIT_SECONDS = 540
+RESULTS = "MAXRL_FAST_GPU_RESULTS"  # environment variable: the folder of results
 NSIGHT = Path("/opt/nvidia/nsight-compute")
 PARTS = ("figures", "profile", "races", "maze")
 
@@ -55,37 +56,26 @@ def cuda_tool(name: str) -> str | None:
     return shutil.which(name) or next((str(place) for place in places if place.is_file()), None)
 
 
-def marked_gpu(seconds: float, absent: str = "") -> Step:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "--tb=short",
-        "--maxfail=30",
-        "--durations=5",
-        "tests/gpu",
-    ]
-    return Step("tests", command, seconds, has_figures=False, absent=absent)
+def marked_gpu(seconds: float) -> Step:
+    """Return the step of the tests, what may fail first: a file that cannot be imported does not
+    stop the others."""
+    options = "-q -m gpu --tb=short --maxfail=30 --durations=5 --continue-on-collection-errors"
+    command = [sys.executable, "-m", "pytest", *options.split()]
+    command += [] if missing("xdist") else ["-n", "4"]
+    command += [f"tests/gpu/test_{name}.py" for name in GPU_TESTS]
+    return Step("tests", command, seconds, has_figures=False)
 
 
-def build(seconds: float, absent: str = "") -> Step:
+def build(seconds: float) -> Step:
     """Return the step that installs the extension: a prebuilt one if it matches, else one built
     here.
     """
-    return Step(
-        "build",
-        [sys.executable, "-m", "bench.gpu_build"],
-        seconds,
-        has_figures=False,
-        absent=absent,
-    )
+    command = [sys.executable, "-m", "bench.gpu_build"]
+    return Step("build", command, seconds, has_figures=False)
 
 
-# For each kernel the smallest tests that launch it, with rows at odd addresses, rows of several
-# sizes and all formulas.
+GPU_TESTS = ("token_loss", "rollout", "attention", "layer", "advantage")
+# for each kernel the smallest tests that launch it
 SMALLEST = (
     "any_address or bad_values or test_pacs or sampling_equals and not 151936 or "
     "attention_equals_float64 and dtype1"
@@ -97,7 +87,7 @@ SMALLEST_FILES = [
 ]
 
 
-def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
+def sanitizer(tool: str, seconds: float) -> Step:
     """Return a step that runs the smallest tests under a tool of compute-sanitizer, 10 to 100 times
     slower.
 
@@ -107,33 +97,25 @@ def sanitizer(tool: str, seconds: float, absent: str = "") -> Step:
     found = cuda_tool("compute-sanitizer")
     command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-k",
-        SMALLEST,
-        "--tb=short",
-        *SMALLEST_FILES,
-    ]
-    absent = absent or ("" if found else "compute-sanitizer is not installed")
+    options = "-m pytest -q -m gpu --tb=short -k"
+    command += [sys.executable, *options.split(), SMALLEST, *SMALLEST_FILES]
+    absent = "" if found else "compute-sanitizer is not installed"
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Step(tool, command, seconds, has_figures=False, absent=absent, environment=environment)
 
 
-def maze(seconds: float, absent: str = "") -> Step:
-    command = [sys.executable, "examples/papers/maze_table.py", "--out", "runs/maze_table"]
-    # a minute for starting, saving and drawing
-    command += ["--minutes", f"{(seconds - 60) / 60:g}"]
-    return Step("maze", command, seconds, has_figures=False, absent=absent)
+def maze(seconds: float, absent: str) -> Step:
+    # The runs stay where a next call resumes them; what is brought back is one archive, without
+    # their checkpoints. A minute is for starting, saving and drawing.
+    table = f"{sys.executable} examples/papers/maze_table.py --out runs/maze_table"
+    archive = f'tar -C runs --exclude=checkpoints -czf "${RESULTS}/maze_table.tar.gz" maze_table'
+    code = f"{table} --minutes {(seconds - 60) / 60:g}; code=$?; {archive} && exit $code"
+    return Step("maze", ["sh", "-c", code], seconds, has_figures=False, absent=absent)
 
 
 def gpu_steps() -> dict[str, list[Step]]:
-    """Return the steps on a GPU, by part, the most important first."""
-    qwen = "--device cuda --layouts shared padded --rounds 1 --cases"
+    """Return the steps by part, the most important first."""
+    qwen = "--device cuda --layouts shared padded --rounds 3 --cases"
     step17 = "--device cuda --cases step17 --rounds 5"
     no_options = missing("tyro", "docstring_parser")  # the trainer's options need them
     return {
@@ -145,8 +127,8 @@ def gpu_steps() -> dict[str, list[Step]]:
             bench("token_loss", "token_loss", "--device cuda --no-compile", 85),
             bench("rollout", "rollout", "--device cuda --no-compile --peers", 35),
             bench("whole_step", "train_step", f"{step17} --no-compile", 60, no_options),
-            bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 30, no_options),
-            bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 35, no_options),
+            bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 45, no_options),
+            bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 55, no_options),
             bench("advantages", "advantages", "--device cuda --rounds 5", 15),
         ],
         "profile": [
@@ -185,42 +167,26 @@ def gpu_steps() -> dict[str, list[Step]]:
 
 def dry_steps() -> dict[str, list[Step]]:
     """Return the same steps at sizes that take a few seconds on a CPU, to test that everything runs
-    and is recorded.
-
-    The limits are wide, because such a machine's cores may be busy.
-    """
-    no_gpu = "it needs a GPU"
+    and is recorded; the limits are wide, because such a machine's cores may be busy."""
     update = "--layouts shared --rounds 1 --prompts 1 --rollouts 2 --cases"
-    small_loss = "--tokens 64 --vocab 500 --other-vocabs 300 --hidden 32 --rounds 1 --no-compile"
-    return {
-        "figures": [
-            build(60, no_gpu),
-            marked_gpu(150, no_gpu),
-            bench("ceilings", "ceilings", "--dtype float32", 20),
-            bench("launches", "launches", "--rounds 1", 15),
-            bench("token_loss", "token_loss", small_loss, 60),
-            bench("rollout", "rollout", "--cases maze7 --peers --rounds 1 --no-compile", 30),
-            bench("whole_step", "train_step", f"--warm-start 1 --no-compile {update} step17", 150),
-            bench("qwen_0.5b", "train_step", "", 30, no_gpu),
-            bench("qwen_1.5b", "train_step", "", 35, no_gpu),
-            bench("advantages", "advantages", "--rounds 1", 240),
-        ],
-        "profile": [
-            build(60, no_gpu),
-            bench("profiles", "profiles", "--prompts 1 --rollouts 2 --dtype float32", 240),
-            bench("counters", "counters", "", 90, no_gpu),
-            bench("rollout_compiled", "rollout", "", 55, no_gpu),
-            bench("whole_step_compiled", "train_step", "", 90, no_gpu),
-            bench("token_loss_peers", "token_loss", small_loss, 90),
-            bench("rollout_peer", "rollout", "", 30, no_gpu),
-            bench("trl", "peers", "", 40, no_gpu),
-        ],
-        "races": [
-            build(60, no_gpu),
-            *(sanitizer(tool, 120, no_gpu) for tool in ("memcheck", "racecheck", "synccheck")),
-        ],
-        "maze": [build(60, no_gpu), maze(480, no_gpu)],
+    loss = "--tokens 64 --vocab 500 --other-vocabs 300 --hidden 32 --rounds 1 --no-compile"
+    small = {
+        "ceilings": ("ceilings", "--dtype float32", 20),
+        "launches": ("launches", "--rounds 1", 15),
+        "token_loss": ("token_loss", loss, 60),
+        "rollout": ("rollout", "--cases maze7 --peers --rounds 1 --no-compile", 30),
+        "whole_step": ("train_step", f"--warm-start 1 --no-compile {update} step17", 150),
+        "advantages": ("advantages", "--rounds 1", 240),
+        "profiles": ("profiles", "--prompts 1 --rollouts 2 --dtype float32", 240),
+        "token_loss_peers": ("token_loss", loss, 90),
     }
+
+    def dry(step: Step) -> Step:
+        if step.name in small:
+            return bench(step.name, *small[step.name])
+        return replace(step, absent="it needs a GPU")
+
+    return {part: [dry(step) for step in steps] for part, steps in gpu_steps().items()}
 
 
 def environment_of(step: Step) -> dict[str, str]:

@@ -17,6 +17,7 @@ import torch
 
 from bench.measure import (
     argument_parser,
+    keep,
     launches,
     machine,
     microseconds,
@@ -59,11 +60,13 @@ def main() -> int:
         "launches": None,
         "microseconds_in_a_graph": None,
     }
+    keep(result)  # captures, and the profiler even more, may fail
     if device.type == "cuda":
-        result["launches"] = {name: launches(function) for name, function in functions.items()}
         result["microseconds_in_a_graph"] = microseconds_in_a_graph(
             functions, options.rounds, device
         )
+        keep(result)
+        result["launches"] = {name: launches(function) for name, function in functions.items()}
     print(f"{GROUPS} prompts x {SIZE} rollouts, {device}")
     print(f"  {'':<20}{'us a call':>12}{'launches':>10}{'us in a graph':>15}")
     for name, time in result["microseconds"].items():

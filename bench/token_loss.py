@@ -320,7 +320,6 @@ def measure_linear(
         absent.append(f"cut-cross-entropy ({error})")
     sides = Sides("ours", ours, lambda x: kernel_milliseconds(x, rounds, device), device)
     sides.add({"ours": ours, "ours, sapo (a function)": partial(ours, "sapo")})
-    host = host_microseconds({"ours": ours}, device)["ours"] if device.type == "cuda" else None
     left = torch.randn(1024, hidden_size, device=device).to(dtype)
     gemm = kernel_milliseconds({"gemm": lambda: left @ weight.detach().T}, rounds, device)["gemm"]
     rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
@@ -337,7 +336,6 @@ def measure_linear(
             "vocabulary": vocab_size,
             "hidden_size": hidden_size,
             "milliseconds": sides.milliseconds,
-            "host_microseconds": host,
             "useful_tflops": {name: work / t / 1e9 for name, t in sides.milliseconds.items()},
             "matrix_product_tflops": 2 * 1024 * hidden_size * vocab_size / gemm / 1e9,
             "peak_mib": {

@@ -118,16 +118,18 @@ struct SwiGluBackward {
 };
 
 // The gradient of choosing rows, any number of times: row u of `to` is the sum of the rows i of
-// `grad` with rows[i] = u.
+// `grad` with rows[i] = u. A GPU gets these i sorted: those of row u are order[starts[u]] to
+// order[starts[u + 1] - 1].
 template <typename Element, typename Real = float>
 struct ChosenRows {
   int64_t num_rows, num_chosen;  // U, R
   int size;
-  const int64_t* rows;  // [R]
+  const int64_t* rows;  // [R], on a CPU
+  const int64_t *order, *starts;  // [R], [U + 1], on a GPU
   const Element* grad;  // [R, H]
   Element* to;  // [U, H]
 
-  MAXRL_FIELDS(num_rows, num_chosen, size, rows, grad, to)
+  MAXRL_FIELDS(num_rows, num_chosen, size, rows, order, starts, grad, to)
 };
 
 }  // namespace maxrl

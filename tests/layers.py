@@ -7,6 +7,7 @@ import torch
 
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
+from maxrl_fast.model.packed_kernels import choose_rows
 
 CPU = torch.device("cpu")
 NORMS = [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)]  # rows, size
@@ -127,3 +128,20 @@ def check_swiglu(rows, size, dtype, device, around_kernels):
     assert_rows_equal(actual, expected, dtype)
     assert torch.equal(of_packed[0], actual[0])
     assert torch.equal(of_packed[1], torch.cat(actual[1:], 1))
+
+
+def check_chosen_rows(rows, size, dtype, device, around_kernel):
+    """Compare the gradient of rows that are chosen often, one 300 times, or never, with float64,
+    for equal gradients too, whose sum in half precision would stop to grow."""
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.cat([torch.randint(rows, (2 * rows,), generator=generator), torch.ones(300)])
+    chosen = chosen.long()[torch.randperm(len(chosen), generator=generator)] % rows
+    for grad in (numbers(len(chosen), size, dtype=dtype), torch.ones(len(chosen), size) / 3):
+        grad = grad.to(dtype)
+        expected = torch.zeros(rows, size, dtype=torch.float64).index_add(0, chosen, grad.double())
+        x = torch.zeros(rows, size, dtype=dtype, device=device, requires_grad=True)
+        with around_kernel():
+            out = choose_rows(x, chosen.to(device), repeats=True)
+            (actual,) = torch.autograd.grad(out, x, grad.to(device))
+        error = (actual.cpu().double() - expected).abs()
+        assert (error <= max(TOLERANCE[dtype], 1e-5) * expected.abs() + 1e-4).all()

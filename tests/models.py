@@ -24,6 +24,8 @@ TINY = DecoderConfig(
     max_position_embeddings=512,
     rope_theta=100.0,
 )
+# of a short stream
+TOKENS, POSITIONS = torch.tensor([3, 9, 0, 31, 7, 7]), torch.tensor([0, 4, 5, 6, 100, 511])
 
 
 def save_checkpoint(

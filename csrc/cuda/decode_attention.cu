@@ -287,7 +287,7 @@ void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
   const int64_t shared =
       warps == 1 ? 0 : warps * kQueries * lanes * (kSize + 2) * int64_t{sizeof(float)};
   const auto kernel = attend_to_own<Element, kQueries>;
-  if (shared > 48 * 1024) allow_shared(kernel, shared);
+  if (shared > 48 * 1024) allow_shared(kernel);
   launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
   if (in.num_splits == 1) return;
   const int64_t merging = (in.num_rows * in.heads * lanes + kMergingThreads - 1) / kMergingThreads;

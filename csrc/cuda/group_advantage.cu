@@ -246,8 +246,7 @@ void group_advantage(const GroupAdvantage<Reward, Advantage>& in, cudaStream_t s
     for (capacity = 2; capacity < largest && capacity < kMaxRankedGroupSize;) capacity *= 2;
   const auto shared_bytes = static_cast<int64_t>(capacity * (sizeof(double) + sizeof(int32_t)));
   const auto kernel = group_advantage_kernel<Reward, Advantage>;
-  if (shared_bytes > 40 * 1024)
-    allow_shared(kernel, shared_bytes);  // the kernel has static shared memory too
+  if (shared_bytes > 40 * 1024) allow_shared(kernel);  // the kernel has static shared memory too
   launch(kernel, groups.num_groups, threads_for(largest), shared_bytes, 0, stream, in.rewards,
          groups, in.tables, in.formula, in.advantages, capacity);
 }

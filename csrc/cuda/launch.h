@@ -4,8 +4,13 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "tuning.h"
 
 #define MAXRL_CUDA_CHECK(call)                                                                \
   do {                                                                                        \
@@ -52,18 +57,50 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t 
   MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&shape.config, kernel, arguments...));
 }
 
-// Allows a kernel more than the default 48 KiB of shared memory per block.
-template <typename... Parameters>
-void allow_shared(void (*kernel)(Parameters...), int64_t bytes) {
-  MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(bytes)));
-}
-
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device, value;
   MAXRL_CUDA_CHECK(cudaGetDevice(&device));
   MAXRL_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
   return value;
+}
+
+// A number for each key and device, made at its first use: the driver's answers take longer than a
+// launch.
+class OncePerDevice {
+ public:
+  template <typename Make>
+  int64_t get(int64_t key, const Make& make) {
+    int device;
+    MAXRL_CUDA_CHECK(cudaGetDevice(&device));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = numbers_.find({device, key});
+    if (found != numbers_.end()) return found->second;
+    return numbers_[{device, key}] = make();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, int64_t>, int64_t> numbers_;
+};
+
+// Bytes of dynamic shared memory that a block may have; kernels have some of their own.
+inline int64_t most_shared() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+}
+
+// Allows a kernel more than the default 48 KiB of shared memory per block: once, and always the
+// same, because another thread may be about to launch it.
+template <typename... Parameters>
+void allow_shared(void (*kernel)(Parameters...)) {
+  static OncePerDevice allowed;
+  allowed.get(reinterpret_cast<int64_t>(kernel), [&] {
+    const int64_t bytes = most_shared();
+    MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(bytes)));
+    MAXRL_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveout));
+    return bytes;
+  });
 }
 
 // The number of clusters that the current device holds at once. A cluster lies within one group of

@@ -15,24 +15,18 @@
 #pragma once
 #include <cuda_pipeline_primitives.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../token_loss.h"
 #include "cluster.cuh"
-#include "elements.cuh"
 #include "launch.h"
 #include "reduce.cuh"
+#include "softmax_layout.cuh"
+#include "tuning.h"
 
 namespace maxrl::cuda {
 
 constexpr int kRowThreads = 256;
-constexpr int kAhead = 4;  // chunks of a thread on their way to shared memory
-constexpr int kMaxClusterSize = 8;  // more is not portable
-constexpr int64_t kPreferredStorage =
-    40 << 10;  // bytes of a block: four blocks of a multiprocessor hide each other's waits
-constexpr int64_t kWarpRowBytes =
-    8 << 10;  // at most, of a row for one warp: all rows at work fit into the L2 cache
 
 template <typename Real>
 constexpr Real kLowest = -static_cast<Real>(INFINITY);
@@ -83,50 +77,6 @@ struct MovedSums {
     this->others = factor * others;
     this->moment = factor * (factor > 0 ? moment + others * shift
                                         : moment);  // 0 times an overflow would be NaN
-  }
-};
-
-// The layout of a row in memory: a few elements up to the first 16-byte boundary, chunks, a few
-// elements. Sizes have 32 bits, so that an index takes one register.
-template <typename Element>
-struct RowLayout {
-  int head, num_chunks, size;
-  __device__ RowLayout(const Element* row, int size) : size(size) {
-    const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(row) % kAccess);
-    const int wanted = beyond ? (kAccess - beyond) / static_cast<int>(sizeof(Element)) : 0;
-    head = wanted < size ? wanted : size;
-    num_chunks = (size - head) / Chunk<Element>::kSize;
-  }
-  __device__ int tail() const { return head + num_chunks * Chunk<Element>::kSize; }
-  // The first chunk of a block of a cluster.
-  __device__ int first_of(unsigned rank, unsigned cluster_size) const {
-    const unsigned all = num_chunks, of_block = (all + cluster_size - 1) / cluster_size;
-    return static_cast<int>(rank * of_block < all ? rank * of_block : all);
-  }
-};
-
-// The part of a row that a block reads and writes: some of the chunks; the first block also has the
-// head, the last the tail.
-template <typename Element>
-struct RowPart {
-  RowLayout<Element> layout;
-  int first, last;
-  bool has_head, has_tail;
-
-  __device__ RowPart(const Element* row, int64_t vocab_size, unsigned rank, unsigned cluster_size)
-      : layout(row, static_cast<int>(vocab_size)), first(layout.first_of(rank, cluster_size)),
-        last(layout.first_of(rank + 1, cluster_size)), has_head(rank == 0),
-        has_tail(rank == cluster_size - 1) {}
-  // Calls use(index in the row) for the elements of this thread in the head and the tail.
-  template <typename Use>
-  __device__ void for_ends(int thread, const Use& use) const {
-    if (has_head && thread < layout.head) use(thread);
-    if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
-  }
-  __device__ int start_of(int chunk) const { return layout.head + chunk * Chunk<Element>::kSize; }
-  // Which element of a chunk the target is; of the other chunks, none.
-  __device__ unsigned target_in(int chunk, int target) const {
-    return static_cast<unsigned>(target - start_of(chunk));
   }
 };
 
@@ -285,24 +235,6 @@ __device__ __noinline__ void resolve(const Work& work,
   resolved.at_target = from_real<Element>(static_cast<Real>(gradient.at_target));
 }
 
-// Writes value_of(chunk, its number) for this thread's chunks, and value_at(index) for its elements
-// in the head and the tail.
-template <int kTeam, typename Element, typename ChunkOf, typename ValueAt>
-__device__ void write_row(Element* gradient, const RowPart<Element>& part, int thread,
-                          const ChunkOf& chunk_of, const ValueAt& value_at) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(gradient + part.layout.head) % kAccess == 0;
-  part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
-  for (int c = part.first + thread; c < part.last; c += kTeam) {
-    Element* to = gradient + part.start_of(c);
-    const Chunk<Element> out = chunk_of(c);
-    if (is_aligned)
-      out.write(to);
-    else
-      for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
-  }
-}
-
 template <int kTeam, bool kOnChip, typename Real, typename Element>
 __device__ void write_gradient(const Element* row, Element* gradient, const RowPart<Element>& part,
                                int thread, Real rate, int target,
@@ -410,56 +342,6 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
     return teams.of[team].state;
   };
   task.work.template finish<kTeams>(state_of);
-}
-
-// The launch for rows of a vocabulary, on the present device.
-struct RowLaunch {
-  int cluster_size;  // blocks of a row
-  int64_t storage;  // bytes of shared memory of a block; 0: the row is read twice
-  bool has_clusters;
-};
-
-inline RowLaunch plan_launch(int64_t row_bytes, bool needs_gradient) {
-  RowLaunch plan{1, 0, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
-  if (!needs_gradient || row_bytes <= kWarpRowBytes) return plan;
-  const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
-                       4096;  // the kernel has some of its own
-  const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
-  int size = 1;
-  if (plan.has_clusters)
-    while (size < kMaxClusterSize && storage_of(size) > kPreferredStorage) size *= 2;
-  return storage_of(size) > most ? plan : RowLaunch{size, storage_of(size), plan.has_clusters};
-}
-
-template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
-void launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& task,
-                 cudaStream_t stream) {
-  auto* kernel = softmax_rows<Element, Real, kTeam, kOnChip, Work>;
-  if (plan.storage > 0) allow_shared(kernel, plan.storage);
-  constexpr int64_t kTeams = kRowThreads / kTeam;
-  const int64_t wanted = (task.in.num_tokens + kTeams - 1) / kTeams;
-  const int64_t resident = resident_clusters(kernel, kRowThreads, plan.storage, plan.cluster_size);
-  const int64_t clusters = std::max<int64_t>(1, std::min({wanted, resident, kMaxSummingBlocks}));
-  launch(kernel, clusters * plan.cluster_size, kRowThreads, plan.storage,
-         plan.has_clusters ? plan.cluster_size : 0, stream, task);
-}
-
-// Runs `work` on all rows; `gradient` may be null, or the logits.
-template <typename Element, typename Real, typename Work>
-void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient,
-                 const Work& work, cudaStream_t stream) {
-  if (in.num_tokens == 0) return;
-  if (in.vocab_size > INT32_MAX - kRowThreads * kAccess)
-    throw std::invalid_argument("a row has too many logits");
-  const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element));
-  const RowLaunch plan = plan_launch(row_bytes, gradient.data != nullptr);
-  const RowsTask<Element, Real, Work> task{logits, in, gradient, work};
-  if (row_bytes <= kWarpRowBytes)
-    launch_with<Element, Real, kWarp, false>(plan, task, stream);
-  else if (plan.storage > 0)
-    launch_with<Element, Real, kRowThreads, true>(plan, task, stream);
-  else
-    launch_with<Element, Real, kRowThreads, false>(plan, task, stream);
 }
 
 }  // namespace maxrl::cuda

@@ -1,5 +1,5 @@
 // Log-probabilities and entropies of rows of logits on a GPU, and their backward pass.
-#include "softmax_rows.cuh"
+#include "softmax_launch.cuh"
 
 namespace maxrl::cuda {
 namespace {

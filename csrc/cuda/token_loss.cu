@@ -1,6 +1,6 @@
 // The token loss on a GPU in one launch, with the sums of the metrics, in an order that depends
 // only on the launch's shape.
-#include "softmax_rows.cuh"
+#include "softmax_launch.cuh"
 
 namespace maxrl::cuda {
 namespace {

@@ -15,13 +15,13 @@ from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.model.decoder import DecoderConfig, Layer
 from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops.logit_chunks import CHUNK_BYTES
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.decode_slots import Shape
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
 from maxrl_fast.runtime.device import Machine
+from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
 
@@ -186,7 +186,7 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     of_two = 2 / num_layers
     matrix = sizes.vocab_size * sizes.hidden_size
     # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below five million.
-    chunk = min(CHUNK_BYTES[machine.device], tokens * sizes.vocab_size * element)
+    chunk = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * element)
     chunk *= 1 if machine.device == "cuda" or not is_half else 3
     needed = {f"activations of {tokens} tokens": tokens * element * (kept + layer / 2)}
     if is_sharded:

@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if ops.rotate_packed is not None and can_join(projections):
+        if ops.rotate_packed is not None and can_join(projections, x):
             heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
             counts = heads, kv_heads, kv_heads
             return ops.rotate_packed(joined(projections, x), counts, norms, rotary)
@@ -138,7 +138,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
-        if ops.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj)):
+        if ops.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj), x):
             inner = ops.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
         else:
             inner = ops.swiglu(self.gate_proj(x), self.up_proj(x))

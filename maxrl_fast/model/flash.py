@@ -1,8 +1,8 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
 `kernel_for` picks the available backend. On a GPU in half precision: the implementation that
-flash_choice.py activated, else the flash-attn package, else torch's; on a CPU torch's CPU kernel;
-otherwise plain PyTorch.
+flash_choice.py activated, else the flash-attn package if it is right, else torch's; on a CPU
+torch's CPU kernel; otherwise plain PyTorch.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ from maxrl_fast.records import cumulative
 from maxrl_fast.runtime.device import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
+refused = set[str]()  # names of kernels that flash_choice.py found wrong on this GPU
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def kernel_for(
     fits = dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256
     if device.type != "cuda" or not fits or not _is_recent(device):
         return PADDED_REFERENCE
-    if _flash_attn() and (softcap or current_flash_attention_impl() is None):
+    has_package = FLASH_ATTN.name not in refused and _flash_attn()
+    if has_package and (softcap or current_flash_attention_impl() is None):
         return FLASH_ATTN
     return PADDED_REFERENCE if softcap else TORCH_VARLEN
 
@@ -188,7 +190,9 @@ def _flash_attn_backward(
         *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *grads, *spec.varlen),
         **{"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": spec.causal},
         **({"window_size_left": -1, "window_size_right": -1} | _window(spec)),  # -1: no limit
-        **{"softcap": spec.softcap, "alibi_slopes": None, "deterministic": False},
+        **{"softcap": spec.softcap, "alibi_slopes": None},
+        # as torch's own kernel; otherwise gradients of queries are added by atomics
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return grads
 
@@ -341,6 +345,8 @@ def _padded_backward(
 
 
 PADDED_CPU = Kernel("torch flash", _padded_forward, _padded_backward)
-PADDED_REFERENCE = Kernel("torch matmul-softmax", _padded_forward, _padded_backward)
+PADDED_REFERENCE = Kernel(
+    "torch matmul-softmax, which stores all scores", _padded_forward, _padded_backward
+)
 TORCH_VARLEN = Kernel("torch flash varlen", _torch_varlen_forward, _torch_varlen_backward)
 FLASH_ATTN = Kernel("flash-attn varlen", _flash_attn_forward, _flash_attn_backward)

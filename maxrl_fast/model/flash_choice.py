@@ -3,7 +3,7 @@
 torch.nn.attention can replace the aten operators that flash.py and rollout/decode_attention.py call
 by those of an installed package. These are prototypes, and some refuse a head size or a layout only
 when they are called. So each is probed on small inputs against plain PyTorch, and restored if it
-fails.
+fails. So is the flash-attn package, whose functions flash.py calls and are private.
 """
 
 import importlib.util
@@ -35,21 +35,27 @@ def choose(
     is_anywhere: Callable[[bool], bool] = lambda failed: failed,
     registry: Any = torch.nn.attention,
 ) -> list[str]:
-    """Activate the first installed implementation that is correct on this GPU, if any.
+    """Activate the first installed implementation that is correct on this GPU, if any, and refuse
+    a flash-attn package that is not.
 
     heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
     rank, because all ranks take the same implementation. Returns sentences on what was tried.
     """
     # not in every version of PyTorch
     is_replaceable = hasattr(registry, "restore_flash_attention_impl")
-    if not is_replaceable or flash.kernel_for(device, dtype, heads[2]) not in (
-        flash.TORCH_VARLEN,
-        flash.FLASH_ATTN,
-    ):
+    kernel, sentences = flash.kernel_for(device, dtype, heads[2]), list[str]()
+    if kernel not in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
         return []
+    is_package = kernel is flash.FLASH_ATTN
+    reason = _failure(lambda: kernel, device, dtype, heads) if is_package else "absent"
+    if is_anywhere(bool(reason)) and is_package:
+        flash.refused.add(kernel.name)
+        sentences = [_refusal("the flash-attn package", reason)]
+    if not is_replaceable:
+        return sentences
     candidates = CANDIDATES.get(torch.cuda.get_device_capability(device)[0], ())
     installed = [name for name in candidates if not is_anywhere(not _is_installed(MODULES[name]))]
-    return first_right(installed, device, dtype, heads, is_anywhere, registry)
+    return sentences + first_right(installed, device, dtype, heads, is_anywhere, registry)
 
 
 def first_right(
@@ -71,25 +77,40 @@ def first_right(
             ]
         if not reason:
             registry.restore_flash_attention_impl()
-        sentences.append(
-            f"attention: {name} of {MODULES[name]} was tried and refused: "
-            f"{reason or 'it failed on another rank'}"
-        )
+        sentences.append(_refusal(f"{name} of {MODULES[name]}", reason))
     return sentences
+
+
+def _refusal(what: str, reason: str) -> str:
+    return f"attention: {what} was tried and refused: {reason or 'it failed on another rank'}"
 
 
 def _activate(
     name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], registry: Any
 ) -> str:
     """Activate an implementation; return why it was restored, "" if it was not."""
-    try:
+
+    def activated() -> flash.Kernel:
         registry.activate_flash_attention_impl(name)
-        reason = _worst(_probe(device, dtype, heads), 2 * torch.finfo(dtype).eps)
-    except Exception as error:  # third-party import and kernels: anything; reported at the start
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return flash.TORCH_VARLEN
+
+    reason = _failure(activated, device, dtype, heads)
     if reason and registry.current_flash_attention_impl() is not None:
         registry.restore_flash_attention_impl()
     return reason
+
+
+def _failure(
+    get_kernel: Callable[[], flash.Kernel],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+) -> str:
+    """Return what a kernel does wrong, "" if nothing."""
+    try:
+        return _worst(_probe(get_kernel(), device, dtype, heads), 2 * torch.finfo(dtype).eps)
+    except Exception as error:  # third-party import and kernels: anything; reported at the start
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _is_installed(module: str) -> bool:
@@ -109,7 +130,7 @@ def _worst(errors: dict[str, float], limit: float) -> str:
 
 
 def _probe(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
+    kernel: flash.Kernel, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> dict[str, float]:
     """Return relative errors of outputs, log-sum-exps and gradients against float32 PyTorch."""
     generator = torch.Generator().manual_seed(0)
@@ -124,12 +145,12 @@ def _probe(
         (q, grad), (k, v) = (
             [normal(sum(n), h) for _ in range(2)] for n, h in zip(lengths, heads, strict=False)
         )
-        results = flash.TORCH_VARLEN.forward(q, k, v, spec)
+        results = kernel.forward(q, k, v, spec)
         wanted = flash.PADDED_REFERENCE.forward(q.float(), k.float(), v.float(), spec)
         # Output and log-sum-exp as after a merge with another part, whose keys have a third of the
         # probability.
         o, lse = (wanted[0] * 0.75).to(dtype), wanted[1] + torch.tensor(1.5, device=device).log()
-        grads = flash.TORCH_VARLEN.backward(grad, q, k, v, o, lse, spec)
+        grads = kernel.backward(grad, q, k, v, o, lse, spec)
         wanted_grads = flash.PADDED_REFERENCE.backward(
             grad.float(), q.float(), k.float(), v.float(), o.float(), lse, spec
         )

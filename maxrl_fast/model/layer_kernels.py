@@ -212,17 +212,29 @@ def rotate_heads_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the norms' weights are not rounded."""
     to = [x.new_empty(x.shape) for x in (q, k)]
-    heads, all_heads = q.shape[1], q.shape[1] + k.shape[1]
-    inputs = (grad_q, grad_k), (q, k, None), (q_norm, k_norm), (cos, sin, positions), eps, to
-    if not dispatch.is_gpu(q.device):
-        of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
-        rotate_back(*inputs, of_norms)
-        return to[0], to[1], of_norms[0], of_norms[1].clone()
-    partials = q.new_empty(
-        _partials(q, len(q), all_heads * q.shape[2]), all_heads, q.shape[2], dtype=torch.float32
-    )
-    rotate_back(*inputs, partials)
-    return to[0], to[1], partials[:, :heads].sum((0, 1)), partials[:, heads:].sum((0, 1))
+    tables, norms = (cos, sin, positions), (q_norm, k_norm)
+    if dispatch.is_gpu(q.device):
+        of_both = rotate_back_on_gpu((grad_q, grad_k), (q, k), norms, tables, eps, to)
+        return to[0], to[1], *of_both
+    of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
+    rotate_back((grad_q, grad_k), (q, k, None), norms, tables, eps, to, of_norms)
+    return to[0], to[1], of_norms[0], of_norms[1].clone()
+
+
+def rotate_back_on_gpu(
+    grads: tuple[Tensor, Tensor],
+    heads: tuple[Tensor, Tensor],
+    norms: tuple[Tensor | None, Tensor | None],
+    tables: tuple[Tensor, Tensor, Tensor | None],
+    eps: float,
+    to: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients of q and k into `to`, and return those of the norms [D], not rounded."""
+    (num_rows, count, dim), all_heads = heads[0].shape, heads[0].shape[1] + heads[1].shape[1]
+    shape = _partials(heads[0], num_rows, all_heads * dim), all_heads, dim
+    partials = heads[0].new_empty(shape, dtype=torch.float32)
+    rotate_back(grads, (*heads, None), norms, tables, eps, to, partials)
+    return partials[:, :count].sum((0, 1)), partials[:, count:].sum((0, 1))
 
 
 def rotate_back(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import linear_kernel
+from maxrl_fast.ops import dispatch
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
@@ -32,16 +33,37 @@ class Linear(nn.Linear):
         return _product(x, self.weight.to(x.dtype), bias, added)
 
 
-def can_join(layers: Sequence[nn.Module]) -> bool:
+def can_join(layers: Sequence[nn.Module], x: Tensor | None = None) -> bool:
     """Whether no layer has adapters, and all or none are trained: a joint product would also
-    compute the gradient of a frozen matrix."""
+    compute the gradient of a frozen matrix. On a GPU, for x, only weights that are rounded anyway:
+    a copy of those that FSDP2 has gathered would be kept until the backward pass."""
     is_plain = all(type(layer) is Linear for layer in layers)
+    if is_plain and x is not None and dispatch.is_gpu(x.device):
+        is_plain = layers[0].weight.dtype != x.dtype
     return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
+
+
+class _Joined(torch.autograd.Function):
+    """Matrices below each other, rounded in the same pass; their gradients are parts of one."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> Tensor:
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.dtype = weights[0].dtype
+        joint = weights[0].new_empty(sum(ctx.sizes), weights[0].shape[1], dtype=dtype)
+        torch._foreach_copy_(joint.split(ctx.sizes), weights)
+        return joint
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grad.to(ctx.dtype).split(ctx.sizes)
 
 
 def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
     """Return the outputs next to each other [U, all of them], by one matrix multiplication."""
-    weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
+    weights = [layer.weight for layer in layers]
+    is_rounded = weights[0].dtype != x.dtype
+    weight = _Joined.apply(x.dtype, *weights) if is_rounded else torch.cat(weights)
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 

@@ -1,7 +1,7 @@
-"""Parts of a decoder layer on a CPU that take q, k and v, or gate and up, as one matrix.
+"""Parts of a decoder layer that take q, k and v, or gate and up, as one matrix.
 
 One matrix multiplication computes q, k and v, and one gate and up. Backward passes write the
-gradient of its output as one matrix too, so autograd adds and copies nothing (csrc/cpu/layer.cpp).
+gradient of its output as one matrix too, so autograd adds and copies nothing.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from maxrl_fast.model.layer_kernels import CPU_DTYPES, DTYPE_NAMES, KERNELS
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
-from maxrl_fast.ops.dispatch import KernelLaunch, operator
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, operator
 
 
 def layer_ops(
@@ -24,9 +24,8 @@ def layer_ops(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerOps:
-    if not layer_kernels.has_kernels(hidden_size, intermediate_size, head_dim, dtype, device):
-        return TORCH_OPS
-    return KERNELS if dispatch.is_gpu(device) else PACKED_KERNELS
+    sizes = hidden_size, intermediate_size, head_dim
+    return PACKED_KERNELS if layer_kernels.has_kernels(*sizes, dtype, device) else TORCH_OPS
 
 
 # q, k and v.
@@ -54,6 +53,10 @@ def rotate_packed_backward(
     tables, norms = (cos, sin, positions), (q_norm, k_norm)
     if packed is not None:
         q, k, _ = packed.view(num_rows, sum(counts), dim).split(counts, 1)
+        if dispatch.is_gpu(grad.device):
+            to[2].copy_(grad_v)
+            heads = (grad_q, grad_k), (q, k), norms, tables, eps, to[:2]
+            return grad, torch.stack(layer_kernels.rotate_back_on_gpu(*heads))
         of_norms = grad.new_empty(2, dim, dtype=layer_kernels.sum_dtype(grad))
         layer_kernels.rotate_back(
             (grad_q, grad_k), (q, k, grad_v), norms, tables, eps, to, of_norms
@@ -147,7 +150,10 @@ PACKED_KERNELS = KERNELS._replace(rotate_packed=_rotate_packed, swiglu_packed=_S
 def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Return the gradient [num_rows, H] from that of the chosen rows [R, H]."""
     call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
-    to = grad.new_empty(num_rows, size)
+    to, order, starts = grad.new_empty(num_rows, size), None, None
+    if dispatch.is_gpu(grad.device):
+        ascending, order = rows.sort(stable=True)
+        starts = torch.searchsorted(ascending, torch.arange(num_rows + 1, device=rows.device))
     call.launch(
         "chosen_rows_backward",
         dtype=DTYPE_NAMES[grad.dtype],
@@ -155,6 +161,8 @@ def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
         num_chosen=num_chosen,
         size=size,
         rows=call.address("rows", rows, torch.int64, (num_chosen,)),
+        order=call.address("order", order, torch.int64, (num_chosen,)),
+        starts=call.address("starts", starts, torch.int64, (num_rows + 1,)),
         grad=call.address("grad", grad, grad.dtype, grad.shape),
         to=call.keep(to),
     )
@@ -174,12 +182,18 @@ class _ChooseRows(torch.autograd.Function):
         return choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows), None
 
 
-def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows] for x [U, H] and rows [R] int64, which may repeat.
+def choose_rows(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
+    """Return x[rows] for x [U, H] and rows [R] int64. On a GPU rows that may repeat need `repeats`.
 
-    On a CPU the gradient adds repeated rows in order, on all threads; PyTorch uses one thread.
+    The gradient adds repeated rows in order: on a CPU on all threads, where PyTorch uses one, and
+    on a GPU in float32, where PyTorch adds in x's dtype and in any order.
     """
-    if x.device.type != "cpu" or dispatch.is_gpu(x.device) or x.dtype not in CPU_DTYPES:
+    if dispatch.is_gpu(x.device):
+        in_kernel = x.dtype in DEVICE_DTYPES and x.shape[1] * x.element_size() % 16 == 0
+        in_kernel = in_kernel and repeats and dispatch.has_kernels(x.device)
+    else:
+        in_kernel = x.device.type == "cpu" and x.dtype in CPU_DTYPES
+    if not in_kernel:
         return x.index_select(0, rows)
     chosen: Tensor = _ChooseRows.apply(x, rows.contiguous())
     return chosen

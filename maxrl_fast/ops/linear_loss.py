@@ -66,7 +66,7 @@ def linear_policy_gradient_loss(
         softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
             unchanged. A gradient through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a
-            GPU, but at least 128 tokens.
+            GPU, 5 GiB on one of 100 GB or more, but at least 128 tokens.
         options: further arguments of policy_gradient_loss, except in_place; results are the same.
 
     Raises:

@@ -1,5 +1,7 @@
+import contextlib
 import math
-from functools import cache, lru_cache
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,9 +11,8 @@ from maxrl_fast.algorithms.arguments import check_integer, check_number, check_t
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.token_batch import real_dtype
 from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
+from maxrl_fast.runtime import tuning
 
-# of logits; larger matrix multiplications are no faster
-CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
 # rows and columns that a multiprocessor computes at a time in cuBLAS's large kernels
 _TILE = 128, 256
@@ -57,11 +58,12 @@ def row_stride(vocab_size: int, device: torch.device) -> int:
 def default_chunk(hidden: Tensor, vocab_size: int) -> int:
     device = hidden.device
     row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
-    most = max(CHUNK_BYTES.get(device.type, 1 << 25) // row_bytes, _MIN_CHUNK)
-    if device.type != "cuda":
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    most = tuning.chunk_bytes(device.type, 0 if gpu is None else gpu.total_memory)
+    most = max(most // row_bytes, _MIN_CHUNK)
+    if gpu is None:
         return most
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return chunk_tokens(len(hidden), most, hidden.shape[1], multiprocessors)
+    return chunk_tokens(len(hidden), most, hidden.shape[1], gpu.multi_processor_count)
 
 
 @lru_cache(maxsize=256)
@@ -103,12 +105,10 @@ class Chunks:
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        dtype = real_dtype(hidden.dtype)
-        # On a GPU the first product overwrites the weight's gradient: two passes fewer.
-        overwrites = dispatch.is_gpu(hidden.device) and len(hidden) > 0
-        make = torch.empty_like if overwrites else torch.zeros_like
-        self.grad_weight = make(weight, dtype=dtype) if needs_weight else None
-        self.beta = 0 if overwrites else 1
+        self.needs_weight, self.grad_weight = needs_weight, None
+        if needs_weight and not (dispatch.is_gpu(hidden.device) and len(hidden)):
+            # on a GPU the first product becomes the weight's gradient: two passes fewer
+            self.grad_weight = torch.zeros_like(weight, dtype=real_dtype(hidden.dtype))
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
         self.softcap = softcap
@@ -133,23 +133,26 @@ class Chunks:
         """Add a chunk's contribution, given the gradient of its logits [stop - start, V]."""
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
-        if self.grad_hidden is not None:
-            torch.mm(gradient, self.weight, out=self.grad_hidden[start:stop])
-        if self.grad_weight is not None:
-            self.grad_weight = self._added(self.grad_weight, gradient, self.hidden[start:stop])
+        with _full_precision_sums():
+            if self.grad_hidden is not None:
+                torch.mm(gradient, self.weight, out=self.grad_hidden[start:stop])
+            if self.needs_weight:
+                self._add_to_weight(gradient, self.hidden[start:stop])
 
-    def _added(self, total: Tensor, gradient: Tensor, hidden: Tensor) -> Tensor:
-        beta, self.beta = self.beta, 1
-        if gradient.dtype == total.dtype:
-            return total.addmm_(gradient.T, hidden, beta=beta)
-        if gradient.device.type != "cuda":
-            return total.addmm_(gradient.T.to(total.dtype), hidden.to(total.dtype), beta=beta)
-        if _adds_half_products(gradient.device, gradient.dtype):
-            return torch.addmm(
-                total, gradient.T, hidden, beta=beta, out_dtype=total.dtype, out=total
-            )
-        product = torch.mm(gradient.T, hidden, out_dtype=total.dtype)
-        return total.add_(product) if beta else product
+    def _add_to_weight(self, gradient: Tensor, hidden: Tensor) -> None:
+        """Add gradient.T hidden [V, H]."""
+        dtype = real_dtype(hidden.dtype)
+        if self.grad_weight is None:
+            self.grad_weight = _product(gradient, hidden)
+        elif gradient.dtype == dtype or not dispatch.is_gpu(hidden.device):
+            self.grad_weight.addmm_(gradient.T.to(dtype), hidden.to(dtype))
+        else:
+            # Some versions of PyTorch refuse to add a product of half precision to a float32
+            # matrix. Parts of the product, which stay in the cache, are added after it.
+            rows = max(tuning.PRODUCT_BYTES // (hidden.shape[1] * dtype.itemsize), 1)
+            parts = zip(self.grad_weight.split(rows), gradient.split(rows, 1), strict=True)
+            for total, part in parts:
+                total.add_(_product(part, hidden))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return them in the dtypes of hidden and weight; [0] if not needed."""
@@ -160,17 +163,27 @@ class Chunks:
         )
 
 
-@cache
-def _adds_half_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch can add a half-precision matrix product to a float32 matrix in place."""
-    total, half = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
-    unwritten = torch.full_like(total, torch.nan)
+def _product(gradient: Tensor, hidden: Tensor) -> Tensor:
+    """Return gradient.T hidden, of half precision in float32."""
+    dtype = real_dtype(hidden.dtype)
+    if gradient.dtype != dtype and gradient.device.type == "cuda":
+        return torch.mm(gradient.T, hidden, out_dtype=dtype)
+    return gradient.T.to(dtype) @ hidden.to(dtype)
+
+
+@contextlib.contextmanager
+def _full_precision_sums() -> Iterator[None]:
+    """Let cuBLAS add the parts of a split sum in float32; it may use the dtype of the result."""
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{x}_reduced_precision_reduction" for x in ("bf16", "fp16")]
+    allowed = [x for x in names if getattr(matmul, x) and not tuning.REDUCED_PRECISION]
+    for name in allowed:
+        setattr(matmul, name, False)
     try:
-        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
-        torch.addmm(unwritten, half, half, beta=0, out_dtype=torch.float32, out=unwritten)
-    except RuntimeError:  # this version requires equal dtypes
-        return False
-    return bool((total == 17).all() & (unwritten == 16).all())
+        yield
+    finally:
+        for name in allowed:
+            setattr(matmul, name, True)
 
 
 def rows_of(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -> tuple[Any, ...]:

@@ -61,11 +61,13 @@ def uses_graphs(device: torch.device) -> bool:
 def captured(
     step: Callable[[], None], stream: torch.cuda.Stream | None, pool: Any
 ) -> torch.cuda.CUDAGraph:
-    """The first run loads the kernels. Tests replace this function."""
+    """Run a step, which loads its kernels, then capture it. Tests replace this function."""
     assert stream is not None
-    stream.wait_stream(torch.cuda.current_stream())
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         step()
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Waits for the device first. By default, some calls of other threads, such as the allocation
     # of pinned memory, would fail during a capture, and the capture with them.
@@ -134,7 +136,7 @@ class DecodeSlots:
         time."""
         rows = num_slots * group_size
         self.num_slots, self.group_size = num_slots, group_size
-        self.rows = min(size for size in self.shape.batch_sizes if size >= rows)
+        self.rows = self.fitting(rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
         starts = torch.arange(len(self.starts), device=self.starts.device) * group_size
         self.starts.copy_(starts.clamp_max(rows))
@@ -144,36 +146,33 @@ class DecodeSlots:
         self.length.fill_(1)  # also in rows without a sample: attention needs at least one key
         self.stops.fill_(False)
         self.stops[list(sampling.stop_ids)] = True
-        self._capture(sampling)
 
-    def _capture(self, sampling: Sampling) -> None:
-        """All rows are done, so a step changes nothing."""
-        if not uses_graphs(self.last.device):
-            return
-        starts, most = self.starts.clone(), self.rows
-        for rows in self.shape.batch_sizes:  # descending: the memory of the first graph serves all
-            if rows <= most and (sampling, rows) not in self.graphs:
-                self.rows = rows
-                self.starts.copy_(starts.clamp_max(rows))
-                self.graphs[sampling, rows] = captured(
-                    lambda: self.step(sampling, self.shape.limit), self.stream, self.pool
-                )
-        self.rows = most
-        self.starts.copy_(starts)
+    @property
+    def has_graphs(self) -> bool:
+        return uses_graphs(self.last.device)
+
+    def fitting(self, rows: int) -> int:
+        """Return the smallest batch size that holds so many rows."""
+        return min(size for size in self.shape.batch_sizes if size >= rows)
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
-        """No sample may have more than `width` tokens after them."""
+        """No sample may have more than `width` tokens after them. A batch size's graph is captured
+        at its first step: few calls use all sizes, and a freed cache loses its graphs."""
         for _ in range(count):
-            if uses_graphs(self.last.device):
-                self.graphs[sampling, self.rows].replay()
-            else:
+            if not self.has_graphs:
                 self.step(sampling, width)
+            elif (graph := self.graphs.get((sampling, self.rows))) is not None:
+                graph.replay()
+            else:  # which runs the step too
+                self.graphs[sampling, self.rows] = captured(
+                    lambda: self.step(sampling, self.shape.limit), self.stream, self.pool
+                )
 
     def step(self, sampling: Sampling, width: int) -> None:
         rows = slice(self.rows)
         length = self.length[rows]  # [rows]
         # a graph serves every job
-        size = (self.shape if uses_graphs(length.device) else self).group_size
+        size = (self.shape if self.has_graphs else self).group_size
         groups = Groups(
             self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size
         )
@@ -268,7 +267,7 @@ class DecodeSlots:
 
         longest: the most tokens of an active row; only so many positions of the cache are moved.
         """
-        rows = min(size for size in self.shape.batch_sizes if size >= int(active.sum()))
+        rows = self.fitting(int(active.sum()))
         if rows == self.rows:
             return
         # Active rows and others that fit, in their order: the rows of a prompt stay together.

@@ -3,12 +3,13 @@
 A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
 when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
-which samples have finished, and the host asks every BURST steps. A sample that waits for the reply
-to its turn keeps its row, and steps compute it in vain.
+which samples have finished, and the host asks after every burst of tuning.BURST steps. A sample
+that waits for the reply to its turn keeps its row, and steps compute it in vain.
 """
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,11 +22,9 @@ from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.turns import Turns
-from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime import tuning
+from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
 
-BURST = 8  # steps between two synchronisations with the device
-# of prompts computed together; more are no faster, and their tensors are not counted in the limit
-PREFILL_TOKENS = 32768
 # of the device's memory: a KV cache that takes more is freed while the policy trains
 KEPT_SHARE = 0.1
 
@@ -139,29 +138,46 @@ class _Job:
         self.groups = padded.view(-1, batch.group_size)
         self.groups_per_prompt = (num_samples + padding) // batch.group_size
         self.next_group = self.steps = 0
+        self.is_stored = torch.zeros(len(keys), dtype=torch.bool)
+        self.pinned: list[Tensor] = []
         self.prefill_seconds = 0.0
 
     def run(self) -> tuple[Rollouts, RolloutStatistics]:
+        """On a GPU the next burst is launched before the state after the last one is read, except
+        where rows move: the GPU never waits for the host, at the cost of one burst at the end."""
         start, limit, batch = time.perf_counter(), self.sampling.max_new_tokens, self.batch
-        active, held, lengths = self._finish()
+        active, held, lengths = self._finish(self._state())
+        # of the burst that is not in `active` and `lengths` yet: the state after it, and its steps
+        ahead: Callable[[], Tensor] | None = None
+        running = 0
         while True:
             waiting = len(self.groups) - self.next_group
             slots = self._slots_to_fill(held, waiting)
-            if len(slots):
+            if self.turns is not None and held.any() and not active.any() and not len(slots):
+                self._feed(self.turns, active, wait=True)  # all replies may end their episodes
+            still = lengths[active]
+            count = min(tuning.BURST, limit - running - int(still.min())) if len(still) else 0
+            moves = len(slots) or (not waiting and batch.fitting(int(held.sum())) < batch.rows)
+            if ahead is not None and (moves or count <= 0):
+                active, held, lengths = self._finish(ahead)
+                ahead, running = None, 0
+            elif len(slots):
                 self._admit(slots)
+                active, held, lengths = self._finish(self._state())
             elif not held.any():
                 break
             else:
-                if self.turns is not None and not active.any():
-                    self._feed(self.turns, active, wait=True)
-                if active.any():  # else all replies ended their episodes
+                if count:
                     longest = int(lengths[held].max())
-                    count = min(BURST, limit - int(lengths[active].min()))
-                    if not waiting:
+                    if moves:
                         batch.compact(held, longest)
-                    batch.steps(count, self.sampling, min(limit, longest + count))
+                    batch.steps(count, self.sampling, min(limit, longest + running + count))
                     self.steps += count
-            active, held, lengths = self._finish()
+                due, ahead, running = ahead, self._state(), count
+                if not batch.has_graphs or self.turns is not None:  # a turn is answered at once
+                    due, ahead, running = ahead, None, 0
+                if due is not None:
+                    active, held, lengths = self._finish(due)
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
         truncated, given = ~batch.stops[last], None
@@ -189,10 +205,10 @@ class _Job:
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
     def _admit(self, slots: Tensor) -> None:
-        """At most PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
+        """At most tuning.PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
         start, device = time.perf_counter(), self.keys.device
         lengths, cu_seqlens = self.prompts.lengths.cpu(), self.prompts.cu_seqlens.cpu()
-        for part in slots.split(max(1, PREFILL_TOKENS // self.batch.shape.prompt_width)):
+        for part in slots.split(max(1, tuning.PREFILL_TOKENS // self.batch.shape.prompt_width)):
             groups = torch.arange(self.next_group, self.next_group + len(part))
             chosen = groups // self.groups_per_prompt  # prompt of each group
             index = ranges(cu_seqlens[chosen], lengths[chosen]).to(device)
@@ -206,15 +222,25 @@ class _Job:
             self.next_group += len(part)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the results of samples that have ended since the last call.
+    def _state(self) -> Callable[[], Tensor]:
+        """Return a function that waits for the state [3, rows] as it is now."""
+        batch = self.batch
+        state = torch.stack([batch.done.long(), batch.sample, batch.length])
+        if self.keys.device.type != "cuda":
+            return lambda: state
+        if not self.pinned:
+            self.pinned = [torch.empty(state.shape, dtype=state.dtype).pin_memory() for _ in "ab"]
+        self.pinned.reverse()  # the other one may not be read yet
+        return HostCopy(state, self.pinned[0]).read
+
+    def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the results of samples that had ended in a state, and are not stored yet.
 
         Returns which rows are active, which are held by samples that are active or wait, and their
         lengths, all [rows] on the host. Only this waits for the device.
         """
         batch = self.batch
-        state = torch.stack([batch.done.long(), batch.sample, batch.length])
-        done, samples, lengths = state[:, : batch.rows].cpu()
+        done, samples, lengths = state()[:, : batch.rows].clone()
         active = done == 0
         held, ended = active, (~active & (samples >= 0)).nonzero()[:, 0]
         if self.turns is not None:
@@ -224,8 +250,10 @@ class _Job:
             rows = torch.tensor([*self.waiting.values()], dtype=torch.int64)
             held = active.index_fill(0, rows, True)
             ended = (~held & (samples >= 0)).nonzero()[:, 0]
+        ended = ended[~self.is_stored[samples[ended]]]
         if len(ended):
-            rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))
+            self.is_stored[samples[ended]] = True
+            rows, samples = to_device(self.keys.device, ended, samples[ended])
             for name, result in self.results.items():
                 result[samples] = getattr(batch, name)[rows]
             batch.forget(rows)

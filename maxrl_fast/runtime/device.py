@@ -117,6 +117,21 @@ def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(number) for name, number in zip(tensors, numbers, strict=True)}
 
 
+class HostCopy:
+    """A copy of a tensor in pinned memory of the host, which waits for the device only where it is
+    read."""
+
+    def __init__(self, x: Tensor, pinned: Tensor):
+        """pinned: memory like x that no unread copy uses."""
+        self._event, self._pinned = torch.cuda.Event(), pinned
+        pinned.copy_(x, non_blocking=True)
+        self._event.record()
+
+    def read(self) -> Tensor:
+        self._event.synchronize()
+        return self._pinned
+
+
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors of one dtype at once and asynchronously, from pinned memory; from other memory
     the host would wait until the GPU has finished all queued work."""

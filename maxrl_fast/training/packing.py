@@ -17,6 +17,7 @@ from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.attention_kernel import has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.records import Inserted, Prompts, Rollouts, cumulative, gather_sequences, ranges
+from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.prefix_tree import SortedRows
 
@@ -50,10 +51,6 @@ class MicroBatch:
         )
 
 
-# multiply-adds in the time it takes to move one number
-_FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}
-
-
 def merge_cost(config: PolicySizes, device: torch.device) -> float:
     """Return the cost of merging two attention calls per response token, relative to the cost of a
     token's forward and backward pass.
@@ -67,7 +64,7 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
     heads = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     weights = config.hidden_size * (2 * heads + 2 * keys + 3 * config.intermediate_size)
-    return 12 * heads * _FLOPS_PER_ELEMENT.get(device.type, 20) / (6 * weights)
+    return 12 * heads * tuning.FLOPS_PER_ELEMENT.get(device.type, 20) / (6 * weights)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
     ) -> Tensor:
         return tree_attention(q, k, v, batch.forest, variant)
 
-    return choose_rows(
-        module(batch.tokens, batch.positions, attention, batch.rows, dtype), batch.target_rows
-    )
+    hidden = module(batch.tokens, batch.positions, attention, batch.rows, dtype)
+    return choose_rows(hidden, batch.target_rows, repeats=True)
 
 
 class Pass(NamedTuple):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -13,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_build, profiles, train_step
-from bench.counters import kernels
+from bench import counters, gpu, gpu_build, profiles, train_step
 from bench.gpu_run import last_document, run_step
 from bench.gpu_steps import (
     LIMIT_SECONDS,
     PARTS,
+    RESULTS,
     SMALLEST,
     SMALLEST_FILES,
     Step,
@@ -28,6 +29,7 @@ from bench.gpu_steps import (
 )
 from bench.gpu_table import SECTIONS, lines, rows
 from bench.measure import Sides, milliseconds
+from maxrl_fast.rollout.decode_slots import DecodeSlots
 from tests.tables import refused
 
 ROOT = Path(__file__).parents[2]
@@ -227,19 +229,32 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
 
 
+def collected(*arguments):
+    """Return files and names of the GPU's tests where transformers is not installed."""
+    code = (
+        "import sys; sys.modules['transformers'] = None; import pytest; "
+        "sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *"-q -n 0 --collect-only -m gpu".split(), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stdout
+    return [line.split("::") for line in run.stdout.splitlines() if "::" in line]
+
+
+def test_the_step_of_tests_has_every_file():
+    tests = gpu_steps()["figures"][1].command
+    files = [word for word in tests if word.startswith("tests/")]
+    assert sorted(files) == sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("tests/gpu/test_*"))
+    assert {file for file, _ in collected(*files)} == set(files)
+
+
 def test_every_kernel_has_a_test_in_the_race_checks():
     command = [
-        sys.executable,
-        *"-m pytest -q -n 0 --collect-only -m gpu -k".split(),
+        "-k",
         SMALLEST,
         *SMALLEST_FILES,
     ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    names = {
-        line.partition("::")[2].partition("[")[0]
-        for line in run.stdout.splitlines()
-        if "::" in line
-    }
+    names = {name.partition("[")[0] for _, name in collected(*command)}
     assert names == {
         *(
             "test_rows_at_any_address_and_in_place test_pacs "
@@ -249,6 +264,36 @@ def test_every_kernel_has_a_test_in_the_race_checks():
     }
     tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
     assert tools == ["memcheck", "racecheck", "synccheck"]
+
+
+def test_the_archive_of_the_mazes_has_everything_but_checkpoints(tmp_path):
+    run = tmp_path / "runs/maze_table/maxrl"
+    (run / "checkpoints/step-000004").mkdir(parents=True)
+    (run / "checkpoints/step-000004/weights").write_text("63 MB")
+    (run / "metrics.jsonl").write_text("{}")
+    script = tmp_path / "examples/papers/maze_table.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import sys; print(sys.argv); sys.exit(3)")
+    step = {x.name: x for x in gpu_steps()["maze"]}["maze"]
+    environment = os.environ | {RESULTS: str(tmp_path)}
+    done = subprocess.run(
+        step.command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "'--out', 'runs/maze_table', '--minutes', '7'" in done.stdout
+    with tarfile.open(tmp_path / "maze_table.tar.gz") as archive:
+        files = [x.name for x in archive if x.isfile()]
+    assert files == ["maze_table/maxrl/metrics.jsonl"]
+
+
+def test_after_a_failed_build_no_step_runs(tmp_path, capsys):
+    fails = [sys.executable, "-c", "raise SystemExit('no compiler')"]
+    steps = [Step("build", fails, 60, has_figures=False), Step("later", fails, 60)]
+    result = {"steps": {}, "machine": {"commit": None}}
+    gpu.run_all(steps, result, tmp_path / "results.json", 1.0)
+    states = {name: record["state"] for name, record in result["steps"].items()}
+    assert states == {"build": "failed", "later": "absent"}
+    assert "not run, the extension was not built" in capsys.readouterr().out
 
 
 def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_path, monkeypatch):
@@ -279,11 +324,28 @@ some output
 
 
 def test_the_counters_of_a_kernel_are_medians_over_its_launches():
-    rows, sample = kernels(NCU).values()
+    rows, sample = counters.kernels(NCU).values()
     assert rows == {"launches": 2, "nanoseconds": 1.1e6, "registers": 60}
     assert sample == {"launches": 1, "nanoseconds": 3500}
     with refused("no table"):
-        kernels("==ERROR== the profiler cannot be used here")
+        counters.kernels("==ERROR== the profiler cannot be used here")
+
+
+def test_counted_decoding_steps_have_active_rows_of_the_wanted_length(monkeypatch):
+    monkeypatch.setattr(counters, "LENGTH", 5)
+    monkeypatch.setattr(counters, "LIMIT", 9)
+    step, seen = DecodeSlots.step, []
+
+    def watched(slots, *arguments):
+        seen.append((slots.rows, bool(slots.done.any()), slots.length.unique().tolist()))
+        step(slots, *arguments)
+
+    steps = counters.decoding_steps("maze7", torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(DecodeSlots, "step", watched)
+    steps()
+    assert seen == [(8 * 16, False, [5]), (8 * 16, False, [6])]
+    options = counters.command("ncu")
+    assert options[options.index("--profile-from-start") + 1] == "off"
 
 
 def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
@@ -303,6 +365,34 @@ def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
     assert gpu_build.carried(folder) == (None, f"{extension} was built from other sources")
 
 
+def test_an_interpreter_is_found_among_pyenvs_or_a_sentence_says_why_not(tmp_path, monkeypatch):
+    shim = tmp_path / "shims/python3.9999"
+    real = tmp_path / "versions/3.9999.1/bin/python3.9999"
+    for file in (shim, real):
+        file.parent.mkdir(parents=True)
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{shim.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    with pytest.raises(OSError, match=r"to build the extension for: python3.9999 does not run$"):
+        gpu_build.interpreter("python3.9999")
+    include = tmp_path / "include"
+    real.write_text(f"#!/bin/sh\necho {real}\necho {include}\n")
+    real.chmod(0o755)
+    with pytest.raises(OSError, match=r"does not run; .*3.9999.1/bin/python3.9999 has no headers"):
+        gpu_build.interpreter("python3.9999")
+    include.mkdir()
+    (include / "Python.h").touch()
+    assert gpu_build.interpreter("python3.9999") == str(real)
+
+
+def test_a_build_names_the_tools_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.delenv(gpu_build.WHEELS, raising=False)
+    monkeypatch.setattr(gpu_build.shutil, "which", lambda name: None)
+    with pytest.raises(OSError, match=r"a build needs cmake, ninja, nvcc$"):
+        gpu_build.install()
+
+
 def test_an_extension_that_does_not_load_is_built_here_instead(tmp_path, monkeypatch, capsys):
     """The carried file is no library, so that the package has none until the build, which a script
     imitates.
@@ -318,6 +408,7 @@ def test_an_extension_that_does_not_load_is_built_here_instead(tmp_path, monkeyp
         "pathlib.Path('maxrl_fast/_C.py').write_text('cuda = True')\n"
     )
     monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_build.shutil, "which", lambda name: name)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
     (tmp_path / f"_C{suffix}").write_text("not a library")
@@ -427,7 +518,7 @@ def test_the_last_json_document_is_found():
 @pytest.mark.slow
 def test_the_dry_run_writes_its_results(tmp_path):
     command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--only", "tests", "ceilings"]
-    environment = os.environ | {gpu.VARIABLE: str(tmp_path / "results")}
+    environment = os.environ | {RESULTS: str(tmp_path / "results")}
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
@@ -456,7 +547,7 @@ def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
         part,
         *(["--only", *only] if only else []),
     ]
-    environment = os.environ | {gpu.VARIABLE: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {RESULTS: str(tmp_path), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
@@ -493,11 +584,11 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
     assert "needs a GPU" in error
     assert refusal(monkeypatch, capsys, "--device", "cpu", "--stretch", "0")[0] == 2
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(gpu.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(RESULTS, str(tmp_path / "file"))
     code, error = refusal(monkeypatch, capsys, "--device", "cpu")
     assert code == 2
-    assert gpu.VARIABLE in error
-    monkeypatch.setenv(gpu.VARIABLE, str(tmp_path))
+    assert RESULTS in error
+    monkeypatch.setenv(RESULTS, str(tmp_path))
     monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
     code, error = refusal(monkeypatch, capsys, "--device", "cpu")
     assert code == 2

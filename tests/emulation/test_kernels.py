@@ -15,6 +15,7 @@ import torch
 from maxrl_fast import _C, ops
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops import group_advantage_kernel as group_kernel
+from maxrl_fast.runtime import tuning
 from tests.gpu.test_advantage import CASES, FORMULAS, KERNELS, LARGE, SHAPES, arguments, layouts
 from tests.gpu.test_token_loss import (
     FUNCTIONS,
@@ -321,3 +322,24 @@ def test_pacs(score, dtype):
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 1e-11, atol=1e-6)
+
+
+@pytest.mark.parametrize("part_rows", [1, 7, 1000])
+def test_the_weights_gradient_is_added_in_parts(part_rows, monkeypatch):
+    """In bfloat16 with a float32 weight, over several chunks, as a GPU adds it."""
+    monkeypatch.setattr(tuning, "PRODUCT_BYTES", part_rows * 24 * 4)
+    generator = torch.Generator().manual_seed(0)
+    _, batch = example(300, torch.float32)
+    hidden = torch.randn(len(batch["targets"]), 24, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(300, 24, generator=generator).requires_grad_()
+
+    def gradients():
+        loss, _ = ops.linear_policy_gradient_loss(hidden, weight, **batch, chunk_tokens=5)
+        return torch.autograd.grad(2 * loss, (hidden, weight))
+
+    expected = gradients()
+    with emulated_gpu():
+        actual = gradients()
+    assert actual[1].dtype == torch.float32
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).double().norm() <= 4e-3 * e.double().norm()

@@ -27,6 +27,7 @@ from tests.layers import (
     NORMS,
     ROTATIONS,
     TOLERANCE,
+    check_chosen_rows,
     check_norm,
     check_rotation,
     check_swiglu,
@@ -64,6 +65,12 @@ def test_rotation_of_heads(shape, has_norms, dtype):
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 def test_swiglu(shape, dtype):
     check_swiglu(*shape, dtype, CPU, emulated_gpu)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+def test_chosen_rows(shape, dtype):
+    check_chosen_rows(*shape, dtype, CPU, emulated_gpu)
 
 
 def test_a_position_outside_the_table_gives_nan():
@@ -141,6 +148,7 @@ def test_the_operators_equal_their_fakes():
         ],
         "swiglu": [both],
         "swiglu_backward": [(x, *both)],
+        "choose_rows_backward": [(x, torch.tensor([1, 0, 1, 3, 0]), 4)],
     }
     with emulated_gpu():
         for name, arguments in calls.items():
@@ -244,12 +252,17 @@ def test_sharded_weights_have_the_same_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_decoder_in_half_precision_is_no_further_from_float64_with_kernels(dtype):
-    model = tiny_decoder(model_type="qwen3", **SIZES)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.get("model_type", "qwen2"))
+def test_the_decoder_in_half_precision_is_no_further_from_float64_with_kernels(family, dtype):
+    """Where weights are rounded, q, k and v are one matrix multiplication, and gate and up."""
+    model, products = tiny_decoder(**family), []
     exact = trained(model, torch.float64)
     plain = trained(model, dtype)
-    with emulated_gpu():
+    linear = F.linear
+    with emulated_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", lambda *x: (products.append(len(x[1])), linear(*x))[1])
         actual = trained(model, dtype)
+    assert products == 2 * [8 * 16, 40, 2 * 56] + [32]
     error, of_plain = (
         sum(((a - e).norm() / e.norm()) ** 2 for a, e in zip(given, exact, strict=True))
         for given in (actual, plain)
@@ -266,7 +279,7 @@ def test_a_compiled_decoder_keeps_the_operations_of_pytorch(monkeypatch):
         trained(model, torch.float32)
         assert DeviceDecoder(model, torch.float32, compiled=True).model.ops is TORCH_OPS
         assert DeviceDecoder(model, torch.float32).model.ops is KERNELS
-    assert names == []
+    assert names == ["chosen_rows_backward"]  # after the layers
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.get("model_type", "qwen2"))

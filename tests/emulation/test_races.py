@@ -107,7 +107,7 @@ PLANTED = [
 MISALIGNED = [
     Planted(
         part,
-        "softmax_rows.cuh",
+        "softmax_layout.cuh",
         "const int wanted = beyond ?",
         "head = wanted < size ? wanted : size;",
         "head = 0;",

@@ -13,12 +13,12 @@ from tests.layers import (
     NORMS,
     ROTATIONS,
     TOLERANCE,
+    check_chosen_rows,
     check_norm,
     check_rotation,
     check_swiglu,
 )
-from tests.models import tiny_decoder
-from tests.rollout.test_decode_model import POSITIONS, TOKENS
+from tests.models import POSITIONS, TOKENS, tiny_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +43,12 @@ def test_rotation_of_heads(shape, has_norms, dtype):
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 def test_swiglu(shape, dtype):
     check_swiglu(*shape, dtype, GPU, contextlib.nullcontext)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", MATRICES, ids=str)
+def test_chosen_rows(shape, dtype):
+    check_chosen_rows(*shape, dtype, GPU, contextlib.nullcontext)
 
 
 def gradients(model: Decoder, device: torch.device) -> list[torch.Tensor]:

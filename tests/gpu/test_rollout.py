@@ -90,18 +90,19 @@ def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
 
 
 @pytest.mark.parametrize("memory", [9, 11])  # times the cache: a cache above a tenth of it is freed
-def test_six_graphs_serve_every_call(memory, monkeypatch):
+def test_the_same_graphs_serve_every_call(memory, monkeypatch):
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32)
     expected = NativeEngine(tiny_decoder(), torch.float32).generate(
         PROMPTS, 40, SAMPLINGS[0], seed=4, step=2
     )
-    batch = None
+    batch, first = None, set()
     for step in range(3):
         rollouts = engine.generate(PROMPTS.to(GPU), 40, SAMPLINGS[0], seed=4, step=2)
         assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
-        assert list(engine.decoder.batch.graphs) == [
-            (SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)
-        ]
+        graphs = set(engine.decoder.batch.graphs)
+        assert graphs <= {(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)}
+        assert step == 0 or graphs == first
+        first = graphs
         assert memory == 9 or step == 0 or engine.decoder.batch is batch
         batch = engine.decoder.batch
         monkeypatch.setattr(

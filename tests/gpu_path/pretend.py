@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
 from maxrl_fast.model import flash
-from maxrl_fast.ops import dispatch, group_advantage_kernel, logit_chunks
+from maxrl_fast.ops import dispatch, group_advantage_kernel
 
 GPU = torch.device("cuda", 0)
 _WITHOUT_KERNEL = (
@@ -100,8 +100,10 @@ class PretendGpu(TorchDispatchMode):
             (device is not None and not goes_to_gpu)
             or (name == "copy_" and not isinstance(args[0], FakeTensor))
         ):
-            self.waits.append("a tensor is copied to the host")
             values = _value(inputs[0])
+            is_awaited = name != "copy_" or args[2:] != (True,)
+            if is_awaited or not hasattr(args[0], "is_pretended_pinned"):
+                self.waits.append("a tensor is copied to the host")
             return (
                 args[0].copy_(values)
                 if name == "copy_"
@@ -254,6 +256,19 @@ def _depends_on_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     return name in _BY_VALUES
 
 
+class Event:
+    """An event of CUDA, which the host may wait for."""
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        self.gpu = gpu
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.gpu.waits.append("the host waits for an event")
+
+
 class _RmsNorm(torch.autograd.Function):
     """F.rms_norm, which chooses its fused CUDA kernel in C++, where a FakeTensor shows the device
     `meta`.
@@ -296,9 +311,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(logit_chunks, "_adds_half_products", lambda device, dtype: True)
     for name in ("_lazy_init", "graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(pretended))
     pretended, rms_norm = PretendGpu(), torch.nn.functional.rms_norm
 
     def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
@@ -308,13 +323,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
             else rms_norm(x, shape, weight, eps)
         )
 
+    keep_on_host, launch_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch.launch
+
     def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
+        if call.device.type == "cpu":
+            return keep_on_host(call, tensor)
         on_gpu = isinstance(tensor, FakeTensor) and tensor.device == call.device == GPU
         assert on_gpu, f"{tensor} is not on the GPU"
         call._kept.append(tensor)
         return 1 + len(call._kept)
 
-    def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> None:
+    def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> Any:
+        if call.device.type == "cpu":
+            return launch_on_host(call, kernel, **arguments)
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
             if (
@@ -323,6 +344,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
                 and tensor.numel() < _LARGEST_KNOWN
             ):
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
+        return None
 
     monkeypatch.setattr(torch.nn.functional, "rms_norm", fused_rms_norm)
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)

@@ -31,15 +31,15 @@ from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU
 
-DECODING_STEP = 60  # kernels of a decoding step of the maze's policy, which has 4 layers
-DECODING_LAYER = 12  # of a layer in decoding, in every family
+DECODING_STEP = 45  # kernels of a decoding step of the maze's policy, which has 4 layers
+DECODING_LAYER = 10  # of a layer in decoding, in every family
 # of a layer in the update, forward and backward, with its share of the optimizer
-TRAINING_LAYER = 120
+TRAINING_LAYER = 96
 PACKING = 20  # of a micro-batch
 LINEAR_LOSS = 26  # of the loss from hidden states in one chunk, forward and backward
 PACS_ADVANTAGES = 24
-UPDATE = 600  # of the maze's policy, in one micro-batch
-STEP = 720  # of a whole step of it without rollouts
+UPDATE = 505  # of the maze's policy, in one micro-batch
+STEP = 640  # of a whole step of it without rollouts
 GROUP_ADVANTAGE = 8
 FUNCTION = 180  # of an estimator without a kernel, once in a step
 KEEPING = 16  # of the rollouts that a step keeps

@@ -8,6 +8,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.ops import LOSSES
 from maxrl_fast.ops.token_batch import AGGREGATIONS
+from tests.gpu import test_token_loss
 from tests.gpu_path.pretend import GPU
 
 T, S, V = 24, 4, 32
@@ -102,3 +103,19 @@ def test_advantages_of_uneven_groups(gpu, layout, estimator):
             advantages = ops.group_advantage(rewards, estimator, **arguments)
     assert advantages.device == GPU
     assert not gpu.waits, str(gpu)
+
+
+def test_what_must_not_wait_on_a_gpu_does_not(gpu, monkeypatch):
+    """The test of tests/gpu that forbids synchronization, which raises there."""
+    before = []
+    monkeypatch.setattr(test_token_loss, "DEVICE", GPU)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: before.append(len(gpu.waits))
+    )
+    with gpu.watch():
+        test_token_loss.test_no_operator_waits_for_the_device()
+    first, last = before
+    assert gpu.waits[first:last] == []
+    assert gpu.launches["token_loss"] == 1 + 2 * len(test_token_loss.OPTIONS)
+    assert gpu.launches["token_logprobs_backward"] >= 2 * len(test_token_loss.FUNCTIONS)

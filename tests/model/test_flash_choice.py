@@ -191,3 +191,27 @@ def test_a_chosen_implementation_runs_instead_of_the_flash_attn_package(monkeypa
     assert flash.kernel_for(cuda, torch.bfloat16, 64) is flash.FLASH_ATTN
     monkeypatch.setattr(flash, "current_flash_attention_impl", lambda: "FA3")
     assert flash.kernel_for(cuda, torch.bfloat16, 64) is flash.TORCH_VARLEN
+
+
+@pytest.mark.parametrize("what", ["nothing", *(x for x in REFUSED if x != "its import")])
+def test_a_flash_attn_package_that_is_wrong_is_refused(monkeypatch, what):
+    (kernel, factor), reason = REFUSED.get(what, (RIGHT, ""))
+    package = Kernel("flash-attn varlen", kernel.forward, kernel.backward)
+    monkeypatch.setattr(flash, "FLASH_ATTN", package)
+    monkeypatch.setattr(flash_choice, "_decoding", lambda *args: decoding(*args, factor=factor))
+    monkeypatch.setattr(flash, "_is_recent", lambda device: True)
+    monkeypatch.setattr(flash, "_flash_attn", lambda: object())
+    monkeypatch.setattr(flash, "refused", set())
+    kernel_for, cuda = flash.kernel_for, torch.device("cuda")
+    monkeypatch.setattr(flash, "kernel_for", lambda _, *rest: kernel_for(cuda, *rest))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    registry = Registry(monkeypatch, {})
+    sentences = flash_choice.choose(CPU, torch.bfloat16, HEADS, registry=registry)
+    if what == "nothing":
+        assert sentences == []
+        assert kernel_for(cuda, torch.bfloat16, 64, 50.0) is package
+        return
+    start = f"attention: the flash-attn package was tried and refused: {reason}"
+    assert [x.startswith(start) for x in sentences] == [True]
+    assert kernel_for(cuda, torch.bfloat16, 64) is flash.TORCH_VARLEN
+    assert kernel_for(cuda, torch.bfloat16, 64, 50.0) is flash.PADDED_REFERENCE

@@ -10,7 +10,7 @@ from maxrl_fast.ops import (
     policy_gradient_loss,
     token_logprobs,
 )
-from maxrl_fast.ops.logit_chunks import chunk_tokens
+from maxrl_fast.ops.logit_chunks import Chunks, chunk_tokens
 from tests.ops.loss_definitions import aggregation_of
 from tests.ops.operators import Operators
 
@@ -315,3 +315,21 @@ def test_inductor_compiles_loss_and_logprobs(monkeypatch, tmp_path):
     assert_close(
         *(torch.autograd.grad(loss, (hidden, weight)) for loss in (actual, expected)), torch.float32
     )
+
+
+def test_split_sums_of_gradients_are_in_full_precision(monkeypatch):
+    """cuBLAS may otherwise add parts of the sum over the vocabulary in half precision."""
+    matmul, seen, mm = torch.backends.cuda.matmul, [], torch.mm
+
+    def watched(a, b, **options):
+        seen.append((b is chunks.weight, matmul.allow_bf16_reduced_precision_reduction))
+        return mm(a, b, **options)
+
+    assert matmul.allow_bf16_reduced_precision_reduction  # PyTorch's default
+    hidden, weight, _ = make(torch.bfloat16)
+    chunks = Chunks(hidden.detach(), weight.detach(), 20, True, True)
+    monkeypatch.setattr(torch, "mm", watched)
+    for start, stop, logits in chunks:
+        chunks.backward(start, stop, logits)
+    assert seen == [(False, True), (True, False)] * 3  # of logits, and of hidden states
+    assert matmul.allow_bf16_reduced_precision_reduction

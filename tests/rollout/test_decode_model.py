@@ -10,7 +10,7 @@ import torch
 from maxrl_fast.model import flash
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from tests.model.test_linear import ALL, adapted
-from tests.models import tiny_decoder
+from tests.models import POSITIONS, TOKENS, tiny_decoder
 
 FAMILIES = [
     {},
@@ -18,7 +18,6 @@ FAMILIES = [
     {"model_type": "qwen3"},
     {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 1},
 ]
-TOKENS, POSITIONS = torch.tensor([3, 9, 0, 31, 7, 7]), torch.tensor([0, 4, 5, 6, 100, 511])
 
 
 def causal(layer, q, k, v):

@@ -13,6 +13,7 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, decode_slots, device_decoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.runtime import tuning
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 
@@ -42,7 +43,7 @@ def engine(model):
 
 @pytest.fixture
 def fake_graphs(monkeypatch):
-    """Graphs that run their step again when they are replayed. The fixture is the list of what
+    """Graphs whose capture runs the step, as a replay does. The fixture is the list of what
     happened, in order.
     """
     events = []
@@ -82,22 +83,39 @@ def fake_graphs(monkeypatch):
     "sampling", [SAMPLING, Sampling(1.0, LIMIT, (3, 17, 9, 12), top_k=12, top_p=0.9)]
 )
 @pytest.mark.parametrize("max_batch", [1024, 65])
-def test_at_most_six_graphs_are_captured_and_before_the_first_prompt_is_admitted(
-    model, fake_graphs, sampling, max_batch
-):
-    engine = NativeEngine(model, torch.float32, in_cpp=False, max_batch=max_batch)
-    # the second call has all graphs
-    for call, captures in ((sampling, 6), (sampling, 0), (sampling.greedy, 6)):
+def test_a_batch_size_is_captured_at_its_first_step(model, fake_graphs, sampling, max_batch):
+    engine, has_graph = NativeEngine(model, torch.float32, in_cpp=False, max_batch=max_batch), set()
+    for call in (sampling, sampling, sampling.greedy):
         expected = sample(NativeEngine(model, torch.float32), sampling=call)
         assert torch.equal(sample(engine, sampling=call).tokens, expected.tokens)
-        kinds = [kind for kind, _ in fake_graphs]
-        assert kinds[: captures + 1] == ["capture"] * captures + ["admit"]
-        assert "capture" not in kinds[captures:]
-        replayed = [rows for kind, rows in fake_graphs if kind == "replay"]
-        assert replayed == sorted(replayed, reverse=True)
-        assert set(replayed) <= set(engine.decoder.batch.shape.batch_sizes)
-        assert call.temperature == 0 or len(set(replayed)) > 1
+        stepped = [rows for kind, rows in fake_graphs if kind != "admit"]
+        assert stepped == sorted(stepped, reverse=True)
+        assert set(stepped) <= set(engine.decoder.batch.shape.batch_sizes)
+        assert call.temperature == 0 or max_batch == 65 or len(set(stepped)) > 1
+        for kind, rows in fake_graphs:
+            assert kind == "admit" or (kind == "replay") == ((call, rows) in has_graph)
+            has_graph |= {(call, rows)} if kind == "capture" else set()
         fake_graphs.clear()
+
+
+def test_a_burst_is_launched_before_the_state_after_the_last_one_is_read(
+    model, fake_graphs, monkeypatch
+):
+    """Except before rows move, where it is read first."""
+    own, finish = device_decoder._Job._state, device_decoder._Job._finish
+    monkeypatch.setattr(device_decoder._Job, "_state", lambda job: (len(fake_graphs), own(job)))
+    behind = []
+
+    def watched(job, state):
+        behind.append(len([x for x in fake_graphs[state[0] :] if x[0] != "admit"]))
+        return finish(job, state[1])
+
+    monkeypatch.setattr(device_decoder._Job, "_finish", watched)
+    engine = NativeEngine(model, torch.float32, in_cpp=False)
+    expected = sample(NativeEngine(model, torch.float32))
+    assert torch.equal(sample(engine).tokens, expected.tokens)
+    assert max(behind) == tuning.BURST
+    assert behind.count(tuning.BURST) >= 2
 
 
 def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
@@ -113,8 +131,9 @@ def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    decode_slots.captured(lambda: None, SimpleNamespace(wait_stream=lambda stream: None), None)
+    stream = SimpleNamespace(wait_stream=lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    decode_slots.captured(lambda: None, stream, None)
     assert modes == ["thread_local"]
 
 
@@ -245,7 +264,7 @@ def test_long_prompts_are_computed_a_part_at_a_time(engine, monkeypatch):
         admit(batch, slots, prompts, *others)
 
     monkeypatch.setattr(DecodeSlots, "admit", watched)
-    monkeypatch.setattr(device_decoder, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(tuning, "PREFILL_TOKENS", 16)
     rollouts = sample(engine)
     assert max(computed) <= 16
     assert sum(computed) == len(PROMPTS.tokens)

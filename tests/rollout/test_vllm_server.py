@@ -96,7 +96,10 @@ def server():
         def log_message(self, *arguments):
             pass
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Listening(ThreadingHTTPServer):
+        request_queue_size = 128  # the kernel resets connections that wait beyond it
+
+    listening = Listening(("127.0.0.1", 0), Handler)
     threading.Thread(target=listening.serve_forever, daemon=True).start()
     fake.url = f"http://127.0.0.1:{listening.server_port}"
     yield fake

@@ -1,0 +1,71 @@
+// Where the elements of a row of logits are, and which of them a block or a thread has.
+#pragma once
+#include <cstdint>
+
+#include "elements.cuh"
+
+namespace maxrl::cuda {
+
+// The layout of a row in memory: a few elements up to the first 16-byte boundary, chunks, a few
+// elements. Sizes have 32 bits, so that an index takes one register.
+template <typename Element>
+struct RowLayout {
+  int head, num_chunks, size;
+  __device__ RowLayout(const Element* row, int size) : size(size) {
+    const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(row) % kAccess);
+    const int wanted = beyond ? (kAccess - beyond) / static_cast<int>(sizeof(Element)) : 0;
+    head = wanted < size ? wanted : size;
+    num_chunks = (size - head) / Chunk<Element>::kSize;
+  }
+  __device__ int tail() const { return head + num_chunks * Chunk<Element>::kSize; }
+  // The first chunk of a block of a cluster.
+  __device__ int first_of(unsigned rank, unsigned cluster_size) const {
+    const unsigned all = num_chunks, of_block = (all + cluster_size - 1) / cluster_size;
+    return static_cast<int>(rank * of_block < all ? rank * of_block : all);
+  }
+};
+
+// The part of a row that a block reads and writes: some of the chunks; the first block also has the
+// head, the last the tail.
+template <typename Element>
+struct RowPart {
+  RowLayout<Element> layout;
+  int first, last;
+  bool has_head, has_tail;
+
+  __device__ RowPart(const Element* row, int64_t vocab_size, unsigned rank, unsigned cluster_size)
+      : layout(row, static_cast<int>(vocab_size)), first(layout.first_of(rank, cluster_size)),
+        last(layout.first_of(rank + 1, cluster_size)), has_head(rank == 0),
+        has_tail(rank == cluster_size - 1) {}
+  // Calls use(index in the row) for the elements of this thread in the head and the tail.
+  template <typename Use>
+  __device__ void for_ends(int thread, const Use& use) const {
+    if (has_head && thread < layout.head) use(thread);
+    if (has_tail && layout.tail() + thread < layout.size) use(layout.tail() + thread);
+  }
+  __device__ int start_of(int chunk) const { return layout.head + chunk * Chunk<Element>::kSize; }
+  // Which element of a chunk the target is; of the other chunks, none.
+  __device__ unsigned target_in(int chunk, int target) const {
+    return static_cast<unsigned>(target - start_of(chunk));
+  }
+};
+
+// Writes value_of(chunk, its number) for this thread's chunks, and value_at(index) for its elements
+// in the head and the tail.
+template <int kTeam, typename Element, typename ChunkOf, typename ValueAt>
+__device__ void write_row(Element* gradient, const RowPart<Element>& part, int thread,
+                          const ChunkOf& chunk_of, const ValueAt& value_at) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(gradient + part.layout.head) % kAccess == 0;
+  part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
+  for (int c = part.first + thread; c < part.last; c += kTeam) {
+    Element* to = gradient + part.start_of(c);
+    const Chunk<Element> out = chunk_of(c);
+    if (is_aligned)
+      out.write(to);
+    else
+      for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
+  }
+}
+
+}  // namespace maxrl::cuda

@@ -1,0 +1,31 @@
+"""Numbers of the GPU path that were computed or guessed, each with the experiment of bench.ab that
+will set it. csrc/cuda/tuning.h has those of the kernels.
+"""
+
+# of logits at a time in losses from hidden states; larger matrix multiplications are no faster.
+# A GPU of LARGE_GPU_BYTES has room for LARGE_CHUNK_BYTES: fewer chunks are fewer passes over the
+# weight's float32 gradient. `chunks`
+CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}
+LARGE_GPU_BYTES, LARGE_CHUNK_BYTES = 100 * 10**9, 5 << 30
+# of a product that is added to the weight's gradient; it should stay in the L2 cache. `product`
+PRODUCT_BYTES = 1 << 26
+# whether sums of products that cuBLAS splits may be in half precision, over 151,936 logits for the
+# gradient of a hidden state. `reduced`, which also compares both with float64
+REDUCED_PRECISION = False
+
+# decoding steps between two reads of which samples have ended. `burst`
+BURST = 8
+# of prompts computed together; more are no faster, and their tensors are not counted in the limit.
+# `prefill`
+PREFILL_TOKENS = 32768
+
+# multiply-adds in the time it takes to move one number: at how many shared tokens of a prefix one
+# more attention call is worth its merge. `merge`
+FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}
+
+
+def chunk_bytes(device_type: str, memory: int) -> int:
+    """Return the bytes of a chunk of logits on a device with this much memory."""
+    if device_type == "cuda" and memory >= LARGE_GPU_BYTES:
+        return LARGE_CHUNK_BYTES
+    return CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])

@@ -123,7 +123,7 @@ def build_environments(options: RewardOptions, name: str, cls: type | None) -> E
         InputError: if it cannot be loaded, or is not a class of environments.
     """
     if cls is not None:
-        return InProcessEnvironments(cls, name, options.reward_seconds, options.reward_concurrency)
+        return InProcessEnvironments(cls, name, options.reward_seconds)
     if name.startswith(OBJECT):
         raise InputError(lost_object("environment", name))
     return EnvironmentPool(
@@ -132,7 +132,6 @@ def build_environments(options: RewardOptions, name: str, cls: type | None) -> E
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
         environment=_variables(options),
-        concurrency=options.reward_concurrency,
     )
 
 

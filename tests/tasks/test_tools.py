@@ -7,7 +7,7 @@ import pytest
 
 import maxrl_fast
 from maxrl_fast import train
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.tasks.chat_format import ChatFormat
 from tests.rewards.pools import eventually, own_descendants
@@ -153,18 +153,6 @@ def test_order_and_number_of_workers_change_nothing(make, environment):
     assert len({tuple(tokens) for tokens in outcomes[0][0]}) > 4
 
 
-def test_async_calls_of_a_worker_run_side_by_side(make):
-    def most_together(**options):
-        task = make("Together", reward_workers=1, **options)
-        script = [turn_of(tokenizer_of(task), ("meet", {})), turn_of(tokenizer_of(task))]
-        rewards = play(task, [script] * 8, 8)[1].rewards
-        assert len(rewards) == 8
-        return max(rewards)
-
-    assert most_together(reward_concurrency=4) == 4
-    assert most_together(reward_concurrency=1) == 1
-
-
 FAILURES = {
     "sleep": ("timeout", "the call ran longer than 2 s"),
     "sys_exit": ("exception", "SystemExit: 3 (environments.py, line "),
@@ -285,6 +273,15 @@ def test_environments_that_are_closed_leave_nothing(make):
     assert play(task, acting(task, "", ""), 2)[1].failures == []
 
 
+def test_the_end_of_the_supervisor_fails_the_environments_that_live(make):
+    task = make("CounterEnv")
+    episodes = task.environments(task.prompts("train", 0, 1), 3)
+    task._workers._supervisor.kill()
+    scores = episodes.finish()
+    assert [(x.index, x.kind) for x in scores.failures] == [(s, "crash") for s in range(3)]
+    assert play(task, counting(task, 1, 1))[1].failures == []
+
+
 def test_processes_that_an_environment_leaves_are_killed(make):
     task = make("Forking", reward_workers=1)
     scripts = [[turn_of(tokenizer_of(task), ("start", {})), turn_of(tokenizer_of(task))]] * 2
@@ -313,6 +310,14 @@ def test_a_call_that_hangs_in_the_thread_fails(make):
     assert {x.index for x in scores.failures} >= {1}
     assert {x.kind for x in scores.failures} == {"timeout", "crash"}
     assert play(task, acting(task, "", ""), 2)[1].failures == []
+
+
+def test_too_many_hung_threads_end_the_run(make):
+    task = make("python:Hostile", cls=environments.Hostile, reward_seconds=0.1)
+    for _ in range(2):
+        assert play(task, acting(task, "sleep"))[1].failures[0].kind == "timeout"
+    with pytest.raises(RewardError, match="3 calls of the environment python:Hostile have not"):
+        play(task, acting(task, "sleep"))
 
 
 REFUSED = {

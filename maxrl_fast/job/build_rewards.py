@@ -116,7 +116,9 @@ def _build_source(
     )
 
 
-def build_environments(options: RewardOptions, name: str, cls: type | None) -> EnvironmentWorkers:
+def build_environments(
+    options: RewardOptions, name: str, cls: type | None, output: RewardOutput | None
+) -> EnvironmentWorkers:
     """Start the workers of --environment, or a thread for a class of this process.
 
     Raises:
@@ -132,6 +134,7 @@ def build_environments(options: RewardOptions, name: str, cls: type | None) -> E
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
         environment=_variables(options),
+        output=output,
     )
 
 

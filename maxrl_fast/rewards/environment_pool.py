@@ -55,8 +55,11 @@ class EnvironmentPool(RewardPool):
         return found
 
     def drop(self) -> None:
-        """End all environments; the workers start again when they are needed."""
+        """End all environments; the workers start again when they are needed, without output:
+        the run may have ended.
+        """
         self._end()
+        self.output = None
         self._operations.clear()
 
 
@@ -72,6 +75,7 @@ class InProcessEnvironments(InProcessReward):
     """
 
     what, place = "environment", "in a thread of this process, which nothing contains"
+    output = None  # what they print is this process's
 
     def __init__(self, cls: type, name: str, time_limit: float) -> None:
         try:

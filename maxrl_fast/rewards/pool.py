@@ -157,7 +157,7 @@ class RewardPool(RewardSource):
             "trainer": os.getpid(),
             "ready": None,  # what the first supervisor says, where loading starts threads
         }
-        self._output, self._numbers, self._is_closed = output, itertools.count(), False
+        self.output, self._numbers, self._is_closed = output, itertools.count(), False
         self._supervisor: subprocess.Popen[bytes] | None = None
         try:
             ready = self._start()
@@ -259,7 +259,7 @@ class RewardPool(RewardSource):
                 self._supervisor = subprocess.Popen(
                     [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
                     stdin=subprocess.DEVNULL,
-                    stdout=self._output.fileno() if self._output else subprocess.DEVNULL,
+                    stdout=self.output.fileno() if self.output else subprocess.DEVNULL,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C does not reach it

@@ -32,7 +32,7 @@ class ToolTask(DatasetTask):
     def __init__(
         self, workers: EnvironmentWorkers, max_turns: int, *arguments: Any, **options: Any
     ) -> None:
-        self._workers, self.max_turns = workers, max_turns
+        self._workers, self.max_turns, self.output = workers, max_turns, workers.output
         self._numbers = itertools.count()  # of environments
         self._chat: ChatFormat | None = None
         # by what rewards see of a line: what `reset` gets, and what it returned

@@ -172,6 +172,16 @@ class Fickle(CounterEnv):
         return str(id(self)) + str(time.time_ns())
 
 
+class Printing(CounterEnv):
+    def reset(self, **columns):
+        print("reset")
+        super().reset(**columns)
+
+    def get_reward(self) -> float:
+        print("rewarded", file=sys.stderr)
+        return super().get_reward()
+
+
 class Forking(CounterEnv):
     """Its reward is the pid of a process that it leaves."""
 

@@ -294,8 +294,10 @@ def test_episodes_are_the_same_on_two_ranks(tmp_path, task):
     job += "--eval-prompts 3 --eval-samples 4 --keep-rollouts 20".split()
     if task == "environment":
         job = [*calculator_job(tmp_path), *"--reward-workers 1 --steps 2".split()]
+    run_job(tmp_path / "warm", 1, *job, "--steps", "0")
+    more = ["--sft-steps", "0", "--model", str(tmp_path / "warm" / "latest")]
     for num_ranks in (1, 2):
-        run_job(tmp_path / str(num_ranks), num_ranks, *job)
+        run_job(tmp_path / str(num_ranks), num_ranks, *job, *more)
     assert_same_metrics(tmp_path / "1", tmp_path / "2", abs=1e-6)
     assert read(tmp_path / "1", "eval") == read(tmp_path / "2", "eval")
     kept = [read(tmp_path / out, "rollouts") for out in ("1", "2")]

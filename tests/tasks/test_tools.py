@@ -404,6 +404,7 @@ COMMANDS = {
     "--reward-isolation must be process with --environment": f"{OWN} --reward-isolation call",
     "--max-new-tokens must be at most": f"{OWN} --max-new-tokens 4000",
     "NoTool must have a public method": f"--task dataset --environment {ENVIRONMENTS}:NoTool",
+    "its reset asks for `target`": f"--task dataset --environment {ENVIRONMENTS}:NeedsColumn",
     "must have prompts of at most 20 tokens": f"{OWN} --max-prompt-tokens 20",
     "--max-turns needs --environment": "--task dataset --reward r.py:f --max-turns 3",
     "--environment is not used by task gym:x": f"--task gym:x --environment {ENVIRONMENTS}:NoTool",

@@ -48,3 +48,5 @@ MAXRL_FAST_FUZZ=0.25 LD_PRELOAD="$LD_PRELOAD" "$python" -m pytest -q --capture=s
   -k "not compile and (not PyTorch or kernel) and not in_pytorch and not never_wait and not rounding_errors and not exact_distribution and not refused_by_name and not over_the_batch" \
   tests/ops/test_{bindings,dispatch,derivatives,fuzz,fuzz_losses,group_advantage,in_place,linear_loss,off_policy,pacs,token_loss,token_rows}.py \
   tests/model/test_{attention,layer,linear}_kernel*.py tests/rollout/test_native.py tests/rollout/test_bfloat16.py
+LD_PRELOAD="$LD_PRELOAD" "$python" -m pytest -q --capture=sys -p no:cacheprovider -k "C++ or cpp or when_replies_come" \
+  tests/rollout/test_episodes.py

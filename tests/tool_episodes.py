@@ -8,9 +8,10 @@ from pathlib import Path
 
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.job.build_task import build_task
-from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy
+from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy, written
 
 ENVIRONMENTS = Path(__file__).parent / "tasks" / "environments.py"
+CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator_environment.py"
 TOOL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TOOL_TOKENS += ("<tool_response>", "</tool_response>")
 HEADER = (
@@ -60,6 +61,25 @@ def tool_task(policy, data, environment, max_turns=4, rewards=(), cls=None, **op
         "dataset", data=data, environment=name, max_turns=max_turns, max_prompt_tokens=2000
     )
     return build_task(task, 0, policy, RewardOptions(**options), environment=cls)
+
+
+SUBMITTED = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'
+
+
+def calculator_job(folder):
+    """Return the flags of a short run whose warm start teaches a call that is right for every other
+    prompt.
+    """
+    lines = [{"prompt": f"{i}: What is 1 + {i % 2}?", "answer": 1 + i % 2} for i in range(24)]
+    shown = [{"prompt": line["prompt"], "response": SUBMITTED} for line in lines]
+    return (
+        f"--task dataset --data {written(folder / 'data.jsonl', lines)} --environment "
+        f"{CALCULATOR}:Calculator --model {save_tool_policy(folder / 'policy')} "
+        f"--sft-data {written(folder / 'shown.jsonl', shown)} --allow-special-tokens "
+        "--max-prompt-tokens 2000 --sft-steps 80 --sft-batch 4 --sft-lr 1e-2 --steps 3 --prompts 4 "
+        "--rollouts 4 --max-new-tokens 200 --max-turns 2 --objective rloo --eval-prompts 1 "
+        "--eval-samples 1 --device cpu --threads 1 --dtype float32 --keep-rollouts 16"
+    ).split()
 
 
 def turn_of(tokenizer, *calls, text=""):

@@ -35,7 +35,7 @@ MATCHED = (
     *("task", "maze_size", "chain_length", "gym_config", "reward", "reward_threshold"),
 )
 # Options that must be equal too, and are settings only where they are given.
-GIVEN = ("reward_weights", "judge_score", "task_args")
+GIVEN = ("reward_weights", "judge_score", "task_args", "environment", "max_turns")
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 
 
@@ -100,17 +100,19 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
     """Return what evaluations must share to be compared by prompt; contents: of contents_of."""
-    # Custom tasks and rewards by the name of their file, wherever it is.
+    # Custom tasks, rewards and environments by the name of their file, wherever it is.
     given = {name: options[name] for name in GIVEN if options[name] not in (None, SCORE, "")}
     names: dict[str, Any] = {
         name: Path(options[name]).name
-        for name in ("task", "reward")
+        for name in ("task", "reward", "environment")
         if isinstance(options[name], str)
     }
     if isinstance(options["reward"], list):
         names["reward"] = [Path(reward).name for reward in options["reward"]]
+    if options["environment"] is None:
+        del given["max_turns"]
     digest = hashlib.sha256("\n".join(contents).encode()).hexdigest()
-    return {name: options[name] for name in MATCHED} | names | given | {DIGEST: digest}
+    return {name: options[name] for name in MATCHED} | given | names | {DIGEST: digest}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -116,14 +116,16 @@ def _build_source(
     )
 
 
-def build_environments(options: RewardOptions, name: str, cls: type | None) -> EnvironmentWorkers:
+def build_environments(
+    options: RewardOptions, name: str, cls: type | None, output: RewardOutput | None
+) -> EnvironmentWorkers:
     """Start the workers of --environment, or a thread for a class of this process.
 
     Raises:
         InputError: if it cannot be loaded, or is not a class of environments.
     """
     if cls is not None:
-        return InProcessEnvironments(cls, name, options.reward_seconds, options.reward_concurrency)
+        return InProcessEnvironments(cls, name, options.reward_seconds)
     if name.startswith(OBJECT):
         raise InputError(lost_object("environment", name))
     return EnvironmentPool(
@@ -132,7 +134,7 @@ def build_environments(options: RewardOptions, name: str, cls: type | None) -> E
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
         environment=_variables(options),
-        concurrency=options.reward_concurrency,
+        output=output,
     )
 
 

@@ -1,9 +1,11 @@
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_rewards import build_environments
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.custom import custom_task, json_object
@@ -34,9 +36,15 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
         config.model.directory,
         config.reward,
         environment=environment,
+        output=RewardOutput(),
         sft_data=config.warm_start.sft_data,
         max_new_tokens=config.rollout.max_new_tokens,
     )
+
+
+def closing_task(task: Task) -> AbstractContextManager[object]:
+    """Return a context after which a task's environments have ended."""
+    return closing(task) if isinstance(task, ToolTask) else nullcontext()
 
 
 def build_task(
@@ -46,6 +54,7 @@ def build_task(
     rewards: RewardOptions = NO_REWARDS,
     *,
     environment: type | None = None,
+    output: RewardOutput | None = None,
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
 ) -> Task:
@@ -101,7 +110,7 @@ def build_task(
     }
     if options.environment is None:
         return DatasetTask(spec, seed, model, **text)
-    workers = build_environments(rewards, options.environment, environment)
+    workers = build_environments(rewards, options.environment, environment, output)
     try:
         if not workers.signature["has_reward"] and not rewards.reward:
             raise InputError(

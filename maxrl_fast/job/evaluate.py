@@ -39,7 +39,7 @@ from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.job.build_engine import build_engine
 from maxrl_fast.job.build_policy import compare_policy
 from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_task import build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.policy_model import PolicyModel
@@ -90,6 +90,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     )
     out, clock = config.place.out, Stopwatch()
     with (
+        closing_task(task),
         contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
         locked(out),
         # Renamed in the reverse order: where eval.json is, everything is.
@@ -108,6 +109,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         other = baseline if isinstance(baseline, Outcome) else None
         if isinstance(baseline, Policy):
             with (
+                closing_task(baseline.task),
                 contextlib.closing(
                     build_scorer(config.reward, baseline.task, device, dtype)
                 ) as its_scorer,

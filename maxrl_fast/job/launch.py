@@ -19,6 +19,7 @@ from maxrl_fast.job.build import build_collector, build_evaluator, build_fingerp
 from maxrl_fast.job.build_engine import build_run_engine, compare_engine
 from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
 from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.closing_tables import closing_tables
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
@@ -99,8 +100,9 @@ class Job:
                 f"a run in {out}"
             )
         with contextlib.ExitStack() as held:
-            if isinstance(task, ToolTask):
-                held.callback(task.close)
+            environments = task.output if isinstance(task, ToolTask) else None
+            output = held.enter_context(contextlib.closing(environments or RewardOutput()))
+            held.enter_context(closing_task(task))
             held.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.run.threads)
             if is_resumed:
@@ -128,7 +130,6 @@ class Job:
             # otherwise the checkpoint's weights are loaded later
             has_weights = saved is None or saved.decoder is None
             sampled = compare_engine(model, engine, config.rollout.rollout) if has_weights else ""
-            output = held.enter_context(contextlib.closing(RewardOutput()))
             scorer = build_scorer(
                 config.reward,
                 task,
@@ -146,7 +147,8 @@ class Job:
             files = RunFiles(
                 out, config.flat(), config.evaluation.log_to, ranks.is_first, is_resumed, saved
             )
-            output.open(out, is_resumed)
+            if ranks.is_first:
+                output.open(out, is_resumed)
             for log in files.missing:
                 screen.warning(
                     f"{log} is missing: a new one begins, without the lines from before the "

@@ -14,11 +14,10 @@ imports this module at its start, so it imports only a few standard modules.
 """
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 # By name: an environment that replaces attributes of these modules does not break its worker.
 from signal import ITIMER_REAL, SIGALRM, setitimer
-from time import monotonic
 from types import MethodType
 from typing import Any
 
@@ -50,7 +49,7 @@ class _Late(BaseException):
 
 def signature_of_environment(cls: Any) -> Signature:
     """Return how to reset the environments of a class, with "tools" (JSON schemas, as TRL makes
-    them), "async" (the names of the operations and tools that are coroutines) and "has_reward".
+    them) and "has_reward".
 
     Raises:
         LoadError: if it is not such a class.
@@ -85,7 +84,6 @@ def signature_of_environment(cls: Any) -> Signature:
         **signature_of(bound[RESET]),
         "style": ENVIRONMENT,
         "tools": [_schema(name, bound[key]) for key in tools],
-        "async": [key for key, method in methods.items() if inspect.iscoroutinefunction(method)],
         "has_reward": REWARD in methods,
     }
 
@@ -106,7 +104,7 @@ class EnvironmentHost:
 
     Args:
         file: whose lines errors name. has_alarm: whether SIGALRM ends an operation that is late;
-        otherwise only coroutines are ended, and the caller must give up what runs longer.
+        otherwise the caller must give up the thread.
     """
 
     def __init__(
@@ -122,7 +120,8 @@ class EnvironmentHost:
         self._class, self._file, self._time_limit = cls, file, time_limit
         self._tools = [tool["function"]["name"] for tool in signature["tools"]]
         self._has_reward, self._has_alarm = signature["has_reward"], has_alarm
-        self._asyncio, self._loop = asyncio, asyncio.new_event_loop()
+        # clients of async tools may keep the event loop
+        self._is_coroutine, self._loop = asyncio.iscoroutine, asyncio.new_event_loop()
         self._live = dict[int, Any]()  # the environments by number
         if has_alarm:
             signal.signal(SIGALRM, _stop)
@@ -131,38 +130,34 @@ class EnvironmentHost:
     def is_idle(self) -> bool:
         return not self._live
 
-    def call(self, operations: Sequence[Operation]) -> list[Result]:
-        """Return the results of operations of different environments, side by side as far as they
-        are async.
-        """
-        return self._loop.run_until_complete(self._together(operations))
+    def call(self, operation: Operation) -> list[Result]:
+        """Return the one result of an operation."""
+        try:
+            if self._has_alarm:
+                setitimer(ITIMER_REAL, self._time_limit)
+            try:
+                return [self._operate(*operation)]
+            finally:
+                if self._has_alarm:
+                    setitimer(ITIMER_REAL, 0)
+        except BaseException as error:  # also sys.exit
+            self._live.pop(operation[0], None)
+            if isinstance(error, _Late):
+                return [late(self._time_limit)]
+            return [failure_of(error, self._file)]
 
     def close(self) -> None:
         """Close the event loop."""
         self._loop.close()
 
-    async def _together(self, operations: Sequence[Operation]) -> list[Result]:
-        return [*await self._asyncio.gather(*(self._guarded(*one) for one in operations))]
-
-    async def _guarded(self, number: int, word: str, value: Any) -> Result:
-        try:
-            return await self._operate(number, word, value, monotonic() + self._time_limit)
-        except BaseException as error:  # also sys.exit
-            self._live.pop(number, None)
-            return (
-                late(self._time_limit)
-                if isinstance(error, _Late)
-                else failure_of(error, self._file)
-            )
-
-    async def _operate(self, number: int, word: str, value: Any, end: float) -> Result:
+    def _operate(self, number: int, word: str, value: Any) -> Result:
         if word in ("probe", "start"):
-            environment = await self._result(end, self._class)
-            text = await self._result(end, getattr(environment, RESET), **value)
-            if word == "start":
-                self._live[number] = environment
+            environment = self._class()
+            text = self._result(getattr(environment, RESET), **value)
             if text is not None and not isinstance(text, str):
                 raise InvalidReward(f"reset must return text or None, got {SHORT_REPR.repr(text)}")
+            if word == "start":
+                self._live[number] = environment
             return {"text": None if text is None else _as_text(text)}
         if number not in self._live:
             return LOST
@@ -171,47 +166,30 @@ class EnvironmentHost:
             del self._live[number]
             if not self._has_reward:
                 return {}
-            return result_of(await self._result(end, getattr(environment, REWARD)))
+            return result_of(self._result(getattr(environment, REWARD)))
         name, arguments = value
         try:
             if name not in self._tools:
                 raise ValueError(f"no tool is called {name!r}; there are {', '.join(self._tools)}")
             if not isinstance(arguments, dict):
                 raise ValueError(f"arguments must be a JSON object, got {arguments!r:.80}")
-            result = await self._result(end, getattr(environment, name), **arguments)
+            result = self._result(getattr(environment, name), **arguments)
             return {"text": _as_text(result), "is_error": False}
         except (MemoryError, InvalidReward):
             raise
         except Exception as error:
             return {"text": _as_text(describe_error(error, "")), "is_error": True}
 
-    async def _result(self, end: float, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Call a function, and await what it returns if that is a coroutine, until `end`."""
-        if self._has_alarm:
-            setitimer(ITIMER_REAL, max(end - monotonic(), 1e-3))
-        try:
-            result = function(**arguments)
-        finally:
-            if self._has_alarm:
-                setitimer(ITIMER_REAL, 0)
-        if not self._asyncio.iscoroutine(result):
+    def _result(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Call a function, and await what it returns if that is a coroutine."""
+        result = function(**arguments)
+        if not self._is_coroutine(result):
             return result
-
-        async def outcome() -> tuple[Any, BaseException | None]:
-            try:
-                return await result, None
-            except BaseException as error:  # sys.exit in a task would end the event loop
-                return None, error
-
-        task = self._asyncio.ensure_future(outcome())
-        done, _ = await self._asyncio.wait([task], timeout=max(end - monotonic(), 0))
-        if not done:
-            task.cancel()
-            raise _Late
-        value, error = task.result()
-        if error is not None:
-            raise error
-        return value
+        task = self._loop.create_task(result)
+        try:
+            return self._loop.run_until_complete(task)
+        finally:
+            task.cancel()  # where it is late, so that the next run of the loop ends it
 
 
 def _as_text(value: Any) -> str:

@@ -35,6 +35,7 @@ from maxrl_fast.rewards import (
     no_progress,
     power_of_two,
 )
+from maxrl_fast.rewards.environment import EnvironmentHost
 from maxrl_fast.rewards.function import (
     ROWS,
     STYLES,
@@ -156,7 +157,7 @@ class RewardPool(RewardSource):
             "trainer": os.getpid(),
             "ready": None,  # what the first supervisor says, where loading starts threads
         }
-        self._output, self._numbers, self._is_closed = output, itertools.count(), False
+        self.output, self._numbers, self._is_closed = output, itertools.count(), False
         self._supervisor: subprocess.Popen[bytes] | None = None
         try:
             ready = self._start()
@@ -258,7 +259,7 @@ class RewardPool(RewardSource):
                 self._supervisor = subprocess.Popen(
                     [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
                     stdin=subprocess.DEVNULL,
-                    stdout=self._output.fileno() if self._output else subprocess.DEVNULL,
+                    stdout=self.output.fileno() if self.output else subprocess.DEVNULL,
                     env=self._environment,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # Ctrl-C does not reach it
@@ -370,6 +371,8 @@ class InProcessReward(RewardSource):
         failures.
     """
 
+    what = "reward function"
+
     def __init__(
         self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False
     ):
@@ -403,13 +406,10 @@ class InProcessReward(RewardSource):
         """Return the results of one call, or one failure for all of them."""
         if self._queues is None:
             if self._num_hung >= MAX_HUNG:
-                hung = (
-                    f"{MAX_HUNG} calls of the reward function {self.name} have not ended after "
-                    f"{self._time_limit:g} s"
-                )
                 raise RewardError(
-                    f"{hung}, and a thread cannot be killed; a function in a file, "
-                    "FILE.py:FUNCTION, can be"
+                    f"{MAX_HUNG} calls of the {self.what} {self.name} have not ended after "
+                    f"{self._time_limit:g} s, and a thread cannot be killed; one in a file, "
+                    "FILE.py:NAME, can be"
                 )
             self._queues = SimpleQueue(), SimpleQueue()
             # A call that never ends does not keep the process from ending.
@@ -431,14 +431,17 @@ class InProcessReward(RewardSource):
         self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]
     ) -> None:
         """Make one call after the other, in the thread, until one with the arguments None."""
-        code = getattr(self._function, "__code__", None)
-        file = code.co_filename if code is not None else ""
-        caller = Caller(
-            self._function, file, self._signature["style"], self._time_limit, self._is_optional
-        )
+        caller = self._caller()
         while (arguments := requests.get()) is not None:
             outcomes.put(caller.call(arguments))
         caller.close()
+
+    def _caller(self) -> Caller | EnvironmentHost:
+        code = getattr(self._function, "__code__", None)
+        file = code.co_filename if code is not None else ""
+        return Caller(
+            self._function, file, self._signature["style"], self._time_limit, self._is_optional
+        )
 
     def check(self, row: dict[str, Any]) -> None:
         if sentence := mismatch(self._signature, row):

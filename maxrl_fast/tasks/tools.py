@@ -32,7 +32,7 @@ class ToolTask(DatasetTask):
     def __init__(
         self, workers: EnvironmentWorkers, max_turns: int, *arguments: Any, **options: Any
     ) -> None:
-        self._workers, self.max_turns = workers, max_turns
+        self._workers, self.max_turns, self.output = workers, max_turns, workers.output
         self._numbers = itertools.count()  # of environments
         self._chat: ChatFormat | None = None
         # by what rewards see of a line: what `reset` gets, and what it returned
@@ -42,7 +42,7 @@ class ToolTask(DatasetTask):
         self.reward = self.answer_limit = None
         tools = ", ".join(tool["function"]["name"] for tool in workers.signature["tools"])
         self.name += (
-            f"; environment {workers.name} {workers.describe()}, with the tools {tools} in the "
+            f"; environment {workers.name} {workers.place}, with the tools {tools} in the "
             f"chat format {self._format.name}, at most {max_turns} turns"
         )
 
@@ -77,7 +77,7 @@ class ToolTask(DatasetTask):
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""
-        signature, name, texts = self._workers.signature, self._workers.name, list[str | None]()
+        signature, name = self._workers.signature, self._workers.name
         for place, columns in lines:
             if sentence := mismatch(signature, columns):
                 sentence = sentence.replace("your function", "its reset")
@@ -93,8 +93,7 @@ class ToolTask(DatasetTask):
                     where = f"--environment {name}, {lines[numbers[number]][0]}"
                     raise InputError(f"{where}: reset fails: {printable(result['message'])}")
                 found[number] = result
-        texts += [found[number]["text"] for number in numbers]
-        return texts
+        return [found[number]["text"] for number in numbers]
 
     def environments(self, prompts: Prompts, num_samples: int) -> "ToolEpisodes":
         contexts = unpack(prompts.tokens, prompts.lengths)
@@ -206,9 +205,7 @@ class ToolEpisodes:
 
     def _receive(self, seconds: float) -> None:
         for number, result in self._workers.results(seconds):
-            episode = self._by_number.get(number)
-            if episode is None:  # of a call of generate that failed
-                continue
+            episode = self._by_number[number]
             word, episode.word = episode.word, ""
             if word == "end":
                 episode.reward = result

@@ -28,6 +28,7 @@ from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
 from tests.tasks.test_dataset import save_byte_level_policy, written
 from tests.test_train import SMALL
+from tests.tool_episodes import calculator_job
 
 pytestmark = pytest.mark.slow
 
@@ -283,6 +284,27 @@ def test_six_steps_of_the_default_job_are_the_same_on_several_ranks(tmp_path):
         ):
             norms = pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-6)
             assert result == {**expected, "grad_norm": norms}
+
+
+@pytest.mark.parametrize("task", ["guess", "environment"])
+def test_episodes_are_the_same_on_two_ranks(tmp_path, task):
+    job = "--task guess --objective maxrl --prompts 5 --rollouts 4 --steps 4".split()
+    job += "--sft-steps 60 --sft-batch 16 --sft-lr 5e-3".split()
+    job += "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split()
+    job += "--eval-prompts 3 --eval-samples 4 --keep-rollouts 20".split()
+    if task == "environment":
+        job = [*calculator_job(tmp_path), *"--reward-workers 1 --steps 2".split()]
+    run_job(tmp_path / "warm", 1, *job, "--steps", "0")
+    more = ["--sft-steps", "0", "--model", str(tmp_path / "warm" / "latest")]
+    for num_ranks in (1, 2):
+        run_job(tmp_path / str(num_ranks), num_ranks, *job, *more)
+    assert_same_metrics(tmp_path / "1", tmp_path / "2", abs=1e-6)
+    assert read(tmp_path / "1", "eval") == read(tmp_path / "2", "eval")
+    kept = [read(tmp_path / out, "rollouts") for out in ("1", "2")]
+    assert sum("turns" in record for record in kept[0]) > 10
+    for alone, together in zip(*kept, strict=True):
+        assert together.pop("advantage") == pytest.approx(alone.pop("advantage"), rel=1e-5)
+        assert together == alone
 
 
 # of a rank-3 adapter, the fourth process has no part

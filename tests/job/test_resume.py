@@ -31,6 +31,7 @@ from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums, write_checksums
+from maxrl_fast.tasks.guess import GuessEpisodes
 from maxrl_fast.training.learner import Learner
 from tests.test_train import SMALL, base, read, without_timings
 
@@ -852,6 +853,48 @@ def test_a_run_killed_four_times_ends_with_the_same_result(tmp_path):
     assert train.main(arguments) == 0
     assert_same(tmp_path / "whole", out)
     assert not partial(out)
+
+
+KILLED = """
+import importlib, os, signal, sys
+from pathlib import Path
+from maxrl_fast import train
+
+module, name, out, *job = sys.argv[1:]
+episodes = getattr(importlib.import_module(module), name)
+submit = episodes.submit
+
+def killed(self, sample, turn):
+    submit(self, sample, turn)
+    if (Path(out) / "checkpoints" / "step-000001").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+episodes.submit = killed
+sys.exit(train.main([*job, "--out", out]))
+"""
+
+
+def resumes_after_a_kill_in_an_episode(episodes, whole, out, job):
+    """Kill the job where a turn of a step after the first one is submitted, resume it, and compare
+    it with a whole run.
+    """
+    words = [episodes.__module__, episodes.__name__, str(out), *job, "--save-every", "1"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *words], cwd=ROOT, capture_output=True, timeout=300
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not (out / "latest").resolve().samefile(whole / "latest")
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole, out)
+    assert any("turns" in record for record in read(out / "rollouts.jsonl"))
+
+
+def test_a_run_killed_in_an_episode_resumes_bitwise(tmp_path):
+    job = "--task guess --objective maxrl --steps 6 --sft-steps 40 --keep-rollouts 16".split()
+    job = [*JOB[: JOB.index("--maze-size")], *JOB[JOB.index("--maze-size") + 2 :], *job]
+    assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
+    folders = tmp_path / "whole", tmp_path / "killed"
+    resumes_after_a_kill_in_an_episode(GuessEpisodes, *folders, job)
 
 
 def newest_step(out):

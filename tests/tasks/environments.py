@@ -172,26 +172,14 @@ class Fickle(CounterEnv):
         return str(id(self)) + str(time.time_ns())
 
 
-class Together:
-    """Its reward is the largest number of calls that ran side by side."""
-
-    running = most = 0
-
+class Printing(CounterEnv):
     def reset(self, **columns):
-        pass
+        print("reset")
+        super().reset(**columns)
 
-    async def meet(self) -> int:
-        """Wait for the others."""
-        cls = type(self)
-        cls.running += 1
-        for _ in range(20):
-            cls.most = max(cls.most, cls.running)
-            await asyncio.sleep(0.001)
-        cls.running -= 1
-        return cls.running
-
-    def get_reward(self) -> int:
-        return self.most
+    def get_reward(self) -> float:
+        print("rewarded", file=sys.stderr)
+        return super().get_reward()
 
 
 class Forking(CounterEnv):

@@ -6,16 +6,21 @@ from pathlib import Path
 import pytest
 
 import maxrl_fast
-from maxrl_fast import train
-from maxrl_fast.errors import InputError
+from maxrl_fast import evaluate, train
+from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.tasks.chat_format import ChatFormat
+from maxrl_fast.tasks.tools import ToolEpisodes
+from tests.job.test_resume import resumes_after_a_kill_in_an_episode
 from tests.rewards.pools import eventually, own_descendants
 from tests.tasks import environments
 from tests.tasks.test_dataset import CHAT, written
 from tests.tool_episodes import (
+    CALCULATOR,
     ENVIRONMENTS,
+    SUBMITTED,
     TOOL_TOKENS,
+    calculator_job,
     play,
     save_tool_policy,
     tool_task,
@@ -153,18 +158,6 @@ def test_order_and_number_of_workers_change_nothing(make, environment):
     assert len({tuple(tokens) for tokens in outcomes[0][0]}) > 4
 
 
-def test_async_calls_of_a_worker_run_side_by_side(make):
-    def most_together(**options):
-        task = make("Together", reward_workers=1, **options)
-        script = [turn_of(tokenizer_of(task), ("meet", {})), turn_of(tokenizer_of(task))]
-        rewards = play(task, [script] * 8, 8)[1].rewards
-        assert len(rewards) == 8
-        return max(rewards)
-
-    assert most_together(reward_concurrency=4) == 4
-    assert most_together(reward_concurrency=1) == 1
-
-
 FAILURES = {
     "sleep": ("timeout", "the call ran longer than 2 s"),
     "sys_exit": ("exception", "SystemExit: 3 (environments.py, line "),
@@ -285,11 +278,33 @@ def test_environments_that_are_closed_leave_nothing(make):
     assert play(task, acting(task, "", ""), 2)[1].failures == []
 
 
+def test_the_end_of_the_supervisor_fails_the_environments_that_live(make):
+    task = make("CounterEnv")
+    episodes = task.environments(task.prompts("train", 0, 1), 3)
+    task._workers._supervisor.kill()
+    scores = episodes.finish()
+    assert [(x.index, x.kind) for x in scores.failures] == [(s, "crash") for s in range(3)]
+    assert play(task, counting(task, 1, 1))[1].failures == []
+
+
 def test_processes_that_an_environment_leaves_are_killed(make):
     task = make("Forking", reward_workers=1)
     scripts = [[turn_of(tokenizer_of(task), ("start", {})), turn_of(tokenizer_of(task))]] * 2
     (pid, _) = play(task, scripts, 2)[1].rewards
     assert eventually(lambda: not Path(f"/proc/{int(pid)}").exists())
+
+
+@pytest.mark.slow
+def test_a_class_of_a_file_prints_into_the_run(policy, data, tmp_path):
+    job = f"{OWN} --data {data} --model {policy} --max-turns 1 --steps 1 --prompts 2 --rollouts 2"
+    job += " --max-new-tokens 8 --max-prompt-tokens 2000 --eval-prompts 1 --eval-samples 1"
+    words = [*job.replace("CounterEnv", "Printing").split(), "--objective", "rloo"]
+    assert train.main([*words, "--device", "cpu", "--out", str(tmp_path / "run")]) == 0
+    printed = (tmp_path / "run" / "reward_output.log").read_text().splitlines()
+    assert set(printed) == {"reset", "rewarded"}
+    # two short rollouts of two prompts are scored before the first step, and there are two
+    # evaluations of one sample
+    assert printed.count("rewarded") == 4 + 4 + 2
 
 
 def test_a_text_that_changes_fails_its_episode(make):
@@ -313,6 +328,14 @@ def test_a_call_that_hangs_in_the_thread_fails(make):
     assert {x.index for x in scores.failures} >= {1}
     assert {x.kind for x in scores.failures} == {"timeout", "crash"}
     assert play(task, acting(task, "", ""), 2)[1].failures == []
+
+
+def test_too_many_hung_threads_end_the_run(make):
+    task = make("python:Hostile", cls=environments.Hostile, reward_seconds=0.1)
+    for _ in range(2):
+        assert play(task, acting(task, "sleep"))[1].failures[0].kind == "timeout"
+    with pytest.raises(RewardError, match="3 calls of the environment python:Hostile have not"):
+        play(task, acting(task, "sleep"))
 
 
 REFUSED = {
@@ -381,6 +404,7 @@ COMMANDS = {
     "--reward-isolation must be process with --environment": f"{OWN} --reward-isolation call",
     "--max-new-tokens must be at most": f"{OWN} --max-new-tokens 4000",
     "NoTool must have a public method": f"--task dataset --environment {ENVIRONMENTS}:NoTool",
+    "its reset asks for `target`": f"--task dataset --environment {ENVIRONMENTS}:NeedsColumn",
     "must have prompts of at most 20 tokens": f"{OWN} --max-prompt-tokens 20",
     "--max-turns needs --environment": "--task dataset --reward r.py:f --max-turns 3",
     "--environment is not used by task gym:x": f"--task gym:x --environment {ENVIRONMENTS}:NoTool",
@@ -396,9 +420,6 @@ def test_bad_options_are_refused_with_one_sentence(policy, data, tmp_path, capsy
     error = capsys.readouterr().err
     assert sentence in " ".join(error.split())
     assert not (tmp_path / "run").exists()
-
-
-CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator_environment.py"
 
 
 def test_the_example_calculates_and_scores(make, tmp_path):
@@ -418,36 +439,69 @@ def test_the_example_calculates_and_scores(make, tmp_path):
     assert scores.components == [{"tool_errors": 1.0}] * 2
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the flags of a run of the example, and its folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = calculator_job(folder)
+    out = folder / "run"
+    assert train.main([*job, "--reward-workers", "1", "--out", str(out)]) == 0
+    return job, out
+
+
+def records_of(out, name="rollouts"):
+    return [*map(json.loads, (out / f"{name}.jsonl").read_text().splitlines())]
+
+
 @pytest.mark.slow
-def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, tmp_path):
-    """The warm start teaches a call that is right for every other prompt."""
-    lines = [{"prompt": f"{i}: What is 1 + {i % 2}?", "answer": 1 + i % 2} for i in range(24)]
-    call = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'
-    data = written(tmp_path / "data.jsonl", lines)
-    shown = [{"prompt": line["prompt"], "response": call} for line in lines]
-    words = (
-        f"--task dataset --data {data} --environment {CALCULATOR}:Calculator --model {policy} "
-        f"--sft-data {written(tmp_path / 'shown.jsonl', shown)} --allow-special-tokens "
-        "--max-prompt-tokens 2000 --sft-steps 80 --sft-batch 4 --sft-lr 1e-2 --steps 2 --prompts 4 "
-        "--rollouts 4 --max-new-tokens 200 --max-turns 2 --objective rloo --eval-prompts 1 "
-        "--eval-samples 1 --device cpu --keep-rollouts 16"
-    )
-    records = []
-    for workers in (1, 3):
-        out = tmp_path / str(workers)
-        flags = ["--reward-workers", str(workers), "--out", str(out)]
-        assert train.main([*words.split(), *flags]) == 0
-        records.append([*map(json.loads, (out / "rollouts.jsonl").read_text().splitlines())])
-    assert records[0] == records[1]
-    assert len(records[0]) == 32
-    assert {record["reward"] for record in records[0]} == {0.0, 1.0}
+def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(trained, tmp_path):
+    job, out = trained
+    assert train.main([*job, "--reward-workers", "3", "--out", str(tmp_path / "run")]) == 0
+    records = records_of(out)
+    assert records == records_of(tmp_path / "run")
+    assert len(records) == 48
+    assert {record["reward"] for record in records} == {0.0, 1.0}
     reply = "<tool_response>\nSubmitted.\n</tool_response>"
-    for record in records[0]:
+    for record in records:
         if reply in record["response"]:
             assert record["turns"] == 2
-            assert call in record["response"]
+            assert SUBMITTED in record["response"]
             assert record["reward"] == float(record["answer"] == 2)
-    assert sum(reply in record["response"] for record in records[0]) > 16
+    assert sum(reply in record["response"] for record in records) > 24
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_an_episode_resumes_bitwise(trained, tmp_path):
+    job, out = trained
+    resumes_after_a_kill_in_an_episode(ToolEpisodes, out, tmp_path / "killed", job)
+
+
+@pytest.mark.slow
+def test_evaluations_play_episodes_and_are_compared_with_their_like(trained, tmp_path, capsys):
+    _, run = trained
+    before = {*own_descendants()}
+
+    def evaluated(out, *flags):
+        words = "--eval-prompts 4 --samples 3 --bootstrap 10 --device cpu --split train".split()
+        return evaluate.main([str(run), *words, *flags, "--out", str(tmp_path / out)])
+
+    assert evaluated("two", "--baseline", str(run / "checkpoints" / "step-000000")) == 0
+    samples = records_of(tmp_path / "two", "samples")
+    assert len(samples) == 12
+    assert any(sample.get("turns") == 2 for sample in samples)
+    for sample in samples:
+        if "Submitted." in sample["response"]:
+            assert sample["reward"] == float(sample["answer"] == 2)
+    settings = json.loads((tmp_path / "two" / "eval.json").read_text())["settings"]
+    wanted = {"environment": "calculator_environment.py:Calculator", "max_turns": 2}
+    assert wanted.items() <= settings.items()
+    flags = ["--max-turns", "1", "--max-new-tokens", "200"]
+    assert evaluated("one", *flags) == 0
+    assert all("turns" not in sample for sample in records_of(tmp_path / "one", "samples"))
+    assert eventually(lambda: before == {*own_descendants()})
+    capsys.readouterr()
+    assert evaluated("refused", *flags, "--baseline", str(tmp_path / "two")) == 2
+    assert "it differs in max_turns: 2 and 1" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_class_trains_from_python(policy, data, tmp_path):

@@ -168,6 +168,7 @@ class Rollouts:
     truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
     inserted: Inserted | None = None  # by environments; None: one turn
+    ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy, if there is one
 
     def __len__(self) -> int:
         """S, without reading from the device."""
@@ -234,6 +235,7 @@ class Rollouts:
             )
             if inserted
             else None,
+            ref_logprobs=_joined([part.ref_logprobs for part in parts]),
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
@@ -253,6 +255,7 @@ class Rollouts:
             if self.importance_weights is None
             else self.importance_weights[slots],
             inserted=inserted,
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[slots],
         )
 
     @property

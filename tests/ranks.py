@@ -88,6 +88,7 @@ def one_update(
         samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise
     )
     samples = Samples(samples.prompts, rollouts)
+    samples = Samples(samples.prompts, learner.with_reference(samples))
     metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     gradients = {
         name: full_tensor(p.grad).clone()

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import LossSums
-from maxrl_fast.records import Samples, gather_sequences
+from maxrl_fast.records import Rollouts, Samples, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
@@ -225,7 +225,6 @@ class Learner:
             packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index)
         )
         importance = rollouts.importance_weights
-        keywords, reference = settings.keywords, self.reference if settings.kl_coef else None
         batch, terms, row, options = prepare(
             torch.float32,
             device,
@@ -233,14 +232,14 @@ class Learner:
             rollouts.tokens[index],
             per_token,
             cu_seqlens,
-            **keywords,
+            **settings.keywords,
             advantages_per_token=True,
             importance_weights=None,
             importance_weights_per_token=None,
             old_logprobs=rollouts.logprobs[index],
             ref_logprobs=None
-            if reference is None
-            else self.passes.logprobs(reference, samples, sequences),
+            if rollouts.ref_logprobs is None or not settings.kl_coef
+            else rollouts.ref_logprobs[index],
             dual_clip=None,
             temperature=1.0,
             mask=None,
@@ -297,14 +296,9 @@ class Learner:
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss times the number of ranks (gradients become
         means over ranks), and its metrics, means over its tokens."""
-        ref_logprobs, advantages = None, batch.advantages
+        advantages = batch.advantages
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
-        if self.settings.kl_coef and plan.gradients is None:
-            assert self.reference is not None
-            ref_logprobs = self.passes.of_batch(
-                self.passes.logprobs_and_entropies, self.reference, batch
-            )[:, 0]
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
         if plan.gradients is not None:
             loss = (
@@ -320,7 +314,7 @@ class Learner:
             batch.cu_seqlens,
             advantages_per_token=batch.importance_weights is not None,
             old_logprobs=batch.old_logprobs,
-            ref_logprobs=ref_logprobs,
+            ref_logprobs=batch.ref_logprobs if self.settings.kl_coef else None,
             **self.settings.keywords,
             **self.model.scaling(self.settings.temperature),
             # Scaling the loss instead would cost another pass over its gradients.
@@ -340,6 +334,18 @@ class Learner:
             rows = linear_rows(hidden[index], weight, targets[index], self._rows, **scaling)
             loss = loss + (gradients[index, 2:] * rows).sum()
         return loss
+
+    def with_reference(self, samples: Samples, num_updates: int = 1) -> Rollouts:
+        """Return the rollouts with their log-probs under the reference policy, if there is one; all
+        ranks must call this.
+
+        Packed as each of the updates packs them: both policies then round nearly alike.
+        """
+        if self.reference is None:
+            return samples.rollouts
+        shares = samples.sequences.chunk(num_updates)
+        ref_logprobs = self.passes.logprobs(self.reference, samples, *shares)
+        return replace(samples.rollouts, ref_logprobs=ref_logprobs)
 
     def copy_policy(self) -> None:
         self.set_reference()

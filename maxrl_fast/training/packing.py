@@ -40,6 +40,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
+    ref_logprobs: Tensor | None  # [T] float32
     importance_weights: Tensor | None  # [T] float32, a factor of each token's advantage
     target_index: Tensor  # [T] int64, index of each target among the rollouts' tokens
 
@@ -179,7 +180,7 @@ class Packer:
             *(cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
-        importance = rollouts.importance_weights
+        importance, reference = rollouts.importance_weights, rollouts.ref_logprobs
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
@@ -190,6 +191,7 @@ class Packer:
             cu_seqlens=target_cu,
             advantages=self.advantages[sequences],
             old_logprobs=self.rollouts.logprobs[target_index],
+            ref_logprobs=None if reference is None else reference[target_index],
             importance_weights=None if importance is None else importance[target_index],
             target_index=target_index,
         )

@@ -8,7 +8,7 @@ G prompts, N rollouts per prompt, S = G N sequences.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -72,9 +72,11 @@ class Trainer:
         if self.correction is not None:
             with clock("log-probs"):
                 batch = self.correction.apply(batch, learner)
+        train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
+        with clock("update"):
+            batch = replace(batch, rollouts=learner.with_reference(batch, self.updates_per_step))
         if diagnose is not None:
             diagnose(batch)
-        train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("advantage"):
             batch = objective.begin(batch, learner)
         for update, sequences in enumerate(batch.minibatches(self.updates_per_step)):

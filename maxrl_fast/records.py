@@ -7,7 +7,7 @@ tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequ
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -311,6 +311,8 @@ class Rollouts:
 class Samples:
     prompts: Prompts  # G
     rollouts: Rollouts  # S = G N
+    # [G], what the reference policy reads instead; None: the same
+    teacher_prompts: Prompts | None = field(default=None, kw_only=True)
 
     @property
     def num_rollouts(self) -> int:

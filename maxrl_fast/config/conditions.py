@@ -88,6 +88,11 @@ def _not_by_loss(c: Values) -> str:
 TAKES_CLIPS = When(_not_by_loss, _takes_clips)
 TAKES_LOSS_OPTIONS = When(_not_by_loss, _takes_loss_options)
 WITH_KL = When("needs --kl-coef", lambda c: c["kl_coef"])
+WITH_FULL_KL = When("needs --kl full", lambda c: c["kl_coef"] and c["kl"] == "full")
+WITH_REFERENCE = When(
+    "needs --kl-coef, --objective distill or pacs_paper",
+    lambda c: c["kl_coef"] or c["objective"] == "pacs_paper",
+)
 
 _NOT_BY_TASK = "is not used by task {task}"
 MAZE = When(_NOT_BY_TASK, lambda c: c["task"] == "maze")

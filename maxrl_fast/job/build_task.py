@@ -30,6 +30,7 @@ def build_run_task(config: Config) -> Task:
         config.reward.reward,
         sft_data=config.warm_start.sft_data,
         max_new_tokens=config.rollout.max_new_tokens,
+        needs_reward=config.objective.objective != "distill",
     )
 
 
@@ -41,6 +42,7 @@ def build_task(
     *,
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
+    needs_reward: bool = True,
 ) -> Task:
     """Build the task. `max_new_tokens` is the longest demonstration in `sft_data`, a file for the
     warm start.
@@ -66,7 +68,7 @@ def build_task(
         raise InputError(needs_data(name))
     if spec is not None and options.data is None and options.hub is None and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
-    if spec is not None and not reward and spec.reward is None:
+    if needs_reward and spec is not None and not reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
     if spec is None:
         json_object("--gym-config", options.gym_config)
@@ -80,7 +82,7 @@ def build_task(
     }
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
-    return DatasetTask(
+    task = DatasetTask(
         spec,
         seed,
         model,
@@ -93,3 +95,5 @@ def build_task(
         max_new_tokens=max_new_tokens,
         **text,
     )
+    task.needs_reward = needs_reward
+    return task

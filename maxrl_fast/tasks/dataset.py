@@ -79,9 +79,10 @@ class DatasetTask(TextTask):
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
         contents = [[line for _, line in part] for part in (lines, test)]
         encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
+        self.num_train_prompts = len(self._lines["train"])
         self.num_test_prompts = len(self._lines["test"])
         self.name = (
-            f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out"
+            f"{source}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
         )
         if num_long:
             self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.correction import ImportanceWeights
@@ -52,6 +53,7 @@ class Trainer:
     updates_per_step: int = 1
     correction: ImportanceWeights | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
+    teacher_prompts: Callable[[Prompts], Prompts] | None = None
 
     def step(
         self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None
@@ -74,7 +76,11 @@ class Trainer:
                 batch = self.correction.apply(batch, learner)
         train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("update"):
-            batch = replace(batch, rollouts=learner.with_reference(batch, self.updates_per_step))
+            if self.teacher_prompts is not None:
+                batch = replace(batch, teacher_prompts=self.teacher_prompts(batch.prompts))
+            if objective.needs.reference or not learner.settings.is_kl_full:
+                rollouts = learner.with_reference(batch, self.updates_per_step)
+                batch = replace(batch, rollouts=rollouts)
         if diagnose is not None:
             diagnose(batch)
         with clock("advantage"):

@@ -120,8 +120,9 @@ class LayoutUpdates:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.learner = Learner(case.model, self.optimizer, SETTINGS, 1.0, case.token_budget, dtype)
+        # a merge cost at which nothing is shared but equal rows
         self.shared, self.repeated = (
-            Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, float("inf"))
+            Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, 1e9)
         )
         for parameter in case.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -16,7 +16,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout import Environments, RolloutStatistics, Sampling, check_request
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -55,9 +55,18 @@ class NaiveEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        environments: Environments | None = None,
     ) -> Rollouts:
         """Sample `num_samples` responses to each prompt."""
+        if environments is not None:
+            raise InputError("NaiveEngine samples no episodes: use --rollout native")
         check_request(prompts, num_samples, sampling, self.model.config)
         start, samples = (
             time.perf_counter(),

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from maxrl_fast.config.checks import check
@@ -26,7 +25,7 @@ from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Samples
+from maxrl_fast.rollout.scored import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.plugins import check_protocol
 from maxrl_fast.runtime.ranks import Ranks
@@ -106,9 +105,10 @@ class Run:
             sampling = replace(sampling, temperature=temperature)
         batch = self.task.prompts("test", start, prompts).to(self.policy.lm_head.weight.device)
         engine.load_weights(self.policy)
-        rollouts = engine.generate(batch, samples, sampling, seed=seed, step=0)
-        none = torch.full((len(rollouts),), torch.nan)
-        rows = [*sample_records(self.task, Samples(batch, rollouts), none, [{}] * len(rollouts))]
+        sampled = sample_and_score(
+            engine, self.task, None, batch, samples, sampling, seed=seed, step=0
+        )
+        rows = [*sample_records(self.task, sampled, sampled.rewards, sampled.components)]
         return Log(
             [{name: value for name, value in row.items() if name != "reward"} for row in rows]
         )
@@ -140,6 +140,7 @@ def run(
     *,
     task: str | Task | None = None,
     reward: Reward | Sequence[Reward] | None = None,
+    environment: str | type | None = None,
     **options: Any,
 ) -> Run:
     """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
@@ -154,6 +155,7 @@ def run(
         --reward takes, or a Python function (prompt, response, **columns) -> float, such as a
         lambda. It runs in a
             thread of this process, without a sandbox.
+        environment: what --environment takes, or a class, whose objects live in such a thread.
         options: as on the command line, with underscores: `maze_size=11`. None: not given.
 
     Raises:
@@ -169,13 +171,19 @@ def run(
         else {"config": Path(config)}
     )
     given |= {name: value for name, value in options.items() if value is not None}
-    of_config = {name: given.pop(name, None) for name in ("task", "reward")}
+    of_config = {name: given.pop(name, None) for name in ("task", "reward", "environment")}
     task, reward = (
         of_config["task"] if task is None else task,
         of_config["reward"] if reward is None else reward,
     )
+    environment = of_config["environment"] if environment is None else environment
     names, functions, own_task = _named(task, reward)
+    own_class = None if environment is None or isinstance(environment, str) else environment
+    if environment is not None:
+        name = OBJECT + getattr(own_class, "__name__", type(own_class).__name__)
+        names["environment"] = environment if own_class is None else name
     objects = {
+        **({} if own_class is None else {"environment": own_class}),
         **({} if own_task is None else {"task": own_task}),
         **({"reward": reward} if functions else {}),
     }
@@ -187,7 +195,7 @@ def run(
     device, screen = resolve_device(parsed.run.device), _screen(ranks)
     with ranks.connected(device) as watch:
         parsed = find_policy(parsed, ranks, screen.warning)
-        found = build_run_task(parsed) if own_task is None else own_task
+        found = build_run_task(parsed, own_class) if own_task is None else own_task
         resolved = resolve(parsed, found, ranks, warn=screen.warning)
         job = Job(
             resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1

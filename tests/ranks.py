@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.model.linear import add_adapters, full_tensor
-from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.records import Inserted, Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
@@ -27,9 +27,10 @@ from tests.models import tiny_decoder
 LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]
 
 
-def step_inputs():
+def step_inputs(has_turns: bool = False):
     """Return five prompts of different lengths with four responses each. One response is empty, one
-    group has no advantages.
+    group has no advantages. With `has_turns`, up to two tokens are inserted before some tokens of
+    the first six and the last six responses.
     """
     generator = torch.Generator().manual_seed(3)
 
@@ -46,6 +47,12 @@ def step_inputs():
     )
     advantages = torch.randn(20, generator=generator)
     advantages[8:12] = 0
+    if has_turns:
+        counts = torch.randint(0, 3, (len(rollouts.tokens),), generator=generator)
+        counts[rollouts.cu_seqlens[:-1].clamp_max(len(counts) - 1)] = 0
+        counts[rollouts.cu_seqlens[6] : rollouts.cu_seqlens[14]] = 0
+        inserted = Inserted.of_counts(torch.tensor(tokens(int(counts.sum()))), counts)
+        rollouts = dataclasses.replace(rollouts, inserted=inserted)
     return Samples(prompts, rollouts), advantages
 
 
@@ -67,7 +74,7 @@ def one_update(
     reference = frozen_copy(tiny_decoder(seed=1))
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
     module = distribute(model, reference, ranks, dtype, sharding == "full")
-    samples, advantages = step_inputs()
+    samples, advantages = step_inputs(options.get("turns", False))
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     state = {"siren_anchor": torch.tensor([0.2]).double()}
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
@@ -96,6 +103,10 @@ def one_update(
         if p.grad is not None
     }
     weights = {name: weight.clone() for name, weight in model.weights()}
+    first, count = ranks.part(20)
+    own = samples.rollouts.select(torch.arange(first, first + count))
+    if own.inserted is not None and not len(own.inserted.tokens):  # those of the second of three
+        own = dataclasses.replace(own, inserted=None)
     chosen = torch.tensor([1, 4, 5, 6, 16])
     logprobs = learner.passes.logprobs(model, samples, chosen)
     nothing = learner.update(samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
@@ -104,12 +115,20 @@ def one_update(
         "gradients": gradients,
         "weights": weights,
         "logprobs": logprobs,
+        "gathered": gathered(ranks.concatenate_rollouts(own)),
         "off_policy": off_policy,
         "weights of tokens": weighted.rollouts.importance_weights,
         "kept": kept,
         "nothing": flat(nothing),
         "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }
+
+
+def gathered(rollouts: Rollouts) -> dict[str, Tensor]:
+    tensors = dict(vars(rollouts)) | {"inserted": None}
+    if rollouts.inserted is not None:
+        tensors |= {f"inserted.{name}": x for name, x in vars(rollouts.inserted).items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def flat(metrics: UpdateMetrics) -> dict[str, float]:
@@ -168,6 +187,8 @@ RUNS = {
     "ddp lora": ("none", PPO, {"lora": True}),
     "fsdp lora, checkpointed": ("full", PPO, {"lora": True, "checkpoint_activations": True}),
     "fsdp bfloat16": ("full", PPO, {"bfloat16": True}),
+    "ddp turns": ("none", PPO, {"turns": True}),
+    "fsdp turns": ("full", LOSSES["high entropies"], {"turns": True, "noise": 1.0}),
     # the tokens that they compare are gathered in the same way with either
     **{
         name: (("none", "full")[i % 2], settings, {"noise": 1.0})

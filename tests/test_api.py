@@ -63,9 +63,8 @@ def test_the_command_is_started_without_a_warning():
 
 
 def test_help_shows_the_arguments():
-    assert (
-        list(inspect.signature(maxrl_fast.run).parameters) == "config task reward options".split()
-    )
+    parameters = "config task reward environment options".split()
+    assert list(inspect.signature(maxrl_fast.run).parameters) == parameters
     assert "bitwise" in inspect.getdoc(maxrl_fast.run)
 
 

@@ -49,7 +49,7 @@ CHOICES = (
         "",
         "--task chain",
         "--task gym:chain_sum --model DIR",
-        "--task gsm8k --model DIR",
+        "--task gsm8k --model DIR --environment tools.py:Tools",
         "--resume DIR",
     ),
     *(

@@ -33,8 +33,8 @@ BENCHMARKS = [
 ]
 # which scripts import
 NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}
-# which --rollout, --task and --loss load
-NO_SCRIPTS |= {"naive_engine.py", "sort_task.py", "custom_loss.py"}
+# which --rollout, --task, --environment and --loss load
+NO_SCRIPTS |= {"naive_engine.py", "sort_task.py", "calculator_environment.py", "custom_loss.py"}
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *BENCHMARKS], ids=lambda path: path.stem)

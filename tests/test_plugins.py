@@ -275,8 +275,8 @@ def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     base = "from examples.naive_engine import NaiveEngine\nclass Own(NaiveEngine):\n    "
     file = written(tmp_path / "own.py", base + "def generate(self, prompts, num_samples): ...\n")
     wanted = (
-        r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step\), got "
-        r"generate\(prompts, num_samples\)"
+        r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step, "
+        r"environments=None\), got generate\(prompts, num_samples\)"
     )
     with pytest.raises(InputError, match=wanted):
         engine_of(f"{file}:Own")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Rollouts
-from tests.episodes import random_parts, rollouts_of
+from tests.random_episodes import random_parts, rollouts_of
 
 
 def episodes(count, seed=0, most_turns=4):

@@ -50,6 +50,9 @@ void bind_generation(py::module_& m) {
            }),
            py::keep_alive<1, 2>())
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())
+      .def("take_turns", &Generation::take_turns)
+      .def_property_readonly("all_wait", &Generation::all_wait)
+      .def("feed", &Generation::feed, "sample"_a, "tokens"_a)
       .def_property_readonly("statistics", [](const Generation& generation) {
         py::dict statistics;
         const auto add = [&](std::string_view name, const auto& value) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <stdexcept>
 
 #include "../random.h"
 #include "sample.h"
@@ -20,7 +21,8 @@ double now() {
 
 Generation::Generation(const Decoder& decoder, const GenerationJob& job)
     : decoder_(decoder), job_(job), prompts_(job.num_prompts),
-      order_(job.num_prompts * job.num_samples), workspaces_(job.num_threads) {
+      order_(job.num_prompts * job.num_samples), workspaces_(job.num_threads),
+      waiting_(job.max_turns ? order_.size() : 0) {
   int64_t longest = 0;
   for (int64_t p = 0; p < job.num_prompts; ++p) longest = std::max(longest, prompt_length(p));
   const DecoderSizes& sizes = decoder.sizes();
@@ -44,11 +46,35 @@ bool Generation::run(double seconds) {
   const double deadline = now() + seconds;
   do {
     admit();
+    read();
     // Rows are also empty if all admitted samples ended with their first token.
-    if (rows_.empty()) return next_sample_ == job_.num_prompts * job_.num_samples;
+    if (rows_.empty()) return active_ == 0 && next_sample_ == job_.num_prompts * job_.num_samples;
     decode();
-  } while (now() < deadline);
+  } while (turns_.empty() && now() < deadline);
   return false;
+}
+
+bool Generation::all_wait() const {
+  return rows_.empty() && active_ > 0 &&
+         (active_ == static_cast<int64_t>(slots_.size()) ||
+          next_sample_ == job_.num_prompts * job_.num_samples);
+}
+
+void Generation::feed(int64_t sample, const std::vector<int64_t>& tokens) {
+  if (sample < 0 || sample >= static_cast<int64_t>(waiting_.size()) || !waiting_[sample].cache)
+    throw std::invalid_argument("feed: the sample does not wait");
+  const auto count = static_cast<int64_t>(tokens.size()), length = job_.lengths[sample];
+  if (count && length + count >= job_.max_new_tokens)
+    throw std::invalid_argument("feed: the tokens leave no room to sample more");
+  KeyValueCache* const cache = std::exchange(waiting_[sample].cache, nullptr);
+  if (count == 0) {
+    free_caches_.push_back(cache);
+    finish(sample / job_.num_samples, 1);
+    return;
+  }
+  std::copy(tokens.begin(), tokens.end(), job_.responses + sample * job_.max_new_tokens + length);
+  const int64_t place = waiting_[sample].place;
+  fed_.push_back({{place, place + 1, length + count, cache}, length});
 }
 
 // Admits waiting samples into free slots, into at least a quarter of all slots at a time, because
@@ -58,7 +84,7 @@ void Generation::admit() {
   const int64_t waiting = job_.num_prompts * job_.num_samples - next_sample_;
   const int64_t num_slots = static_cast<int64_t>(slots_.size()), free = num_slots - active_;
   const int64_t last = next_sample_ + std::min(waiting, free);
-  if (last == next_sample_ || (active_ > 0 && 4 * free < num_slots)) return;
+  if (last == next_sample_ || (!rows_.empty() && 4 * free < num_slots)) return;
   active_ += last - next_sample_;
   const size_t old = rows_.size();
   while (next_sample_ < last) {  // all admitted samples of a prompt begin as one row
@@ -110,6 +136,47 @@ void Generation::prefill(int64_t begin, int64_t end) {
   next_prompt_ = std::max(next_prompt_, end);
 }
 
+// Computes the keys and values of the turn's last token and of the tokens that were fed, except the
+// last one, from which `decode` samples. Each thread reads whole insertions, in order, several in
+// one forward pass.
+void Generation::read() {
+  if (fed_.empty()) return;
+  const double start = now();
+  const auto count = static_cast<int64_t>(fed_.size());
+  const int64_t pieces = std::min<int64_t>(count, job_.num_threads);
+#pragma omp parallel for num_threads(job_.num_threads) schedule(static, 1)
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    Workspace& workspace = workspaces_[omp_get_thread_num()];
+    DecoderRow rows[Decoder::kMaxRows];
+    int64_t num_rows = 0;
+    for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
+      for (int64_t length = fed_[i].length; length < fed_[i].row.length; ++length) {
+        if (num_rows == Decoder::kMaxRows) {
+          decoder_.forward(rows, num_rows, num_rows, workspace);
+          num_rows = 0;
+        }
+        rows[num_rows++] = reading(fed_[i].row, length);
+      }
+    decoder_.forward(rows, num_rows, num_rows, workspace);
+  }
+  // Not before: `admit` ends rows whose last token is a stop token, which a reply's may be.
+  for (const Fed& fed : fed_) rows_.push_back(fed.row);
+  std::sort(rows_.begin(), rows_.end(),
+            [](const Row& a, const Row& b) { return a.begin < b.begin; });
+  fed_.clear();
+  statistics_.prefill_seconds += now() - start;
+}
+
+DecoderRow Generation::reading(const Row& row, int64_t length) const {
+  const int64_t prompt = prompt_of(row), prefix_length = prompt_length(prompt);
+  return {last_token(order_[row.begin], length),
+          prefix_length + length - 1,
+          prompts_[prompt].cache.get(),
+          prefix_length,
+          row.cache,
+          length};
+}
+
 void Generation::decode() {
   const double start = now();
   const auto num_rows = static_cast<int64_t>(rows_.size());
@@ -123,16 +190,7 @@ void Generation::decode() {
     const int64_t begin = piece * num_rows / pieces, end = (piece + 1) * num_rows / pieces;
     Workspace& workspace = workspaces_[omp_get_thread_num()];
     DecoderRow rows[Decoder::kMaxRows];
-    for (int64_t i = begin; i < end; ++i) {
-      const Row& row = rows_[i];
-      const int64_t prompt = prompt_of(row), length = prompt_length(prompt);
-      rows[i - begin] = {last_token(order_[row.begin], row.length),
-                         length + row.length - 1,
-                         prompts_[prompt].cache.get(),
-                         length,
-                         row.cache,
-                         row.length};
-    }
+    for (int64_t i = begin; i < end; ++i) rows[i - begin] = reading(rows_[i], rows_[i].length);
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
       append_tokens(rows_[i],
@@ -174,35 +232,46 @@ void Generation::regroup() {
   rows_.clear();
   for (const Row& row : rows_before_) {
     KeyValueCache* own = row.cache;  // until a part of the row has it
+    const auto take = [&] {
+      if (own) return std::exchange(own, nullptr);
+      copies.push_back({row.cache, free_caches_.back(), row.length - 1});
+      free_caches_.pop_back();
+      return copies.back().to;
+    };
     for (int64_t begin = row.begin, end; begin < row.end; begin = end) {
       const int64_t token = last_token(order_[begin], row.length);
       for (end = begin + 1; end < row.end && last_token(order_[end], row.length) == token;) ++end;
       const bool stopped = std::find(stop_ids.begin(), stop_ids.end(), token) != stop_ids.end();
       if (!stopped && row.length < job_.max_new_tokens) {
-        if (own == nullptr) {
-          copies.push_back({row.cache, free_caches_.back(), row.length - 1});
-          free_caches_.pop_back();
-        }
-        rows_.push_back({begin, end, row.length, own == nullptr ? copies.back().to : own});
-        own = nullptr;
+        rows_.push_back({begin, end, row.length, take()});
         continue;
       }
+      int64_t done = end - begin;
       for (int64_t i = begin; i < end; ++i) {
-        job_.lengths[order_[i]] = row.length;
-        job_.truncated[order_[i]] = !stopped;
+        const int64_t sample = order_[i];
+        job_.lengths[sample] = row.length;
+        job_.truncated[sample] = !stopped;
+        if (!stopped || !job_.max_turns) continue;
+        turns_.push_back(sample);
+        if (++waiting_[sample].num_turns == job_.max_turns) continue;
+        waiting_[sample].cache = take();
+        waiting_[sample].place = i;
+        --done;
       }
-      active_ -= end - begin;
-      Prompt& prompt = prompts_[prompt_of(row)];
-      if ((prompt.unfinished -= end - begin) == 0) {
-        cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt_of(row)));
-        prompt = {};
-      }
+      finish(prompt_of(row), done);
     }
     if (own != nullptr) free_caches_.push_back(own);
   }
 #pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1) if (copies.size() > 1)
   for (size_t i = 0; i < copies.size(); ++i)
     copies[i].to->copy(*copies[i].from, copies[i].positions);
+}
+
+void Generation::finish(int64_t prompt, int64_t count) {
+  active_ -= count;
+  if ((prompts_[prompt].unfinished -= count) > 0) return;
+  cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt));
+  prompts_[prompt] = {};
 }
 
 }  // namespace maxrl::cpu

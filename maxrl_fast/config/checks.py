@@ -36,6 +36,7 @@ def check(config: Config) -> None:
     """
     options = config.flat()
     check_task(options["task"])
+    check_environment(options)
     check_engine_name(options["rollout"])
     check_reward_weights(options)
     check_limits(Config, options)
@@ -64,6 +65,15 @@ def check_task(name: str) -> None:
     """Raise InputError where no task has this name."""
     if not is_known(name):
         raise InputError(unknown_task(name))
+
+
+def check_environment(options: Mapping[str, Any]) -> None:
+    """Raise InputError where an environment cannot live as --reward-isolation says."""
+    if options["environment"] is not None and options["reward_isolation"] == "call":
+        raise InputError(
+            "--reward-isolation must be process with --environment, whose objects live from call "
+            "to call, got call"
+        )
 
 
 def check_tracker(name: str | None) -> None:

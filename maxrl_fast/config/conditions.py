@@ -75,6 +75,8 @@ def _has_answers(c: Values) -> bool:
 
 
 def _has_reward_processes(c: Values) -> bool:
+    if c["environment"] is not None and not c["environment"].startswith(OBJECT):
+        return True
     if rewards := as_list(c["reward"]):  # Python objects run in this process
         return any(not x.startswith(OBJECT) for x in rewards)
     # which may score by a function
@@ -109,9 +111,15 @@ WITH_JUDGE = When(
     f"needs --reward {JUDGE}URL/MODEL",
     lambda c: any(x.startswith(JUDGE) for x in as_list(c["reward"])),
 )
-NOT_0_OR_1 = When("needs --reward with task {task}", lambda c: c["task"] != "maze" or c["reward"])
+NOT_0_OR_1 = When(
+    "needs --reward with task {task}", lambda c: c["task"] not in ("maze", "guess") or c["reward"]
+)
 IN_PROCESSES = When("needs a --reward that runs in processes", _has_reward_processes)
-BY_FUNCTIONS = When("needs --reward", lambda c: _has_reward_processes(c) or c["reward"])
+BY_FUNCTIONS = When(
+    "needs --reward",
+    lambda c: _has_reward_processes(c) or c["reward"] or c["environment"] is not None,
+)
+WITH_ENVIRONMENT = When("needs --environment", lambda c: c["environment"] is not None)
 
 WITH_BUFFER = When("needs --overlong-buffer", lambda c: c["overlong_buffer"])
 VLLM = When("needs --rollout vllm", lambda c: c["rollout"] == "vllm")

@@ -26,7 +26,12 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
 )
 from maxrl_fast.config import given as training
-from maxrl_fast.config.checks import TASK_IS_MISSING, check_reward_weights, check_task
+from maxrl_fast.config.checks import (
+    TASK_IS_MISSING,
+    check_environment,
+    check_reward_weights,
+    check_task,
+)
 from maxrl_fast.config.metadata import Groups, Note, check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
 from maxrl_fast.config.options_page import show_help, split_help
@@ -254,6 +259,7 @@ def check(config: EvaluationConfig) -> None:
             f"{measure.samples}"
         )
     check_task(config.task.task)
+    check_environment(options)
     check_engine_name(sampling.rollout)
     check_reward_weights(options)
 

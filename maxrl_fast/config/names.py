@@ -20,6 +20,8 @@ OF_TASK = (
     "plain_prompts",
     "max_prompt_tokens",
     "allow_special_tokens",
+    "environment",
+    "max_turns",
 )
 # at which weight.json has W_N(p): 60 for each power of ten
 PASS_RATES = [10.0 ** (i / 60 - 3) for i in range(181)]

@@ -86,9 +86,9 @@ class TaskOptions:
     """Where prompts come from. Only the options that the task uses are shown."""
 
     task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
-    """maze; chain; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set of
-    reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is dataset
-    with this reward; FILE.py:CLASS, your own task; or the name of an installed one."""
+    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set
+    of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is
+    dataset with this reward; FILE.py:CLASS, your own task; or the name of an installed one."""
     maze_size: Annotated[int, when.MAZE] = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: Annotated[int, when.CHAIN] = 64
@@ -152,6 +152,22 @@ class TaskOptions:
     allow_special_tokens: Annotated[bool, when.READS_TEXT] = False
     """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise
     they are refused.
+    """
+    environment: Annotated[
+        str | None,
+        Default("none", "FILE:CLASS"),
+        when.DATASET,
+        Note.MAY_NAME_CODE,
+        Aka("environment_factory env_class"),
+    ] = None
+    """Class of environments with tools, as TRL's environment_factory takes it, for episodes of
+    several turns: reset(**columns), public methods as tools, get_reward(); in --reward-workers
+    processes (docs/episodes.md)."""
+    max_turns: Annotated[
+        Count, when.WITH_ENVIRONMENT, Aka("max_tool_calling_iterations max_steps_per_episode")
+    ] = 8
+    """Most turns of an episode; --max-new-tokens limits all of its tokens, those of the environment
+    included.
     """
 
 

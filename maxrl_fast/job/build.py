@@ -243,6 +243,7 @@ def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
         "loss": file_of("loss", loss, loss not in LOSSES),
         "judge-template": config.reward.judge_template,
         "task": file_of("task", task_name, is_plugin(task_name)),
+        "environment": source_file(config.task.environment or ""),
         "rollout": file_of("rollout", engine, engine not in ENGINES),
     }
     if config.loss.reference is not None:

@@ -8,12 +8,18 @@ import torch
 from maxrl_fast.config.options import ResolvedConfig, RewardOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
+from maxrl_fast.rewards.environment_pool import (
+    EnvironmentPool,
+    EnvironmentWorkers,
+    InProcessEnvironments,
+)
 from maxrl_fast.rewards.models import CLASSIFIER, JUDGE, Classifier, Judge, default_cache
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
 from maxrl_fast.rewards.scoring import MajorityVote, Scorer, WeightedRewards
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.names import OBJECT, lost_object
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.length_penalty import LengthPenalty
@@ -40,7 +46,13 @@ def build_scorer(
     """
     names = reward_names(options, task)
     if not names:
-        return Scorer(task, None, threshold=options.reward_threshold)
+        return Scorer(
+            task,
+            None,
+            options.max_reward_error_rate,
+            options.reward_threshold,
+            num_ranks=num_ranks,
+        )
     with contextlib.ExitStack() as on_error:
         sources: list[RewardSource] = []
         for name in names:
@@ -75,9 +87,7 @@ def _build_source(
     dtype: torch.dtype,
     output: RewardOutput | None,
 ) -> RewardSource:
-    environment = [
-        variable.strip() for variable in options.reward_env.split(",") if variable.strip()
-    ]
+    environment = _variables(options)
     if name.startswith(OBJECT):
         raise InputError(lost_object("reward", name))
     if name.startswith(CLASSIFIER):
@@ -104,6 +114,30 @@ def _build_source(
         is_optional=is_optional,
         output=output,
     )
+
+
+def build_environments(options: RewardOptions, name: str, cls: type | None) -> EnvironmentWorkers:
+    """Start the workers of --environment, or a thread for a class of this process.
+
+    Raises:
+        InputError: if it cannot be loaded, or is not a class of environments.
+    """
+    if cls is not None:
+        return InProcessEnvironments(cls, name, options.reward_seconds, options.reward_concurrency)
+    if name.startswith(OBJECT):
+        raise InputError(lost_object("environment", name))
+    return EnvironmentPool(
+        name,
+        workers=options.reward_workers,
+        time_limit=options.reward_seconds,
+        memory_limit=int(options.reward_memory_gb * 1e9),
+        environment=_variables(options),
+        concurrency=options.reward_concurrency,
+    )
+
+
+def _variables(options: RewardOptions) -> list[str]:
+    return [name.strip() for name in options.reward_env.split(",") if name.strip()]
 
 
 def _template(options: RewardOptions) -> str:
@@ -141,16 +175,19 @@ def build_policy_reward(
     learner only the task is checked.
 
     Raises:
-        InputError: if the task has no reference answers.
+        InputError: if the task has no reference answers, or its responses are episodes.
     """
     source = config.shaping.reward_source
-    if not objective.needs.answers and source not in LIKELIHOODS:
-        return None
     who = (
         f"--objective {config.objective.objective}"
         if objective.needs.answers
         else f"--reward-source {source}"
     )
+    is_own = objective.needs.answers or source in LIKELIHOODS
+    if (is_own or source == "vote") and isinstance(task, EpisodeTask):
+        raise InputError(f"{who} needs responses of one turn, got episodes of {task.name}")
+    if not is_own:
+        return None
     answered = check_answers(task, who)
     kind = PROBABILITY if objective.needs.answers else source
     if learner is None:

@@ -1,13 +1,14 @@
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.options import Config, TaskOptions
+from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_rewards import build_environments
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.custom import custom_task, json_object
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.guess import GuessTask
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import (
@@ -20,14 +21,19 @@ from maxrl_fast.tasks.names import (
     needs_data,
     unknown_task,
 )
+from maxrl_fast.tasks.tools import ToolTask
+
+NO_REWARDS = RewardOptions()
 
 
-def build_run_task(config: Config) -> Task:
+def build_run_task(config: Config, environment: type | None = None) -> Task:
+    """Build the task; `environment` is a class of this process, by --environment's name."""
     return build_task(
         config.task,
         config.run.seed,
         config.model.directory,
-        config.reward.reward,
+        config.reward,
+        environment=environment,
         sft_data=config.warm_start.sft_data,
         max_new_tokens=config.rollout.max_new_tokens,
         needs_reward=config.objective.objective != "distill",
@@ -38,8 +44,9 @@ def build_task(
     options: TaskOptions,
     seed: int,
     model: Path | None = None,
-    reward: Sequence[str] = (),
+    rewards: RewardOptions = NO_REWARDS,
     *,
+    environment: type | None = None,
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
     needs_reward: bool = True,
@@ -58,6 +65,8 @@ def build_task(
         return MazeTask(options.maze_size, seed)
     if name == "chain":
         return ChainTask(options.chain_length, seed)
+    if name == "guess":
+        return GuessTask(seed)
     if is_plugin(name):
         return custom_task(name, options.task_args, seed, model)
     if spec is None and not name.startswith(GYM):
@@ -68,7 +77,8 @@ def build_task(
         raise InputError(needs_data(name))
     if spec is not None and options.data is None and options.hub is None and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
-    if needs_reward and spec is not None and not reward and spec.reward is None:
+    has_reward = rewards.reward or options.environment
+    if needs_reward and spec is not None and not has_reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
     if spec is None:
         json_object("--gym-config", options.gym_config)
@@ -82,18 +92,27 @@ def build_task(
     }
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
-    task = DatasetTask(
-        spec,
-        seed,
-        model,
-        data=options.data,
-        test_data=options.test_data,
-        hub=options.hub,
-        prompt_key=options.prompt_key,
-        answer_key=options.answer_key,
-        sft_data=sft_data,
-        max_new_tokens=max_new_tokens,
-        **text,
-    )
-    task.needs_reward = needs_reward
-    return task
+    text |= {
+        "data": options.data,
+        "test_data": options.test_data,
+        "hub": options.hub,
+        "prompt_key": options.prompt_key,
+        "answer_key": options.answer_key,
+        "sft_data": sft_data,
+        "max_new_tokens": max_new_tokens,
+    }
+    if options.environment is None:
+        task = DatasetTask(spec, seed, model, **text)
+        task.needs_reward = needs_reward
+        return task
+    workers = build_environments(rewards, options.environment, environment)
+    try:
+        if not workers.signature["has_reward"] and not rewards.reward:
+            raise InputError(
+                f"--environment {options.environment} needs a method get_reward(), or --reward "
+                "FILE:FUNCTION"
+            )
+        return ToolTask(workers, options.max_turns, spec, seed, model, **text)
+    except BaseException:
+        workers.drop()
+        raise

@@ -75,9 +75,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 
     Raises InputError if the configuration proves wrong, before any sampling.
     """
-    task = build_task(
-        parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward.reward
-    )
+    task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward)
     config = resolve(parsed, source, task, screen.warning)
     torch.set_num_threads(config.place.threads)
     contents = contents_of(task, config.measure.split, config.measure.eval_prompts)
@@ -209,9 +207,7 @@ def _baseline(
                 f"--baseline must be another checkpoint than {policy.source.checkpoint}, which is "
                 "evaluated"
             )
-        task = build_task(
-            config.task, config.place.task_seed, source.checkpoint, config.reward.reward
-        )
+        task = build_task(config.task, config.place.task_seed, source.checkpoint, config.reward)
         found = differences(
             settings_of(config.flat(), contents_of(task, measure.split, measure.eval_prompts)),
             settings,

@@ -51,6 +51,7 @@ from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -110,6 +111,8 @@ class Job:
                 f"a run in {out}"
             )
         with contextlib.ExitStack() as held:
+            if isinstance(task, ToolTask):
+                held.callback(task.close)
             held.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.run.threads)
             if is_resumed:

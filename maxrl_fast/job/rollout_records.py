@@ -2,13 +2,14 @@
 
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.evaluation.kept_samples import finite, sample_records
-from maxrl_fast.records import Prompts, Samples
+from maxrl_fast.records import Prompts, Rollouts, Samples, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -24,8 +25,8 @@ def rollout_records(
     All ranks must call this. `advantages` [S] are the update's.
     """
     prompts, rollouts, num_rollouts = batch.prompts, batch.sampled, batch.num_rollouts
-    tokens, prompt_cu, ids, rewards, valid, advantages = to_host(
-        *(prompts.tokens, prompts.cu_seqlens, prompts.ids),
+    tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, valid, advantages = to_host(
+        *(prompts.tokens, prompts.cu_seqlens, prompts.ids, rollouts.cu_seqlens, rollouts.truncated),
         *(batch.scores.flatten(), batch.known.flatten(), advantages.detach()),
     )
     prompts, per_prompt = Prompts(tokens, prompt_cu, ids, prompts.columns), min(count, num_rollouts)
@@ -39,8 +40,14 @@ def rollout_records(
     }
     if not ranks.is_first:
         return []
-    (chosen,) = to_device(rollouts.tokens.device, sequences)
-    samples = Samples(prompts.select(groups), rollouts.select(chosen).to(sequences.device))
+    device = rollouts.tokens.device
+    positions, kept_cu = gather_sequences(cu_seqlens, sequences)
+    (kept,) = to_host(rollouts.tokens[to_device(device, positions)[0]])
+    responses = Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences])
+    if rollouts.inserted is not None:
+        inserted = rollouts.select(sequences.to(device)).inserted
+        responses = replace(responses, inserted=inserted and inserted.to(sequences.device))
+    samples = Samples(prompts.select(groups), responses)
     values = rewards.masked_fill(~valid, torch.nan)[sequences]
     records = sample_records(
         task, samples, values, [components.get(s, {}) for s in sequences.tolist()]

@@ -24,6 +24,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.m
 SECONDS = 60  # limit for loading a tokenizer, and for encoding one text
 MAX_LAYERS = 1000  # of a directory whose weights are not counted
 MAX_LABELS = 10**6
+THINKING = ("<think>", "</think>")
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[Message]
@@ -153,10 +154,10 @@ class ControlTokens:
 
     An added token is a control token if it is marked special, is written like one (<|...|>), or is
     in the chat template: ChatML's tokens are often added without the mark. White space, words such
-    as roles, punctuation, and <think> are not.
+    as roles, punctuation, and, without `includes_thinking`, <think> are not.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, includes_thinking: bool = False):
         template = tokenizer.chat_template or ""
         # several, by name
         source = template if isinstance(template, str) else "".join(map(str, template.values()))
@@ -164,7 +165,10 @@ class ControlTokens:
         special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         special |= {i: token.content for i, token in added.items() if token.special}
         written = {
-            i: token.content for i, token in added.items() if _is_control(token.content, source)
+            i: token.content
+            for i, token in added.items()
+            if _is_control(token.content, source)
+            or (includes_thinking and token.content in THINKING)
         }
         self._texts = {i: text for i, text in (written | special).items() if text.strip()}
         # the id of all text that the tokenizer does not know
@@ -186,6 +190,14 @@ class ControlTokens:
                     f"text, got {prompt!r:.200}; --allow-special-tokens encodes it as that token"
                 )
 
+    def divide(self, text: str, mark: str) -> str:
+        """Return the text with marks inside what would be read as control tokens: its parts between
+        the marks have none.
+        """
+        divided = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+        ids = {i for part in divided.split(mark) for i in encode_response(self._tokenizer, part)}
+        return mark.join(text) if ids & self._ids else divided
+
     def _search(self, text: str) -> str | None:
         """A tokenizer that normalizes may read a token in capitals or full-width forms."""
         if match := self._pattern.search(text):
@@ -196,7 +208,7 @@ class ControlTokens:
 
 def _is_control(token: str, template: str) -> bool:
     # a word, or no letters
-    if token in ("<think>", "</think>") or re.fullmatch(r"[\w\s]+|[\W\d_]+", token):
+    if token in THINKING or re.fullmatch(r"[\w\s]+|[\W\d_]+", token):
         return False
     # U+FF5C: DeepSeek's bar
     return (

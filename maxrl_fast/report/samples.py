@@ -55,7 +55,7 @@ def _sample(record: dict[str, Any]) -> dict[str, Any]:
     response, response_length = text_of(record.get("response"))
     counts = {
         key: record.get(key) if is_count(record.get(key)) else None
-        for key in ("step", "id", "tokens")
+        for key in ("step", "id", "tokens", "turns")
     }
     parts = record.get("components")
     return {

@@ -99,6 +99,8 @@ class RewardPool(RewardSource):
         variable does not exist.
     """
 
+    what, is_environment = "a reward function", False
+
     def __init__(
         self,
         function: str,
@@ -116,7 +118,7 @@ class RewardPool(RewardSource):
         module, _, attribute = function.rpartition(":")
         if not module or not attribute:
             raise InputError(
-                'a reward function must be "path/to/file.py:name" or "package.module:name", got '
+                f'{self.what} must be "path/to/file.py:name" or "package.module:name", got '
                 f'"{function}"'
             )
         limits = {
@@ -133,7 +135,7 @@ class RewardPool(RewardSource):
         for name in environment:
             if name not in os.environ:
                 raise InputError(
-                    f"the reward function needs the environment variable {name}, which is not set"
+                    f"{self.what} needs the environment variable {name}, which is not set"
                 )
         self.name, self._concurrency = function, concurrency if isolation == "process" else 1
         environ = {
@@ -144,6 +146,7 @@ class RewardPool(RewardSource):
         self._environment = HASH_SEED | environ | ONE_THREAD
         self._settings: dict[str, Any] = {
             "function": function,
+            "is_environment": self.is_environment,
             "workers": workers,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
@@ -168,7 +171,7 @@ class RewardPool(RewardSource):
                 self._start()
         except StartError as error:
             self.close()
-            raise InputError(f"reward function {function}: {error}") from error
+            raise InputError(f"{self.what.partition(' ')[2]} {function}: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -270,16 +273,16 @@ class RewardPool(RewardSource):
                 return dict(ready)
         raise StartError(f"loading it took longer than {limit:g} s")
 
-    def _exchange(self) -> list[tuple[str, Any]]:
-        """Send what the supervisor takes, wait at most a second, and return what it has sent: words
-        and values.
+    def _exchange(self, seconds: float = PROGRESS_INTERVAL) -> list[tuple[str, Any]]:
+        """Send what the supervisor takes, wait at most some seconds, and return what it has sent:
+        words and values.
 
         Raises:
             StartError: if it has ended, or workers cannot be started.
         """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        events = dict(poll.poll(1000 * PROGRESS_INTERVAL)).get(self._connection.fileno(), 0)
+        events = dict(poll.poll(1000 * seconds)).get(self._connection.fileno(), 0)
         data = b""
         with contextlib.suppress(OSError):  # it has ended
             if events & select.POLLOUT:

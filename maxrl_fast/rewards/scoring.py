@@ -123,52 +123,51 @@ class Scorer:
         if episodes is None and self._source is None:
             rewards = self._task.score(prompts, rollouts)
         else:
-            rewards, indices = torch.zeros(len(rollouts)), [*range(len(rollouts))]
+            rewards = torch.zeros(len(rollouts))
             self._num_scored += len(rollouts)
             if episodes is not None:
-                self._keep(episodes.finish(), indices, rewards)
+                self._keep(episodes.finish(), [*range(len(rollouts))], rewards)
             if self._source is not None:
-                indices = (~rewards.isnan()).nonzero()[:, 0].tolist()
-                self._ask(self._source, prompts, rollouts, indices, rewards)
+                rewards = torch.where(rewards.isnan(), rewards, 0.0)
+                self._ask(self._source, prompts, rollouts, rewards)
             rewards = rewards.to(rollouts.tokens.device)
         if self._threshold is None:
             return rewards
         return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
 
     def _ask(
-        self,
-        source: RewardSource,
-        prompts: Prompts,
-        rollouts: Rollouts,
-        indices: list[int],
-        rewards: Tensor,
+        self, source: RewardSource, prompts: Prompts, rollouts: Rollouts, rewards: Tensor
     ) -> None:
-        """Put the source's rewards of these responses into `rewards` [S]."""
+        """Put the source's rewards into `rewards` [S], which are 0, or NaN of a failed episode."""
         num_rollouts = len(rollouts) // len(prompts)
         columns = self._columns(prompts)
         responses = response_texts(self._task, rollouts)
-        rewards[indices] = 0.0
-        indices = [s for s in indices if self._needs_scoring(responses[s])]
-        rewards[indices] = torch.nan
+        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, self.beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
             self._source_error = str(error)
+            rewards[indices] = torch.nan
             return
         self._keep(scores, indices, rewards)
 
     def _keep(self, scores: Scores, indices: list[int], rewards: Tensor) -> None:
-        """Put the scores of these responses into `rewards` [S], and count them."""
+        """Put the scores of these responses into `rewards` [S], and count them; a response that has
+        failed before stays so, and counts once.
+        """
+        has_failed = rewards[indices].isnan()
         self._num_scored -= scores.num_left
-        self._failures += scores.failures
+        self._failures += [x for x in scores.failures if not has_failed[x.index]]
         self._gave_up |= scores.num_left > 0
         if scores.num_left:
+            rewards[indices] = torch.nan
             return
         scored = torch.tensor(scores.rewards, dtype=torch.float32)
         failed = {failure.index for failure in scores.failures}
-        scored[[*failed]] = torch.nan
+        failed.update(has_failed.nonzero()[:, 0].tolist())
+        scored[[*failed]] = float("nan")
         rewards[indices] = scored
         for i, components in enumerate(scores.components):
             self.components[indices[i]] |= components

@@ -14,8 +14,9 @@ JSON":
     child        keep NUMBER [result, ...]   ready null                                error "cause"
 
 with a result of `function.py` for each response. A child says "last" for "keep" if it must make no
-more calls. At SIGUSR2 the supervisor writes the stacks of its children to the trainer's standard
-error.
+more calls. Environments live in their children: call NUMBER is then for child NUMBER modulo the
+number of children. At SIGUSR2 the supervisor writes the stacks of its children to the trainer's
+standard error.
 """
 
 import contextlib
@@ -53,6 +54,7 @@ from os import (
 from pathlib import Path
 from typing import Any, cast
 
+from maxrl_fast.rewards.environment import ENVIRONMENT, EnvironmentHost, signature_of_environment
 from maxrl_fast.rewards.function import ROWS, Caller, late, signature_of
 from maxrl_fast.runtime.loading import LoadError, load
 
@@ -74,6 +76,7 @@ class Child:
     """A process that makes one call after another."""
 
     pid: int
+    slot: int  # which of the children it is, kept by the one that replaces it
     connection: socket.socket
     deadline: float  # for loading the function, or for the call
     is_ready: bool = False
@@ -115,7 +118,7 @@ def main() -> None:
     function, ready = None, settings["ready"]
     try:
         if ready is None:
-            function, ready = load_function(settings["function"])
+            function, ready = load_function(settings["function"], settings["is_environment"])
         LIBC.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
         trainer.sendall(f"ready {dumps(ready)}\n".encode())
         if function is None or ready["can_fork"]:
@@ -133,15 +136,16 @@ def main() -> None:
         killpg(0, signal.SIGKILL)  # with what loading the function has started
 
 
-def load_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function, and what the trainer is told of it.
+def load_function(name: str, is_environment: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the function, or the class of environments, and what the trainer is told of it.
 
     Raises:
         LoadError: if it cannot be loaded.
     """
     function, file = load(name)
+    signature = signature_of_environment(function) if is_environment else signature_of(function)
     can_fork = len(os.listdir("/proc/self/task")) == 1
-    return function, {"file": file, "signature": signature_of(function), "can_fork": can_fork}
+    return function, {"file": file, "signature": signature, "can_fork": can_fork}
 
 
 class Supervisor:
@@ -163,11 +167,12 @@ class Supervisor:
     ) -> None:
         self._settings, self._trainer, self._stderr = settings, trainer, stderr
         self._function, self._ready = function, ready
-        # Each of several async calls has the time limit for itself.
-        self._limit = settings["time_limit"] + (
-            GRACE if ready["signature"]["style"] == ROWS else 0.0
-        )
-        self._waiting = deque[tuple[bytes, bytes]]()  # number and line of a call
+        # Each of several async calls has the time limit for itself, and so has an environment's.
+        style = ready["signature"]["style"]
+        self._limit = settings["time_limit"] + (GRACE if style in (ROWS, ENVIRONMENT) else 0.0)
+        # numbers and lines of calls: of all children, or of each
+        num_queues = settings["workers"] if style == ENVIRONMENT else 1
+        self._waiting = [deque[tuple[bytes, bytes]]() for _ in range(num_queues)]
         self._num_unread = Counter[bytes]()  # processes that did not read a call, by its number
         # from the trainer; for the trainer
         self._received, self._results = bytearray(), bytearray()
@@ -189,8 +194,8 @@ class Supervisor:
             LoadError: if a child cannot load the function.
         """
         try:
-            for _ in range(self._settings["workers"]):
-                self._start_child()
+            for slot in range(self._settings["workers"]):
+                self._start_child(slot)
             # a fork of the trainer would keep the connection open
             while getppid() == self._settings["trainer"]:
                 self._send_calls()
@@ -213,7 +218,11 @@ class Supervisor:
             for child in self._children.values():
                 kill_group(child.pid)
 
-    def _start_child(self) -> None:
+    def _queue(self, number: int) -> deque[tuple[bytes, bytes]]:
+        """Return the queue of a call, or of a child, with this number."""
+        return self._waiting[number % len(self._waiting)]
+
+    def _start_child(self, slot: int) -> None:
         parent = getpid()
         ours, theirs = socket.socketpair()
         pid = os.fork()
@@ -234,7 +243,7 @@ class Supervisor:
         ours.settimeout(SEND_LIMIT)
         self._poll.register(ours, select.POLLIN)
         self._children[ours.fileno()] = Child(
-            pid, ours, time.monotonic() + self._settings["start_limit"]
+            pid, slot, ours, time.monotonic() + self._settings["start_limit"]
         )
 
     def _receive_calls(self) -> bool:
@@ -246,19 +255,18 @@ class Supervisor:
         self._received += data
         if b"\n" in data:
             *lines, self._received = self._received.split(b"\n")
-            self._waiting.extend(
-                (bytes(line.partition(b" ")[0]), bytes(line + b"\n")) for line in lines
-            )
+            for line in lines:
+                number = bytes(line.partition(b" ")[0])
+                self._queue(int(number)).append((number, bytes(line + b"\n")))
         return bool(data)
 
     def _send_calls(self) -> None:
         """Give each child that has none a call."""
         for child in self._children.values():
-            if not self._waiting:
-                return
-            if child.has_deadline:
+            waiting = self._queue(child.slot)
+            if child.has_deadline or not waiting:
                 continue
-            child.call = self._waiting.popleft()
+            child.call = waiting.popleft()
             try:
                 child.connection.sendall(child.call[1])
             except TimeoutError:  # it was stopped
@@ -336,8 +344,9 @@ class Supervisor:
         kill_group(child.pid)
         if child.is_ready:
             if child.call:
-                self._waiting.appendleft(child.call)
-            self._start_child()  # while the other ends: both take milliseconds where much is loaded
+                self._queue(child.slot).appendleft(child.call)
+            # while the other ends: both take milliseconds where much is loaded
+            self._start_child(child.slot)
         code = os.waitstatus_to_exitcode(waitpid(child.pid, 0)[1])  # its own if it had ended before
         if not child.is_ready:
             raise LoadError(f"the worker process {describe_exit(code)}")
@@ -381,19 +390,18 @@ def serve(
     """Make calls in a child until one fails or leaves processes behind."""
     if function is None:
         try:
-            function, _ = load_function(settings["function"])
+            function, _ = load_function(settings["function"], settings["is_environment"])
         except LoadError as error:
             connection.sendall(f"error {dumps(str(error))}\n".encode())
             return
     home, own_pid = os.open(".", os.O_PATH), getpid()
     set_soft_limit(resource.RLIMIT_DATA, data_size() + settings["memory_limit"])
-    caller = Caller(
-        function,
-        ready["file"],
-        ready["signature"]["style"],
-        settings["time_limit"],
-        settings["is_optional"],
-    )
+    file, signature, limit = ready["file"], ready["signature"], settings["time_limit"]
+    caller: Caller | EnvironmentHost
+    if settings["is_environment"]:
+        caller = EnvironmentHost(function, file, signature, limit, has_alarm=True)
+    else:
+        caller = Caller(function, file, signature["style"], limit, settings["is_optional"])
     lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
     send(b"ready null\n")
     while line := lines.readline():
@@ -405,9 +413,13 @@ def serve(
         # deleted the directory.
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.fchdir(home)
-        is_last = settings["isolation"] == "call" or any("kind" in result for result in results)
+        if isinstance(caller, EnvironmentHost):  # an environment may keep processes while it lives
+            is_done, is_last = caller.is_idle, False
+        else:
+            is_done = True
+            is_last = settings["isolation"] == "call" or any("kind" in x for x in results)
         # otherwise loading may have started some
-        is_last = is_last or (ready["can_fork"] and has_children())
+        is_last = is_last or (is_done and ready["can_fork"] and has_children())
         send(b"%s %s %s\n" % (b"last" if is_last else b"keep", number, dumps(results).encode()))
         if is_last:
             return

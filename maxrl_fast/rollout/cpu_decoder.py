@@ -11,9 +11,11 @@ from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutStatistics, Sampling
+from maxrl_fast.rollout.turns import Turns
 
 CPU = torch.device("cpu")
-TURN_SECONDS = 0.2  # how long C++ runs before Python handles signals
+RUN_SECONDS = 0.2  # how long C++ runs before Python handles signals
+REPLY_SECONDS = 0.005  # how long it runs before Python looks for replies that are due
 # The weights of a layer by their names in csrc/.
 _LAYER = {
     "q_norm": "self_attn.q_norm.weight",
@@ -108,6 +110,7 @@ class CpuDecoder:
         keys: Tensor,
         budget: int,
         max_batch: int,
+        turns: Turns | None = None,
     ) -> tuple[Rollouts, RolloutStatistics]:
         """Sample responses to checked prompts, at most `max_batch` at a time, in `budget` bytes
         of KV cache; keys [S] int64 select the random numbers."""
@@ -131,6 +134,7 @@ class CpuDecoder:
             num_samples=num_samples,
             max_new_tokens=sampling.max_new_tokens,
             num_slots=num_slots,
+            max_turns=turns.max_turns if turns else 0,
             tokens=call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
             cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
             keys=call.address("keys", keys, torch.int64, shape[:1]),
@@ -145,10 +149,22 @@ class CpuDecoder:
             truncated=call.keep(truncated),
             num_threads=torch.get_num_threads(),
         )
-        while not generation.run(TURN_SECONDS):
-            pass
+        if turns is None:
+            while not generation.run(RUN_SECONDS):
+                pass
+            rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
+        else:
+            is_done = False
+            while not is_done:
+                is_done = generation.run(REPLY_SECONDS if turns.due else RUN_SECONDS)
+                for s in generation.take_turns():
+                    turns.submit(s, tokens[s, turns.lengths[s] : lengths[s]].tolist())
+                if not is_done and turns.due:
+                    for reply in turns.replies(wait=generation.all_wait):
+                        generation.feed(reply.sample, [] if reply.is_last else reply.tokens)
+            truncated |= turns.truncated
+            rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, turns.given)
         done = generation.statistics
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         return rollouts, RolloutStatistics(
             prefill_seconds=done["prefill_seconds"],
             decode_seconds=done["decode_seconds"],

@@ -82,7 +82,10 @@ class DecodeSlots:
     rows into the first `rows` rows. A step computes only these.
     """
 
-    STATE = ("sample", "keys", "prompt", "shift", "last", "length", "done", "tokens", "logprobs")
+    STATE = (
+        *("sample", "keys", "prompt", "shift", "last", "length", "given_end", "done"),
+        *("tokens", "logprobs"),
+    )
 
     def __init__(self, model: DecodeModel, shape: Shape, dtype: torch.dtype, in_kernel: bool):
         c, self.model, self.shape, self.in_kernel = model.config, model, shape, in_kernel
@@ -110,6 +113,9 @@ class DecodeSlots:
         self.prompt, self.shift = integers(batch), integers(batch)
         self.keys, self.last = integers(batch), integers(batch)
         self.length = integers(batch, value=1)
+        # from `length` to here, `tokens` holds what an environment wrote, which is read in place of
+        # sampling; never up to the limit
+        self.given_end = integers(batch)
         self.done = torch.ones(batch, dtype=torch.bool, device=device)
         self.tokens = integers(batch, shape.limit)
         self.logprobs = torch.zeros(batch, shape.limit, device=device)
@@ -133,6 +139,7 @@ class DecodeSlots:
         starts = torch.arange(len(self.starts), device=self.starts.device) * group_size
         self.starts.copy_(starts.clamp_max(rows))
         self.sample.fill_(-1)
+        self.given_end.fill_(0)
         self.done.fill_(True)
         self.length.fill_(1)  # also in rows without a sample: attention needs at least one key
         self.stops.fill_(False)
@@ -178,6 +185,9 @@ class DecodeSlots:
 
         hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
         logits = self.model.logits(hidden)
+        if sampling.max_turns > 1:
+            at = length.clamp_max(self.shape.limit - 1)  # [rows], a copy
+            given, is_given = self.tokens[self.all_rows[rows], at], at < self.given_end[rows]
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
             of_batch = self.last, self.length, self.done, self.tokens, self.logprobs
             state = (x[rows] for x in of_batch)
@@ -186,6 +196,12 @@ class DecodeSlots:
             u = uniforms(self.keys[rows], length)[:, None]  # [rows, 1]
             token, log_p = sample(logits.float(), u, sampling)
             self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
+        if sampling.max_turns > 1:  # what was sampled in place of given tokens is discarded
+            self.last[rows] = torch.where(is_given, given, self.last[rows])
+            self.tokens[self.all_rows[rows], at] = torch.where(
+                is_given, given, self.tokens[self.all_rows[rows], at]
+            )
+            self.done[rows] &= ~is_given
 
     def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
         done, length = self.done[rows], self.length[rows]
@@ -220,6 +236,7 @@ class DecodeSlots:
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
         self.sample[rows], self.done[rows] = samples, samples < 0
         self.keys[rows] = keys[samples.clamp_min(0)]
+        self.given_end[rows] = 0
         self.length[rows] = (samples < 0).long()
         logits = self.model.logits(hidden)  # all samples of a prompt share them
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
@@ -232,9 +249,17 @@ class DecodeSlots:
             token, log_p = sample(logits.float(), u, sampling)
             self._append(rows, token.flatten(), log_p.flatten())
 
+    def feed(self, row: int, start: int, tokens: list[int]) -> None:
+        """Let a row that is done, with `start` tokens, read these before it samples again."""
+        end = start + len(tokens)
+        self.tokens[row, start:end] = torch.tensor(tokens, device=self.tokens.device)
+        self.given_end[row] = end
+        self.done[row] = False
+
     def forget(self, rows: Tensor) -> None:
         """Mark the results of these rows as stored; their attention reads one key from now on."""
         self.sample.index_fill_(0, rows, -1)
+        self.given_end.index_fill_(0, rows, 0)
         self.length.index_fill_(0, rows, 1)
 
     def compact(self, active: Tensor, longest: int) -> None:

@@ -3,7 +3,8 @@
 A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
 multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
 when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
-which samples have finished, and the host asks every BURST steps.
+which samples have finished, and the host asks every BURST steps. A sample that waits for the reply
+to its turn keeps its row, and steps compute it in vain.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from maxrl_fast.rollout import RolloutStatistics, Sampling
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
+from maxrl_fast.rollout.turns import Turns
 from maxrl_fast.runtime.device import memory_bytes
 
 BURST = 8  # steps between two synchronisations with the device
@@ -84,6 +86,7 @@ class DeviceDecoder:
         keys: Tensor,
         budget: int,
         max_batch: int,
+        turns: Turns | None = None,
     ) -> tuple[Rollouts, RolloutStatistics]:
         """Sample responses to checked prompts, at most `max_batch` at a time. keys: [S] int64,
         which select the random numbers. budget: bytes of the KV cache and a step's tensors."""
@@ -107,7 +110,7 @@ class DeviceDecoder:
                 self.batch = None  # before the new one is allocated
                 self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel)
             self.batch.begin(slots, group_size, sampling)
-            return _Job(prompts, num_samples, sampling, keys, self.batch).run()
+            return _Job(prompts, num_samples, sampling, keys, self.batch, turns).run()
 
 
 class _Job:
@@ -118,7 +121,10 @@ class _Job:
         sampling: Sampling,
         keys: Tensor,
         batch: DecodeSlots,
+        turns: Turns | None,
     ):
+        self.turns = turns
+        self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
         self.prompts, self.sampling, self.keys, self.batch = prompts, sampling, keys, batch
         shape, device = (len(keys), sampling.max_new_tokens), keys.device
         self.results = {
@@ -137,25 +143,32 @@ class _Job:
 
     def run(self) -> tuple[Rollouts, RolloutStatistics]:
         start, limit, batch = time.perf_counter(), self.sampling.max_new_tokens, self.batch
-        active, lengths = self._finish()
+        active, held, lengths = self._finish()
         while True:
             waiting = len(self.groups) - self.next_group
-            slots = self._slots_to_fill(active, waiting)
+            slots = self._slots_to_fill(held, waiting)
             if len(slots):
                 self._admit(slots)
-            elif not active.any():
+            elif not held.any():
                 break
             else:
-                lengths = lengths[active]
-                longest, count = int(lengths.max()), min(BURST, limit - int(lengths.min()))
-                if not waiting:
-                    batch.compact(active, longest)
-                batch.steps(count, self.sampling, min(limit, longest + count))
-                self.steps += count
-            active, lengths = self._finish()
+                if self.turns is not None and not active.any():
+                    self._feed(self.turns, active, wait=True)
+                if active.any():  # else all replies ended their episodes
+                    longest = int(lengths[held].max())
+                    count = min(BURST, limit - int(lengths[active].min()))
+                    if not waiting:
+                        batch.compact(held, longest)
+                    batch.steps(count, self.sampling, min(limit, longest + count))
+                    self.steps += count
+            active, held, lengths = self._finish()
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, ~batch.stops[last])
+        truncated, given = ~batch.stops[last], None
+        if self.turns is not None:
+            truncated |= self.turns.truncated.to(truncated.device)
+            given = self.turns.given.to(tokens.device)
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,
             decode_seconds=time.perf_counter() - start - self.prefill_seconds,
@@ -165,13 +178,13 @@ class _Job:
             cache_bytes=batch.bytes,
         )
 
-    def _slots_to_fill(self, active: Tensor, waiting: int) -> Tensor:
+    def _slots_to_fill(self, held: Tensor, waiting: int) -> Tensor:
         """Return empty slots for waiting groups: at least a quarter of all, as small batches are
         slow."""
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
-        by_slot = active[: num_slots * group_size].view(num_slots, group_size)
+        by_slot = held[: num_slots * group_size].view(num_slots, group_size)
         empty = (~by_slot.any(1)).nonzero()[:, 0]
         return empty[: waiting if len(empty) >= min(waiting, (num_slots + 3) // 4) else 0]
 
@@ -193,19 +206,50 @@ class _Job:
             self.next_group += len(part)
         self.prefill_seconds += time.perf_counter() - start
 
-    def _finish(self) -> tuple[Tensor, Tensor]:
+    def _finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Store the results of samples that have ended since the last call.
 
-        Returns which rows are active, and their lengths, both [rows] on the host. Only this waits
-        for the device.
+        Returns which rows are active, which are held by samples that are active or wait, and their
+        lengths, all [rows] on the host. Only this waits for the device.
         """
         batch = self.batch
         state = torch.stack([batch.done.long(), batch.sample, batch.length])
         done, samples, lengths = state[:, : batch.rows].cpu()
-        ended = ((done == 1) & (samples >= 0)).nonzero()[:, 0]
+        active = done == 0
+        held, ended = active, (~active & (samples >= 0)).nonzero()[:, 0]
+        if self.turns is not None:
+            self._submit(self.turns, ended, samples[ended], lengths[ended])
+            if self.turns.due:  # at once, so that an episode that ends leaves its row
+                self._feed(self.turns, active, wait=False)
+            rows = torch.tensor([*self.waiting.values()], dtype=torch.int64)
+            held = active.index_fill(0, rows, True)
+            ended = (~held & (samples >= 0)).nonzero()[:, 0]
         if len(ended):
             rows, samples = (x.to(self.keys.device) for x in (ended, samples[ended]))
             for name, result in self.results.items():
                 result[samples] = getattr(batch, name)[rows]
             batch.forget(rows)
-        return done == 0, lengths
+        return active, held, lengths
+
+    def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> None:
+        """Submit the turns that have ended in these rows [r] of samples [r], and find the rows of
+        all that wait."""
+        ended = list(zip(rows.tolist(), samples.tolist(), lengths.tolist(), strict=True))
+        new = [i for i, (_, s, length) in enumerate(ended) if length > turns.lengths[s]]
+        tokens = self.batch.tokens[rows[new].to(self.keys.device)].tolist()
+        still = self.waiting.keys()
+        self.waiting = {s: row for row, s, _ in ended if s in still}
+        for i, row_tokens in zip(new, tokens, strict=True):
+            row, s, length = ended[i]
+            turn = row_tokens[turns.lengths[s] : length]
+            if turn[-1] in self.sampling.stop_ids and turns.submit(s, turn):
+                self.waiting[s] = row
+
+    def _feed(self, turns: Turns, active: Tensor, wait: bool) -> None:
+        """Carry out replies; rows whose samples have tokens to read become active."""
+        for reply in turns.replies(wait):
+            row = self.waiting.pop(reply.sample)
+            if not reply.is_last:
+                start = turns.lengths[reply.sample] - len(reply.tokens)
+                self.batch.feed(row, start, reply.tokens)
+                active[row] = True

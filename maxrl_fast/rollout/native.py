@@ -5,10 +5,17 @@ import torch
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_cache, check_request
+from maxrl_fast.rollout import (
+    Environments,
+    RolloutStatistics,
+    Sampling,
+    check_cache,
+    check_request,
+)
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.rollout.turns import Turns
 from maxrl_fast.runtime.device import memory_bytes
 
 MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
@@ -71,7 +78,14 @@ class NativeEngine:
         self.decoder.sleep()
 
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        environments: Environments | None = None,
     ) -> Rollouts:
         """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
         cache."""
@@ -80,7 +94,10 @@ class NativeEngine:
         samples = torch.arange(len(prompts) * num_samples, device=device) % num_samples
         keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
         self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)  # or an error
+        turns = None
+        if environments is not None:
+            turns = Turns(environments, len(keys), sampling, self.config.vocab_size)
         rollouts, self.statistics = self.decoder.generate(
-            prompts, num_samples, sampling, keys, self.cache_bytes, self.max_batch
+            prompts, num_samples, sampling, keys, self.cache_bytes, self.max_batch, turns
         )
         return rollouts

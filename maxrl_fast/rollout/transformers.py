@@ -1,7 +1,8 @@
 """The rollout engine for policies that transformers runs: for tests and small models.
 
 Each prompt is computed once. Decoding uses the attention function of training, with a KV cache of
-its own. All samples of a pass decode together until the last one has ended.
+its own. All samples of a pass decode together until the last one has ended. In episodes a pass
+waits for the reply to each turn before its next step, so that its samples have the same length.
 """
 
 import time
@@ -20,10 +21,17 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_cache, check_request
+from maxrl_fast.rollout import (
+    Environments,
+    RolloutStatistics,
+    Sampling,
+    check_cache,
+    check_request,
+)
 from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.sampling import sample
+from maxrl_fast.rollout.turns import Turns
 
 
 class TransformersEngine:
@@ -69,7 +77,14 @@ class TransformersEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        environments: Environments | None = None,
     ) -> Rollouts:
         check_request(prompts, num_samples, sampling, self.config)
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
@@ -80,20 +95,27 @@ class TransformersEngine:
         stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
         stops[list(sampling.stop_ids)] = True
         start, parts = time.perf_counter(), []
+        index = torch.arange(len(prompts) * num_samples, device=self.device).view(-1, num_samples)
+        turns = None
+        if environments is not None:
+            turns = Turns(environments, index.numel(), sampling, self.config.vocab_size)
         passes = [
-            _Pass(self.model, self.dtype, sampling, stops)
+            _Pass(self.model, self.dtype, sampling, stops, turns)
             for _ in range(-(-len(prompts) // groups))
         ]
         for i, one in enumerate(passes):
             chosen = prompts.take(i * groups, min(groups, len(prompts) - i * groups))
             shares = [
-                one.run(chosen, seed, step, range(first, min(first + samples, num_samples)))
-                for first in range(0, num_samples, samples)
+                one.run(chosen, seed, step, part, part % num_samples)
+                for part in index[i * groups : i * groups + len(chosen)].split(samples, 1)
             ]
             parts.append([torch.cat(x, 1).flatten(0, 1) for x in zip(*shares, strict=True)])
         tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
-        truncated = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]]  # [S]
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
+        truncated, given = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]], None  # [S]
+        if turns is not None:
+            truncated |= turns.truncated.to(self.device)
+            given = turns.given.to(self.device)
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
         prefill = sum(one.prefill_seconds for one in passes)
         self.statistics = RolloutStatistics(
             prefill_seconds=prefill,
@@ -111,20 +133,21 @@ class _Pass:
     model: HuggingFacePolicy
     dtype: torch.dtype
     sampling: Sampling
-    stops: Tensor  # [V] bool, the tokens that end a response
+    stops: Tensor  # [V] bool, the tokens that end a response or a turn
+    turns: Turns | None
     prefill_seconds: float = 0.0
     steps: int = 0
     # by layer: keys and values of prompts, and of samples
     caches: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def run(
-        self, prompts: Prompts, seed: int, step: int, samples: range
+        self, prompts: Prompts, seed: int, step: int, index: Tensor, number: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probs [g, n, limit] and lengths [g, n]."""
-        start, device, n = time.perf_counter(), prompts.tokens.device, len(samples)
+        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of the samples `index`
+        [g, n] of the call, each `number` [g, n] of its prompt."""
+        start, device, n = time.perf_counter(), prompts.tokens.device, index.shape[1]
         limit = self.sampling.max_new_tokens
-        number = torch.arange(samples.start, samples.stop, device=device).repeat(len(prompts))
-        keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number)
+        keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number.flatten())
         u = uniforms(keys, 0).view(-1, n)
         token, log_p = sample(self._prefill(prompts, n), u, self.sampling)
         self.prefill_seconds += time.perf_counter() - start
@@ -132,18 +155,44 @@ class _Pass:
         tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
         logprobs, lengths = torch.zeros(len(keys), limit, device=device), torch.zeros_like(keys)
         is_done = torch.zeros_like(keys, dtype=torch.bool)
+        given_end = torch.zeros_like(keys)  # up to here, `tokens` has what environments wrote
         for t in range(limit):
             if t:
                 logits = self._step(token, prompts.lengths, t - 1)
                 u = uniforms(keys, t)[:, None]
                 token, log_p = (x[:, 0] for x in sample(logits, u, self.sampling))
+            is_given = t < given_end
+            token = torch.where(is_given, tokens[:, t], token)
             tokens[:, t], logprobs[:, t] = token.where(~is_done, 0), log_p.where(~is_done, 0)
             lengths += ~is_done
-            is_done |= self.stops[token]
+            ends = self.stops[token] & ~is_done & ~is_given
+            is_done |= ends
+            if self.turns is not None and bool(ends.any()):
+                rows = {int(index.flatten()[row]): row for row in ends.nonzero()[:, 0].tolist()}
+                for s, reply in self._replies(self.turns, rows, tokens, t + 1).items():
+                    end = t + 1 + len(reply)
+                    tokens[rows[s], t + 1 : end] = torch.tensor(reply, device=device)
+                    given_end[rows[s]], is_done[rows[s]] = end, False
             if bool(is_done.all()):
                 break
         self.caches.clear()
         return tokens.view(-1, n, limit), logprobs.view(-1, n, limit), lengths.view(-1, n)
+
+    def _replies(
+        self, turns: Turns, rows: dict[int, int], tokens: Tensor, length: int
+    ) -> dict[int, list[int]]:
+        """Submit the turns that end at `length` in the rows of these samples, wait for their
+        replies, and return those that do not end their episodes, by sample."""
+        due, replies = set[int](), {}
+        for s, row in rows.items():
+            if turns.submit(s, tokens[row, turns.lengths[s] : length].tolist()):
+                due.add(s)
+        while due:
+            for reply in turns.replies(wait=True):
+                due.remove(reply.sample)
+                if not reply.is_last:
+                    replies[reply.sample] = reply.tokens
+        return replies
 
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
         lengths = prompts.lengths

@@ -13,7 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +24,11 @@ from safetensors.torch import save_file
 from maxrl_fast.errors import EngineError, InputError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout import Environments, RolloutStatistics, Sampling, check_request
+from maxrl_fast.rollout.turns import Turns
 from maxrl_fast.rollout.vllm_shared import (
     Sample,
+    TurnRequests,
     check_version,
     logprobs_mode,
     named_weights,
@@ -43,7 +45,8 @@ WORK_LIMIT = 1800.0  # seconds that it may take to sample a prompt's responses o
 TOKEN_BYTES = 1000  # of the answer for each sampled token, several times what vLLM writes
 ANSWER_BYTES = 1 << 24  # of any other answer
 WEIGHTS = "maxrl_fast-weights-"  # folders in the temporary directory
-MAX_REQUESTS = 256  # prompts sent at a time
+MAX_REQUESTS = 256  # prompts, or turns of episodes, sent at a time
+REPLY_SECONDS = 0.01  # how long it waits for the server before it looks for replies that are due
 
 T = TypeVar("T")
 
@@ -122,12 +125,36 @@ class VllmServerEngine:
         self._ranks.wait_for_all()  # before the others sample
 
     def generate(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, *, seed: int, step: int
+        self,
+        prompts: Prompts,
+        num_samples: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        environments: Environments | None = None,
     ) -> Rollouts:
         """See `Engine.generate`. Raises EngineError if the server fails, or takes longer than
         WORK_LIMIT."""
         check_request(prompts, num_samples, sampling, self.config)
-        start, parameters = time.perf_counter(), sampling_parameters(sampling, num_samples)
+        start = time.perf_counter()
+        if environments is None:
+            rollouts = self._sample(prompts, num_samples, sampling, seed, step)
+        else:
+            turns = Turns(
+                environments, len(prompts) * num_samples, sampling, self.config.vocab_size
+            )
+            requests = TurnRequests(prompts, num_samples, sampling, seed, step)
+            self._play(requests, turns)
+            rollouts = requests.rollouts(range(len(requests.tokens)), turns, self._logprobs_mode)
+        numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(rollouts.tokens), 0
+        self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
+        return rollouts.to(prompts.tokens.device)
+
+    def _sample(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
+    ) -> Rollouts:
+        parameters = sampling_parameters(sampling, num_samples)
         bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
         requests = [
             # Sample i of a request has the seed + i.
@@ -138,26 +165,52 @@ class VllmServerEngine:
             for (a, b), index in zip(itertools.pairwise(bounds), prompts.ids.tolist(), strict=True)
         ]
 
-        most_bytes = ANSWER_BYTES + parameters["n"] * sampling.max_new_tokens * TOKEN_BYTES
-
-        def sampled(request: dict[str, Any]) -> list[Sample]:
-            return self._ask(
-                "/inference/v1/generate",
-                lambda answer: _samples(answer, parameters["n"]),
-                request,
-                WORK_LIMIT,
-                most_bytes,
-            )
-
         pool = ThreadPoolExecutor(min(len(requests), MAX_REQUESTS))
         try:
-            answers = list(pool.map(sampled, requests))
+            answers = list(pool.map(self._answer, requests))
         finally:
             pool.shutdown(cancel_futures=True)
-        rollouts = rollouts_of(answers, num_samples, sampling, self._logprobs_mode)
-        numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(rollouts.tokens), 0
-        self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
-        return rollouts.to(prompts.tokens.device)
+        return rollouts_of(answers, num_samples, sampling, self._logprobs_mode)
+
+    def _play(self, requests: TurnRequests, turns: Turns) -> None:
+        running: dict[Future[list[Sample]], int] = {}  # requests and their samples
+        waiting = set[int]()  # samples that wait for a reply
+        pool = ThreadPoolExecutor(min(len(requests.tokens), MAX_REQUESTS))
+
+        def ask(sample: int) -> None:
+            tokens, parameters = requests.request(sample)
+            request = {"token_ids": tokens, "sampling_params": parameters}
+            running[pool.submit(self._answer, request)] = sample
+
+        try:
+            for sample in range(len(requests.tokens)):
+                ask(sample)
+            while running or waiting:
+                timeout = REPLY_SECONDS if waiting else None
+                for future in wait(running, timeout, FIRST_COMPLETED).done:
+                    sample = running.pop(future)
+                    tokens, logprobs, _ = future.result()[0]
+                    if requests.add_turn(sample, tokens, logprobs) and turns.submit(sample, tokens):
+                        waiting.add(sample)
+                if not waiting:
+                    continue
+                for reply in turns.replies(wait=not running):
+                    waiting.remove(reply.sample)
+                    if not reply.is_last:
+                        requests.add_reply(reply.sample, reply.tokens)
+                        ask(reply.sample)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _answer(self, request: dict[str, Any]) -> list[Sample]:
+        parameters = request["sampling_params"]
+        return self._ask(
+            "/inference/v1/generate",
+            lambda answer: _samples(answer, parameters["n"]),
+            request,
+            WORK_LIMIT,
+            ANSWER_BYTES + parameters["n"] * parameters["max_tokens"] * TOKEN_BYTES,
+        )
 
     def sleep(self) -> None:
         """Do nothing: the server's memory is not the trainer's."""

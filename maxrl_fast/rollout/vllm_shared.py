@@ -8,8 +8,9 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Rollouts, pack
+from maxrl_fast.records import Prompts, Rollouts, pack, padded_slots, unpack
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.turns import Turns
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
 # the first version that --rollout vllm supports, and the first one that it does not
@@ -53,6 +54,60 @@ def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
         # the end-of-text token of the configuration; stop_token_ids still apply
         "ignore_eos": True,
     }
+
+
+class TurnRequests:
+    """The episodes of a call of generate as requests of vLLM: one for each turn, with all tokens
+    before it, of which vLLM has the keys and values in its prefix cache."""
+
+    def __init__(
+        self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
+    ):
+        self.prompts, self.ids = unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist()
+        self.num_samples, self.sampling, self.key = num_samples, sampling, (seed, step)
+        self.tokens: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
+        self.logprobs: list[list[float]] = [[] for _ in self.tokens]
+
+    def request(self, sample: int) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens before a sample's next turn, and its sampling parameters. The seed
+        depends on what precedes the turn, and not on when it is sampled."""
+        prompt, number = divmod(sample, self.num_samples)
+        length = len(self.tokens[sample])
+        key = (*self.key, self.ids[prompt])
+        parameters = sampling_parameters(self.sampling, 1) | {
+            "max_tokens": self.sampling.max_new_tokens - length,
+            # of the first turn: as sample `number` of a request for all samples of the prompt
+            "seed": hash((*key, number, length)) % 2**62 if length else hash(key) % 2**62 + number,
+        }
+        return self.prompts[prompt] + self.tokens[sample], parameters
+
+    def add_turn(self, sample: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Return whether a stop token ended the turn."""
+        self.tokens[sample].extend(tokens)
+        self.logprobs[sample].extend(logprobs)
+        return self.tokens[sample][-1] in self.sampling.stop_ids
+
+    def add_reply(self, sample: int, tokens: list[int]) -> None:
+        self.tokens[sample].extend(tokens)
+        self.logprobs[sample].extend([0.0] * len(tokens))
+
+    def rollouts(self, samples: range, turns: Turns, mode: str) -> Rollouts:
+        """Return the episodes of these samples, whose turns these are."""
+        stop_ids, limit = self.sampling.stop_ids, self.sampling.max_new_tokens
+        whole = rollouts_of(
+            [
+                [(self.tokens[s], self.logprobs[s], self.tokens[s][-1] not in stop_ids)]
+                for s in samples
+            ],
+            1,
+            self.sampling,
+            mode,
+        )
+        slots, size = padded_slots(whole.lengths, limit), (len(samples), limit)
+        tokens, logprobs = torch.zeros(size, dtype=torch.int64), torch.zeros(size)
+        tokens.view(-1)[slots], logprobs.view(-1)[slots] = whole.tokens, whole.logprobs
+        truncated = whole.truncated | turns.truncated
+        return Rollouts.from_padded(tokens, logprobs, whole.lengths, truncated, turns.given)
 
 
 def rollouts_of(

@@ -5,6 +5,7 @@ set, GSM8K, mathematics.
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
@@ -103,7 +105,7 @@ class DatasetTask(TextTask):
             most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
         places = [place for place, _, _ in lines]
-        prompts = self._text.encode([self._asked(prompt) for _, prompt, _ in lines], places)
+        prompts = self._encode([self._asked(prompt) for _, prompt, _ in lines], places)
         responses = self._text.encode_responses(
             [response for _, _, response in lines], places, most_tokens
         )
@@ -129,6 +131,9 @@ class DatasetTask(TextTask):
         if num_held_out:
             self.name += f", {num_held_out} left out with held-out prompts"
 
+    def _encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+        return self._text.encode(prompts, places)
+
     def _asked(self, prompt: Any) -> Any:
         if isinstance(prompt, str) and self._spec.is_question:
             return self._text.prompt(prompt + self._suffix)
@@ -142,9 +147,7 @@ class DatasetTask(TextTask):
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
         """Leave out prompts that are too long."""
-        encoded = self._text.encode(
-            [line["prompt"] for _, line in lines], [place for place, _ in lines]
-        )
+        encoded = self._encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
         return [
             (tokens, line)
             for tokens, (_, line) in zip(encoded, lines, strict=True)

@@ -11,7 +11,7 @@ from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 GYM = "gym:"
 # of a task or a reward that was given to maxrl_fast.train as a Python object, and has no other name
 OBJECT = "python:"
-TASKS = ("maze", "chain", *DATASETS)
+TASKS = ("maze", "chain", "guess", *DATASETS)
 
 
 def is_built_in(name: str) -> bool:

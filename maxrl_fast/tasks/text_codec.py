@@ -62,6 +62,17 @@ class TextCodec:
             encode_prompt, "a prompt", prompts, places, limit or self._max_prompt_tokens
         )
 
+    def encode_chats(
+        self,
+        encode: Callable[[Sequence[Message]], list[int]],
+        chats: Sequence[Sequence[Message]],
+        places: Sequence[str],
+    ) -> list[list[int] | None]:
+        """Encode prompts otherwise than by the chat template; the rest is as in `encode`."""
+        return self._encode_each(
+            lambda _, chat: encode(chat), "a prompt", chats, places, self._max_prompt_tokens
+        )
+
     def encode_response(self, response: str) -> list[int]:
         return self._stopped(encode_response(self.tokenizer, response))
 

@@ -242,3 +242,37 @@ def test_samples_that_the_page_has_not_are_counted(show, tmp_path, monkeypatch):
         r"\d+ prompts?, (\d+) of 26 samples; this page has \1 of them",
         page.locator("#samples .count").inner_text(),
     )
+
+
+def test_episodes_are_shown_turn_by_turn(show, tmp_path):
+    """What an environment inserted is marked, and no text becomes markup; a response of one turn
+    with the same characters is shown unchanged.
+    """
+    write_run(tmp_path / "one")
+    line = {"step": 1, "prompt": "question", "reward": 1.0, "truncated": False, "tokens": 4}
+    text = f"first {HOSTILE}⟦answer <b>{HOSTILE}⟧second"
+    long = "x" * 2000 + "⟦" + "y" * 2000 + "⟧z"
+    lines = [
+        line | {"id": 1, "response": text, "turns": 2},
+        line | {"id": 1, "response": "one ⟦turn⟧"},
+        line | {"id": 1, "response": long, "turns": 2},
+    ]
+    write_lines(tmp_path / "one" / "samples.jsonl", lines)
+    page = show(tmp_path / "one")
+    samples = page.locator("#samples")
+    responses = samples.locator(".response")
+    responses.first.wait_for()
+    marks = samples.locator(".response mark")
+    assert marks.count() == 1
+    shown = HOSTILE.replace("\ud800", "\ufffd")
+    assert marks.first.text_content().startswith(f"answer <b>{shown[:20]}")
+    episode = responses.nth(0).locator("pre").text_content()
+    assert episode.startswith("first </script>")
+    assert episode.endswith("second")
+    assert "⟦" not in episode
+    assert "4 tokens · 2 turns" in responses.nth(0).inner_text()
+    assert responses.nth(1).locator("pre").text_content() == "one ⟦turn⟧"
+    assert "turns" not in responses.nth(1).locator("p").inner_text()
+    responses.nth(2).get_by_role("button").click()
+    assert responses.nth(2).locator("mark").text_content() == "y" * 2000
+    assert page.evaluate("window.broken") is None

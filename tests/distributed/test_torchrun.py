@@ -114,6 +114,10 @@ def test_several_ranks_compute_the_same_as_one_process(one_process, tmp_path):
                 bound = 3e-3 if "bfloat16" in name else 2e-3
                 assert relative(result["weights"][key], weight) < bound, (name, key)
             assert relative(result["logprobs"], expected["logprobs"]) < max(limit, 1e-3), name
+            assert result["gathered"].keys() == expected["gathered"].keys(), name
+            assert ("inserted.tokens" in expected["gathered"]) == ("turns" in name)
+            for key, tensor in expected["gathered"].items():
+                assert torch.equal(result["gathered"][key], tensor), (name, key)
             assert expected["off_policy"].abs().max() > 1e-2, name
             assert relative(result["off_policy"], expected["off_policy"]) < max(limit, 1e-3), name
             if "bfloat16" not in name:  # rounding may carry a token across a bound

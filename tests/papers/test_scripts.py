@@ -29,6 +29,9 @@ from tests.tables import table
     continuous_maxrl | --maze 6 | maze size must be an odd number from 5 to 31, got 6
     continuous_maxrl | --arms 40 | must give at most 500000 groups to enumerate
     exact_likelihood | --seeds 1 | --seeds must be at least 2, got 1
+    guessing | --seeds 0 | --seeds must be at least 1, got 0
+    guessing | --objectives best | objective must be one that
+    guessing | --objectives maxpo-k32 | k
     maze_scaling | --rollouts 2 | --rollouts must be at least 4 each, got 2
     objectives_league | --objectives rloo gdpo | got gdpo; gdpo needs several rewards
     objectives_league | --objectives nosuch | got nosuch

@@ -124,10 +124,11 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
         assert run["points"]["step"] == [10] * 3 + [20] * 3
         samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
         nothing = {"left_out": 0, "advantage": None, "components": {}, "answer": "", "columns": ""}
+        nothing |= {"turns": None}
         assert run["samples"] == [sample | nothing for sample in samples]
         rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
         assert run["rollouts"] == [
-            rollout | {"left_out": 0, "columns": json.dumps(rollout["columns"])}
+            rollout | {"left_out": 0, "turns": None, "columns": json.dumps(rollout["columns"])}
             for rollout in rollouts
         ]
         assert run["in_files"] == {"samples": 26, "rollouts": 24}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from maxrl_fast.records import Rollouts, pack
+from maxrl_fast.records import Inserted, Rollouts, pack
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.checked import find_wrong
 from tests.batches import make_prompts
@@ -88,3 +88,65 @@ TOKENS = answer().tokens
 )
 def test_what_cannot_be_true_is_named(rollouts, message):
     assert wrong(rollouts).startswith(message)
+
+
+EPISODES = Sampling(1.0, 6, (2,), max_turns=3)
+
+
+def episodes(tokens=(4, 7, 2), bounds=(0, 2, 3), before=(2, 5), **changes):
+    """Return 7 2 [4 7] 5, 8 2 [2] 2, a truncated 2 and 5 5; insertions are in brackets."""
+    inserted = Inserted(torch.tensor(tokens), torch.tensor(bounds), torch.tensor(before))
+    truncated = torch.tensor([True, False, True, True])
+    return answer(
+        ((7, 2, 5), (8, 2, 2), (2,), (5, 5)),
+        **{"truncated": truncated, "inserted": inserted} | changes,
+    )
+
+
+def test_insertions_that_are_right_pass():
+    assert wrong(episodes(), sampling=EPISODES) == ""
+    assert wrong(answer(), sampling=EPISODES) == ""
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        (episodes(inserted=Inserted(*[None] * 3)), "inserted.tokens of NoneType, wanted a tensor"),
+        (episodes((4.0, 7.0, 2.0)), "inserted.tokens torch.float32 [3] on cpu, wanted torch.int64"),
+        (episodes(before=(2,)), "3 values of inserted.cu_seqlens, wanted 2"),
+        (episodes(bounds=(0, 2, 4)), "inserted.cu_seqlens from 0 to 4, wanted 0 to the 3 tokens"),
+        (episodes(bounds=(0, 3, 3)), "an insertion without tokens"),
+        (episodes(before=(5, 2)), "inserted.before that does not ascend within the tokens"),
+        (episodes(before=(2, 2)), "inserted.before that does not ascend within the tokens"),
+        (episodes(before=(2, 9)), "inserted.before that does not ascend within the tokens"),
+        (episodes(before=(-1, 5)), "inserted.before that does not ascend within the tokens"),
+        (episodes(before=(2, 3)), "an insertion before the first token of a response"),
+        (episodes(before=(0, 5)), "an insertion before the first token of a response"),
+        (episodes((4, 10, 2)), "an inserted token outside the vocabulary of 10"),
+        (episodes((4, -1, 2)), "an inserted token outside the vocabulary of 10"),
+        (
+            episodes((4, 7, 7, 7, 2), (0, 4, 5)),
+            "7 tokens and inserted ones for sample 0 of prompt 0, wanted at most 6",
+        ),
+        (
+            episodes(before=(1, 5)),
+            "a stop token before the last token: token 1 of sample 0 of prompt 0",
+        ),
+        (
+            episodes(before=(2, 8)),
+            "a stop token before the last token: token 1 of sample 1 of prompt 0",
+        ),
+        (
+            episodes((4, 7, 2, 1), (0, 2, 3, 4), (2, 5, 8)),
+            "an insertion after another token than a stop token: token 0 of sample 1 of prompt 1",
+        ),
+        (episodes(truncated=torch.zeros(4) > 0), "a wrong `truncated`"),
+    ],
+)
+def test_insertions_that_cannot_be_true_are_named(rollouts, message):
+    assert wrong(rollouts, sampling=EPISODES).startswith(message)
+
+
+def test_one_turn_has_no_insertions():
+    sampling = Sampling(1.0, 6, (2,))
+    assert wrong(episodes(), sampling=sampling) == "insertions, wanted none at max_turns 1"

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,7 @@ from maxrl_fast import train
 from maxrl_fast.model.huggingface_checkpoint import policy_of
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
+from maxrl_fast.rollout.checked import find_wrong
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
@@ -322,6 +324,23 @@ def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling)
         assert not any(stops[:-1])
         assert bool(rollouts.truncated[s]) == (not stops[-1])
         assert stops[-1] or len(tokens) == 24
+
+
+@pytest.mark.vllm
+def test_episodes_do_not_depend_on_when_replies_come(engine):
+    from tests.rollout.test_episodes import Game, episodes_of, expected_logprobs
+
+    model, sampling, played = tiny_decoder(), Sampling(1.0, 60, STOPS, max_turns=4), []
+    engine.load_weights(model)
+    for late in (None, random.Random(0), random.Random(1)):
+        game = Game((1, 2, 20), late=late, vocab=32)
+        rollouts = engine.generate(PROMPTS, 4, sampling, seed=0, step=1, environments=game)
+        assert find_wrong(rollouts, PROMPTS, 4, sampling, 32) == ""
+        expected = expected_logprobs(model, rollouts, 1.0, PROMPTS)
+        assert (rollouts.logprobs - expected).abs().max() < 1e-4
+        played.append([[part for part, _ in parts] for parts in episodes_of(rollouts)])
+    assert max(len(parts) for parts in played[0]) > 4
+    assert played[0] == played[1] == played[2]
 
 
 @pytest.mark.vllm

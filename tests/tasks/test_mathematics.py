@@ -218,7 +218,7 @@ def test_a_users_own_function_sees_every_response(tmp_path, policy):
     (tmp_path / "own.py").write_text(function)
     reward = f"{tmp_path}/own.py:length"
     options = TaskOptions(task="gsm8k", data=written(tmp_path / "gsm8k.jsonl", GSM8K))
-    task = build_task(options, 0, policy, (reward,))
+    task = build_task(options, 0, policy, RewardOptions(reward=(reward,)))
     texts = ["no box", "\\boxed{1}", "x" * 300]
     with scored(task, 1, texts, RewardOptions(reward=(reward,))) as (scorer, rewards):
         assert rewards == [6, 9, 300]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.dataset_specs import BOX, TAGS
@@ -135,7 +135,9 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
     policy, tmp_path
 ):
     data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
-    task = build_task(TaskOptions("dataset", data=data), 0, policy, ("rewards.py:f",))
+    task = build_task(
+        TaskOptions("dataset", data=data), 0, policy, RewardOptions(reward=("rewards.py:f",))
+    )
     with refused(
         "--reward-source rlpr: the reference answer must be known, but only the reward function"
     ):

@@ -7,14 +7,20 @@ import dataclasses
 import pytest
 import torch
 
+from maxrl_fast.ops import pacs_loss
 from maxrl_fast.records import Samples
+from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.packing import Packer
-from maxrl_fast.training.passes import run_batch
-from tests.batches import make_prompts
-from tests.episodes import naive_logprobs, random_parts, rollouts_of
+from maxrl_fast.training.passes import Passes, run_batch
+from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
+from tests.random_episodes import naive_logprobs, random_parts, rollouts_of
 
 NUM_ROLLOUTS = 4
 
@@ -24,12 +30,8 @@ def samples_of(seed, vocabulary=32):
     alike, also across an insertion.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompts = [
-        torch.randint(vocabulary, (n,), generator=generator).tolist() for n in (5, 1, 2)
-    ]
-    episodes = [
-        random_parts(generator, vocabulary) for _ in range(NUM_ROLLOUTS * len(prompts))
-    ]
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in (5, 1, 2)]
+    episodes = [random_parts(generator, vocabulary) for _ in range(NUM_ROLLOUTS * len(prompts))]
     return prompts, episodes, Samples(make_prompts(prompts), rollouts_of(episodes))
 
 
@@ -82,3 +84,176 @@ def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge
         ]
         assert read == len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
         assert packer.rows.lengths.tolist() == [*map(len, rows)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_shares_of_the_ranks_add_up(num_ranks):
+    """Each rank's passes in turn, in one process: their gradients are those of dense attention."""
+    prompts, episodes, samples = samples_of(3)
+    model = tiny_decoder().double()
+    naive = torch.cat(
+        [naive_logprobs(model, prompts[s // NUM_ROLLOUTS], x) for s, x in enumerate(episodes)]
+    )
+    (expected,) = torch.autograd.grad(naive.sum(), model.model.embed_tokens.weight)
+    total, seen, counts = torch.zeros_like(expected), [], []
+    for rank in range(num_ranks):
+        passes = Passes(Ranks(rank, num_ranks), 20, torch.float64, 1.0, 0.0, False)
+        batches = [*passes.micro_batches(passes.packer(samples), samples.sequences)]
+        counts.append(len(batches))
+        for batch, is_padding, _ in batches:
+            assert len(batch.tokens) <= 20 or len(batch.advantages) == 1
+            if is_padding:
+                continue
+            seen += batch.target_index.tolist()
+            logits = run_batch(model, batch, torch.float64) @ model.output_matrix.T
+            logprobs = logits.log_softmax(-1).gather(1, batch.targets[:, None])
+            total += torch.autograd.grad(logprobs.sum(), model.model.embed_tokens.weight)[0]
+    assert len({*counts}) == 1
+    assert sorted(seen) == [*range(len(samples.rollouts.tokens))]
+    assert (total - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+LOSSES = {
+    "reinforce": LossSettings("reinforce", "token_mean"),
+    "sequences": LossSettings("reinforce", "seq_mean_token_mean", temperature=0.8),
+    "constant": LossSettings("reinforce", "seq_sum_constant", max_new_tokens=24),
+    # over the whole batch: log-probs are computed first, and gradients injected
+    "siren": LossSettings("reinforce", "token_mean", siren=1e-9),
+}
+
+
+@pytest.mark.parametrize("budget", [1, 30, 10_000])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_updates_learn_from_sampled_tokens_alone(loss, budget):
+    """The gradient is that of the loss of dense log-probs, whose averages count sampled tokens."""
+    prompts, episodes, samples = samples_of(5)
+    settings, model = LOSSES[loss], tiny_decoder()
+    advantages = torch.randn(len(episodes), generator=torch.Generator().manual_seed(2))
+    advantages[2] = 0.0
+    lengths = [sum(map(len, parts[::2])) for parts in episodes]
+    terms = []
+    for s, parts in enumerate(episodes):
+        exact = naive_logprobs(
+            model, prompts[s // NUM_ROLLOUTS], parts, temperature=settings.temperature
+        )
+        weight = {
+            "seq_mean_token_mean": 1 / (len(episodes) * lengths[s]),
+            "seq_sum_constant": 1 / (len(episodes) * 24),
+        }.get(settings.aggregation, 1 / sum(lengths))
+        terms.append(-advantages[s] * weight * exact.sum())
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(torch.stack(terms).sum(), [*parameters.values()])
+    state = {"siren_anchor": torch.zeros(1, dtype=torch.float64)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    learner = Learner(model, optimizer, settings, 1e9, budget, torch.float32, objective_state=state)
+    metrics = learner.update(samples, advantages, samples.sequences, when="step 1", lr=0.0)
+    for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
+        assert gradient.abs().max() > 1e-4
+        assert (parameter.grad - gradient).abs().max() < 2e-4 * gradient.abs().max(), name
+    if loss != "siren":
+        assert metrics.num_targets == sum(lengths) - lengths[2]
+        rows = [sum(map(len, parts)) - 1 for parts in episodes]
+        alone = sum(len(prompts[s // NUM_ROLLOUTS]) + row for s, row in enumerate(rows) if s != 2)
+        assert metrics.num_tokens_alone == alone
+    logprobs = learner.passes.logprobs(model, samples, torch.tensor([1, 5, 6]))
+    own = [
+        naive_logprobs(model, prompts[s // 4], episodes[s], settings.temperature) for s in (1, 5, 6)
+    ]
+    torch.testing.assert_close(logprobs, torch.cat(own).detach(), rtol=1e-4, atol=1e-4)
+
+
+def one_turn(samples):
+    """Return the same sampled tokens in one turn."""
+    return Samples(samples.prompts, dataclasses.replace(samples.rollouts, inserted=None))
+
+
+NAMES = """maxpo maxrl grpo opo reinforce_pp reinforce_pp_tokens remax self unlikeliness
+    differential_smoothing"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_objectives_see_what_they_see_of_the_same_tokens_in_one_turn(name):
+    _, _, samples = samples_of(7)
+    rewards = torch.tensor([[0.0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]])
+    greedy = torch.tensor([0.0, 1.0, 1.0])
+    found = []
+    for part in (samples, one_turn(samples)):
+        objective = make_objective(name, {}, NUM_ROLLOUTS)
+        batch = objective.begin(collected(part, rewards, greedy_rewards=greedy), None)
+        found.append(objective.advantages(batch.sequences).clone())
+        assert (batch.rollouts.inserted is None) == (part is not samples)
+        found.append(batch.rollouts.importance_weights)
+    assert torch.equal(found[0], found[2])
+    assert found[0].abs().max() > 0.01
+    assert (found[1] is None) == (found[3] is None)
+    assert found[1] is None or torch.equal(found[1], found[3])
+
+
+def test_lengths_and_denominators_are_those_of_the_same_tokens_in_one_turn():
+    _, episodes, samples = samples_of(7)
+    alone = one_turn(samples)
+    packers = [Packer(x.prompts, x.rollouts, torch.ones(12)) for x in (samples, alone)]
+    lengths = [sum(map(len, parts[::2])) for parts in episodes]
+    assert max(lengths) < max(sum(map(len, parts)) for parts in episodes)
+    for packer in packers:
+        assert packer.lengths.tolist() == lengths
+        positions = packer.positions(torch.tensor([2, 9]))
+        starts = [sum(lengths[:2]), sum(lengths[:9])]
+        assert positions.tolist() == [
+            *range(starts[0], starts[0] + lengths[2]),
+            *range(starts[1], starts[1] + lengths[9]),
+        ]
+    for settings in LOSSES.values():
+        one, other = (settings.denominator(packer.lengths) for packer in packers)
+        assert one == other
+    penalty = LengthPenalty(8, 4, 1.0)
+    assert torch.equal(penalty(samples.rollouts.lengths), penalty(alone.rollouts.lengths))
+    assert penalty(samples.rollouts.lengths).any()
+
+
+@pytest.mark.parametrize("is_paper", [False, True])
+def test_the_proxies_of_pacs_are_sums_over_sampled_tokens(is_paper):
+    """Advantages from dense log-probs of policy and reference; the correction's weights too."""
+    prompts, episodes, samples = samples_of(9)
+    model, reference = tiny_decoder(), tiny_decoder(seed=1)
+    labels = torch.tensor([[0.0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]])
+    start = reference if is_paper else model
+    logprobs, of_start = (
+        [
+            naive_logprobs(x, prompts[s // NUM_ROLLOUTS], parts, 0.9).detach()
+            for s, parts in enumerate(episodes)
+        ]
+        for x in (model, start)
+    )
+    settings = LossSettings("reinforce", "seq_mean_token_sum", temperature=0.9)
+    learner = Learner(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 40, torch.float32
+    )
+    learner.reference = reference
+    pacs = PacsObjective(0.7, updates_per_step=2, has_actor=is_paper)
+    batch = pacs.begin(collected(samples, labels), learner)
+    proxies = torch.stack(
+        [0.7 * (own - theirs).sum() for own, theirs in zip(logprobs, of_start, strict=True)]
+    ).requires_grad_()
+    if is_paper:
+        assert proxies.abs().max() > 1
+    loss, metrics = pacs_loss(
+        proxies, labels.flatten(), torch.arange(0, 13, 4), score="rloo", denominator=1.0
+    )
+    (gradient,) = torch.autograd.grad(loss, proxies)
+    expected = -0.7 * gradient - is_paper * metrics["cross_entropy"]
+    ours = pacs.advantages(batch.sequences)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(ours, expected.detach(), rtol=1e-3, atol=1e-4)
+    weighted = ImportanceWeights(0.0, 5.0, of_sequence=True, masks=False).apply(batch, learner)
+    sampled = samples.rollouts.logprobs.split(samples.rollouts.lengths.tolist())
+    weights = [
+        min(5.0, float((own - old).double().sum().exp()))
+        for own, old in zip(logprobs, sampled, strict=True)
+    ]
+    assert min(weights) < 4
+    assert weighted.rollouts.inserted is samples.rollouts.inserted
+    per_token = torch.tensor(weights).repeat_interleave(samples.rollouts.lengths)
+    torch.testing.assert_close(
+        weighted.rollouts.importance_weights, per_token, rtol=1e-3, atol=1e-7
+    )

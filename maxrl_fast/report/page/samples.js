@@ -126,25 +126,28 @@ function stepPart(step, samples, maze, isOpen) {
 function response(sample, maze) {
   const kind = sample.reward === null ? ['unscored', 'not scored'] : isRight(sample) ? ['right', `✓ ${short(sample.reward)}`] : ['wrong', `✗ ${short(sample.reward)}`];
   const facts = [
-    sample.tokens === null ? null : plural(sample.tokens, 'token'), sample.advantage === null ? null : `advantage ${short(sample.advantage)}`,
+    sample.tokens === null ? null : plural(sample.tokens, 'token'), sample.turns && plural(sample.turns, 'turn'), sample.advantage === null ? null : `advantage ${short(sample.advantage)}`,
     ...Object.entries(sample.components).map(([name, value]) => `${name} ${short(value)}`),
   ].filter(Boolean);
   const tags = [sample.truncated ? 'truncated' : null, sample.left_out ? `${count(sample.left_out)} characters left out` : null].filter(Boolean);
   return el('div', { class: `response ${kind[0]}` },
     el('p', {}, el('span', { class: 'reward', title: `reward ${exact(sample.reward)}` }, kind[1]), tags.map((tag) => el('span', { class: 'tag' }, tag)), el('span', { class: 'facts' }, facts.join(' · '))),
-    maze ? [drawMaze(maze, sample.response, kind[0]), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response));
+    maze ? [drawMaze(maze, sample.response, kind[0]), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response, sample.turns ? turnsOf : undefined));
 }
 
+/** Returns the parts of an episode; ⟦ and ⟧ are only around what an environment inserted (tasks/texts.py). */
+const turnsOf = (text) => text.split(/[⟦⟧]/).map((part, i) => (i % 2 ? el('mark', { title: 'inserted by the environment' }, part) : part));
+
 /** Shows a text unchanged, with its spaces and line breaks; a long one is shortened until the reader expands it. */
-function textCell(text) {
+function textCell(text, partsOf = (whole) => [whole]) {
   const lines = text.split('\n');
   const isLong = text.length > 1.5 * LONG || lines.length > 1.5 * LINES;
   const cut = lines.slice(0, LINES).join('\n').slice(0, LONG);
-  const shown = el('pre', {}, isLong ? `${cut} …` : text || ' ');
+  const shown = el('pre', {}, partsOf(isLong ? `${cut} …` : text || ' '));
   const all = `Show all ${plural(text.length, 'character')}`;
   const more = isLong && el('button', { class: 'mini', 'aria-expanded': 'false', onclick: () => {
     const isOpen = more.getAttribute('aria-expanded') === 'true';
-    shown.textContent = isOpen ? `${cut} …` : text;
+    shown.replaceChildren(...partsOf(isOpen ? `${cut} …` : text));
     more.textContent = isOpen ? all : 'Show less';
     more.setAttribute('aria-expanded', String(!isOpen));
   } }, all);

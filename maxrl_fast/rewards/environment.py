@@ -1,0 +1,227 @@
+"""How a worker reads, makes, calls and ends environments: classes as TRL's `environment_factory`
+takes them.
+
+`reset(**columns)` begins an episode, every other public method is a tool, and `get_reward()` may
+end it; tools and get_reward may be async. An operation is [number of the environment, word, value]:
+
+    probe columns            reset a new environment and drop it      {"text": text or null}
+    start columns            reset a new environment and keep it      {"text": text or null}
+    call [name, arguments]   call a tool                              {"text", "is_error"}
+    end null                 ask for the reward and drop it           {"reward"} or {}
+
+or the result is a failure of `function.py`, after which the environment is dropped. Each worker
+imports this module at its start, so it imports only a few standard modules.
+"""
+
+import signal
+from collections.abc import Callable, Sequence
+
+# By name: an environment that replaces attributes of these modules does not break its worker.
+from signal import ITIMER_REAL, SIGALRM, setitimer
+from time import monotonic
+from types import MethodType
+from typing import Any
+
+from maxrl_fast.rewards.function import (
+    InvalidReward,
+    Signature,
+    failure_of,
+    late,
+    result_of,
+    signature_of,
+)
+from maxrl_fast.runtime.loading import SHORT_REPR, LoadError, describe_error
+
+ENVIRONMENT = "environment"  # the style of its signature
+RESET, REWARD = "reset", "get_reward"
+LONGEST_TEXT = 1 << 20  # characters of a reply; no context is that long
+LOST = {
+    "kind": "crash",
+    "message": "the worker process of this environment has ended, in a call of another one",
+}
+
+Operation = tuple[int, str, Any]
+Result = dict[str, Any]
+
+
+class _Late(BaseException):
+    """The time limit of an operation. No Exception, which tools catch."""
+
+
+def signature_of_environment(cls: Any) -> Signature:
+    """Return how to reset the environments of a class, with "tools" (JSON schemas, as TRL makes
+    them), "async" (the names of the operations and tools that are coroutines) and "has_reward".
+
+    Raises:
+        LoadError: if it is not such a class.
+    """
+    import asyncio  # noqa: F401  before the supervisor forks
+    import inspect
+
+    if not inspect.isclass(cls):
+        raise LoadError(f"an environment must be a class, got {SHORT_REPR.repr(cls)}")
+    name = cls.__name__
+    methods = {
+        key: value
+        for key, value in inspect.getmembers(cls, inspect.isfunction)
+        if not key.startswith("_")
+    }
+    tools = [key for key in methods if key not in (RESET, REWARD)]
+    if RESET not in methods:
+        raise LoadError(f"{name} must have a method reset(**columns), which it does not")
+    if not tools:
+        raise LoadError(f"{name} must have a public method besides reset, which is a tool")
+    try:
+        inspect.signature(cls).bind()
+    except (TypeError, ValueError) as error:
+        raise LoadError(f"{name}() must need no arguments: {error}") from error
+    bound = {
+        key: method
+        if isinstance(inspect.getattr_static(cls, key), staticmethod)
+        else MethodType(method, object())
+        for key, method in methods.items()
+    }
+    return {
+        **signature_of(bound[RESET]),
+        "style": ENVIRONMENT,
+        "tools": [_schema(name, bound[key]) for key in tools],
+        "async": [key for key, method in methods.items() if inspect.iscoroutinefunction(method)],
+        "has_reward": REWARD in methods,
+    }
+
+
+def _schema(owner: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:
+        needed = "a docstring that describes every argument, and type hints"
+        raise LoadError(f"the tool {owner}.{tool.__name__} needs {needed}: {error}") from error
+    return schema
+
+
+class EnvironmentHost:
+    """The environments of one worker process, or of a thread.
+
+    Args:
+        file: whose lines errors name. has_alarm: whether SIGALRM ends an operation that is late;
+        otherwise only coroutines are ended, and the caller must give up what runs longer.
+    """
+
+    def __init__(
+        self,
+        cls: Callable[[], Any],
+        file: str,
+        signature: Signature,
+        time_limit: float,
+        has_alarm: bool,
+    ) -> None:
+        import asyncio
+
+        self._class, self._file, self._time_limit = cls, file, time_limit
+        self._tools = [tool["function"]["name"] for tool in signature["tools"]]
+        self._has_reward, self._has_alarm = signature["has_reward"], has_alarm
+        self._asyncio, self._loop = asyncio, asyncio.new_event_loop()
+        self._live = dict[int, Any]()  # the environments by number
+        if has_alarm:
+            signal.signal(SIGALRM, _stop)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
+    def call(self, operations: Sequence[Operation]) -> list[Result]:
+        """Return the results of operations of different environments, side by side as far as they
+        are async.
+        """
+        return self._loop.run_until_complete(self._together(operations))
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._loop.close()
+
+    async def _together(self, operations: Sequence[Operation]) -> list[Result]:
+        return [*await self._asyncio.gather(*(self._guarded(*one) for one in operations))]
+
+    async def _guarded(self, number: int, word: str, value: Any) -> Result:
+        try:
+            return await self._operate(number, word, value, monotonic() + self._time_limit)
+        except BaseException as error:  # also sys.exit
+            self._live.pop(number, None)
+            return (
+                late(self._time_limit)
+                if isinstance(error, _Late)
+                else failure_of(error, self._file)
+            )
+
+    async def _operate(self, number: int, word: str, value: Any, end: float) -> Result:
+        if word in ("probe", "start"):
+            environment = await self._result(end, self._class)
+            text = await self._result(end, getattr(environment, RESET), **value)
+            if word == "start":
+                self._live[number] = environment
+            if text is not None and not isinstance(text, str):
+                raise InvalidReward(f"reset must return text or None, got {SHORT_REPR.repr(text)}")
+            return {"text": None if text is None else _as_text(text)}
+        if number not in self._live:
+            return LOST
+        environment = self._live[number]
+        if word == "end":
+            del self._live[number]
+            if not self._has_reward:
+                return {}
+            return result_of(await self._result(end, getattr(environment, REWARD)))
+        name, arguments = value
+        try:
+            if name not in self._tools:
+                raise ValueError(f"no tool is called {name!r}; there are {', '.join(self._tools)}")
+            if not isinstance(arguments, dict):
+                raise ValueError(f"arguments must be a JSON object, got {arguments!r:.80}")
+            result = await self._result(end, getattr(environment, name), **arguments)
+            return {"text": _as_text(result), "is_error": False}
+        except (MemoryError, InvalidReward):
+            raise
+        except Exception as error:
+            return {"text": _as_text(describe_error(error, "")), "is_error": True}
+
+    async def _result(self, end: float, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Call a function, and await what it returns if that is a coroutine, until `end`."""
+        if self._has_alarm:
+            setitimer(ITIMER_REAL, max(end - monotonic(), 1e-3))
+        try:
+            result = function(**arguments)
+        finally:
+            if self._has_alarm:
+                setitimer(ITIMER_REAL, 0)
+        if not self._asyncio.iscoroutine(result):
+            return result
+
+        async def outcome() -> tuple[Any, BaseException | None]:
+            try:
+                return await result, None
+            except BaseException as error:  # sys.exit in a task would end the event loop
+                return None, error
+
+        task = self._asyncio.ensure_future(outcome())
+        done, _ = await self._asyncio.wait([task], timeout=max(end - monotonic(), 0))
+        if not done:
+            task.cancel()
+            raise _Late
+        value, error = task.result()
+        if error is not None:
+            raise error
+        return value
+
+
+def _as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > LONGEST_TEXT:
+        raise InvalidReward(
+            f"a reply must have at most {LONGEST_TEXT:,} characters, got {len(text):,}"
+        )
+    return text.encode(errors="replace").decode()  # half a surrogate pair cannot be encoded
+
+
+def _stop(*_: object) -> None:
+    raise _Late

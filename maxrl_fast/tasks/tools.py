@@ -1,0 +1,249 @@
+"""Episodes with tools: prompts of a data set, and an environment of the user's for each sample."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.tokenizer import Message, Prompt
+from maxrl_fast.records import Prompts, unpack
+from maxrl_fast.rewards import Scores, printable
+from maxrl_fast.rewards.environment_pool import EnvironmentWorkers
+from maxrl_fast.rewards.function import mismatch
+from maxrl_fast.rollout import Reply
+from maxrl_fast.tasks.chat_format import ChatFormat, ToolCall
+from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.jsonl import Line
+
+WAIT_SECONDS = 1.0  # of a look for results
+OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
+
+
+class ToolTask(DatasetTask):
+    """Prompts of a data set, each answered with the tools of an environment.
+
+    `reset` is called once with each line, and its text is appended to the last message of the
+    prompt: all episodes of a prompt must begin with the same text. Other arguments are as of
+    DatasetTask.
+    """
+
+    def __init__(
+        self, workers: EnvironmentWorkers, max_turns: int, *arguments: Any, **options: Any
+    ) -> None:
+        self._workers, self.max_turns = workers, max_turns
+        self._numbers = itertools.count()  # of environments
+        self._chat: ChatFormat | None = None
+        # by what rewards see of a line: what `reset` gets, and what it returned
+        self._starts = dict[str, tuple[dict[str, Any], str | None]]()
+        super().__init__(*arguments, **options)
+        # the environment, or the functions of --reward, score whole responses
+        self.reward = self.answer_limit = None
+        tools = ", ".join(tool["function"]["name"] for tool in workers.signature["tools"])
+        self.name += (
+            f"; environment {workers.name} {workers.describe()}, with the tools {tools} in the "
+            f"chat format {self._format.name}, at most {max_turns} turns"
+        )
+
+    @property
+    def _format(self) -> ChatFormat:
+        assert self._chat is not None  # made with the first lines
+        return self._chat
+
+    def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
+        if not lines:
+            return []
+        texts, chats = self._observe(lines), [_chat(columns["prompt"]) for _, columns in lines]
+        if self._chat is None:
+            tools = self._workers.signature["tools"]
+            self._chat = ChatFormat(self._text.tokenizer, tools, chats[:2], str(self._text.model))
+            self.stop_ids = tuple(sorted({*self.stop_ids, *self._chat.stop_ids}))
+        marked = [
+            _appended(chat, self._chat.as_text(text or ""))
+            for chat, text in zip(chats, texts, strict=True)
+        ]
+        encoded = self._encode(marked, [place for place, _ in lines])
+        kept = []
+        for tokens, chat, text, (_, columns) in zip(encoded, chats, texts, lines, strict=True):
+            seen = {**columns, "prompt": _appended(chat, text or "")}
+            self._starts[_key(seen)] = columns, text
+            if tokens is not None:
+                kept.append((tokens, seen))
+        return kept
+
+    def _encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+        return self._text.encode_chats(self._format.prompt, [*map(_chat, prompts)], places)
+
+    def _observe(self, lines: list[Line]) -> list[str | None]:
+        """Return what `reset` says of each line."""
+        signature, name, texts = self._workers.signature, self._workers.name, list[str | None]()
+        for place, columns in lines:
+            if sentence := mismatch(signature, columns):
+                sentence = sentence.replace("your function", "its reset")
+                raise InputError(f"--environment {name}, {place}: {sentence}")
+        numbers = {next(self._numbers): i for i in range(len(lines))}
+        for number, i in numbers.items():
+            self._workers.request((number, "probe", lines[i][1]))
+        found = dict[int, dict[str, Any]]()
+        while len(found) < len(lines):
+            for number, result in self._workers.results(WAIT_SECONDS):
+                if "kind" in result:
+                    self._workers.drop()
+                    where = f"--environment {name}, {lines[numbers[number]][0]}"
+                    raise InputError(f"{where}: reset fails: {printable(result['message'])}")
+                found[number] = result
+        texts += [found[number]["text"] for number in numbers]
+        return texts
+
+    def environments(self, prompts: Prompts, num_samples: int) -> "ToolEpisodes":
+        contexts = unpack(prompts.tokens, prompts.lengths)
+        starts = [self._starts[_key(columns)] for columns in prompts.columns or ()]
+        episodes = [
+            Episode(next(self._numbers), s, contexts[s // num_samples], *starts[s // num_samples])
+            for s in range(len(prompts) * num_samples)
+        ]
+        return ToolEpisodes(self._workers, self._format, self.max_turns, episodes)
+
+    def close(self) -> None:
+        """End the workers, which start again if they are needed."""
+        self._workers.drop()
+
+
+def _chat(prompt: Prompt) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+
+
+def _appended(chat: Sequence[Message], text: str) -> list[Message]:
+    return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + text}]
+
+
+def _key(columns: dict[str, Any]) -> str:
+    return json.dumps(columns, sort_keys=True)
+
+
+@dataclass
+class Episode:
+    """What is known of an environment and its conversation."""
+
+    number: int  # of the environment
+    sample: int
+    context: list[int]  # all tokens before the turn
+    columns: dict[str, Any]  # what `reset` gets
+    text: str | None  # what it must return
+    word: str = ""  # the operation that it does
+    turn: list[int] | None = None  # that waits for its reply
+    calls: list[ToolCall] = field(default_factory=list)  # of the turn
+    replies: list[str] = field(default_factory=list)  # to the first of them
+    num_turns: int = 0
+    tool_errors: int = 0
+    failure: dict[str, Any] | None = None
+    reward: dict[str, Any] | None = None  # once it has ended
+
+    @property
+    def has_calls(self) -> bool:
+        return len(self.replies) < len(self.calls) and self.failure is None
+
+
+class ToolEpisodes:
+    """The episodes of one call of generate, whose environments live in workers."""
+
+    def __init__(
+        self,
+        workers: EnvironmentWorkers,
+        chat: ChatFormat,
+        max_turns: int,
+        episodes: Sequence[Episode],
+    ):
+        self._workers, self._chat, self._max_turns = workers, chat, max_turns
+        self._episodes = episodes
+        self._by_number = {episode.number: episode for episode in episodes}
+        self._ready, self._is_ending = list[Reply](), False
+        for episode in episodes:
+            self._request(episode, "start", episode.columns)
+        self._receive(0.0)  # begin while the policy samples its first turns
+
+    def submit(self, sample: int, turn: list[int]) -> None:
+        """The last turn has no reply, but its calls are made."""
+        episode = self._episodes[sample]
+        episode.num_turns += 1
+        episode.turn = turn if episode.num_turns < self._max_turns else None
+        episode.calls, episode.replies = self._chat.calls(episode.context, turn), []
+        if not episode.word:  # otherwise its environment is still being reset
+            self._advance(episode)
+
+    def replies(self, wait: bool) -> list[Reply]:
+        self._receive(0.0)
+        while wait and not self._ready and any(x.turn is not None for x in self._episodes):
+            self._receive(WAIT_SECONDS)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def finish(self) -> Scores:
+        self._is_ending = True
+        for episode in self._episodes:
+            if not episode.word:
+                self._advance(episode)
+        while any(episode.word for episode in self._episodes):
+            self._receive(WAIT_SECONDS)
+        scores = Scores.of_rows(len(self._episodes))
+        scores.add(range(len(self._episodes)), [self._result(x) for x in self._episodes])
+        return scores
+
+    def close(self) -> None:
+        self._workers.drop()
+
+    def _result(self, episode: Episode) -> dict[str, Any]:
+        result = episode.failure or episode.reward or {"reward": 0.0}
+        if "kind" in result:
+            return result
+        errors = {"tool_errors": float(episode.tool_errors)}
+        return {**result, "components": result.get("components", {}) | errors}
+
+    def _request(self, episode: Episode, word: str, value: Any) -> None:
+        episode.word = word
+        self._workers.request((episode.number, word, value))
+
+    def _receive(self, seconds: float) -> None:
+        for number, result in self._workers.results(seconds):
+            episode = self._by_number.get(number)
+            if episode is None:  # of a call of generate that failed
+                continue
+            word, episode.word = episode.word, ""
+            if word == "end":
+                episode.reward = result
+            elif "kind" in result:
+                episode.failure = episode.failure or result
+            elif word == "start":
+                if result["text"] != episode.text:
+                    episode.failure = {"kind": "invalid", "message": OTHER_TEXT}
+            else:
+                episode.replies.append(result["text"])
+                episode.tool_errors += result["is_error"]
+            if word != "end":
+                self._advance(episode)
+
+    def _advance(self, episode: Episode) -> None:
+        """Ask for the next call of an idle environment, answer its turn, or end it."""
+        while episode.has_calls:
+            call = episode.calls[len(episode.replies)]
+            if not call.error:
+                self._request(episode, "call", [call.name, call.arguments])
+                return
+            episode.replies.append(call.error)
+            episode.tool_errors += 1
+        if episode.turn is not None:
+            self._ready.append(self._reply(episode, episode.turn))
+            episode.turn = None
+        if self._is_ending:
+            self._request(episode, "end", None)
+
+    def _reply(self, episode: Episode, turn: list[int]) -> Reply:
+        last = Reply(episode.sample, [], is_last=True)
+        if self._is_ending or episode.failure or not episode.calls:
+            return last
+        tokens = self._chat.extend(episode.context, turn, episode.calls, episode.replies)
+        if tokens is None:
+            return last
+        episode.context = [*episode.context, *turn, *tokens]
+        return Reply(episode.sample, tokens, is_last=False)

@@ -1,0 +1,174 @@
+"""Random episodes, a naive forward pass over one of them, and a tiny task with environments and an
+engine that plays them, for the tests.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.records import Inserted, Rollouts, pack
+from maxrl_fast.rewards import Failure, Scores
+from maxrl_fast.rollout import Reply
+from maxrl_fast.tasks.maze import DONE, MazeTask
+
+Parts = list[list[int]]  # an episode: a turn, an insertion, a turn, ...
+
+
+def random_parts(generator: torch.Generator, vocabulary: int = 32, most_turns: int = 4) -> Parts:
+    """Return an episode of 1 to 4 turns of 1 to 4 tokens, with insertions of 1 to 3."""
+
+    def tokens(most: int) -> list[int]:
+        length = int(torch.randint(1, most + 1, (), generator=generator))
+        return torch.randint(vocabulary, (length,), generator=generator).tolist()
+
+    num_turns = int(torch.randint(1, most_turns + 1, (), generator=generator))
+    return [tokens(3 if i % 2 else 4) for i in range(2 * num_turns - 1)]
+
+
+def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
+    """Return episodes as rollouts with log-probs, built token by token."""
+    sampled, lengths, inserted, before = [], [], [], []
+    for parts in episodes:
+        start = len(sampled)
+        for i, part in enumerate(parts):
+            if i % 2:
+                before.append(len(sampled))
+                inserted.append(part)
+            else:
+                sampled += part
+        lengths.append(len(sampled) - start)
+    tokens, cu_seqlens = pack(inserted)
+    logprobs = -torch.rand(len(sampled), generator=torch.Generator().manual_seed(seed))
+    return Rollouts(
+        torch.tensor(sampled, dtype=torch.int64),
+        torch.tensor([0, *lengths]).cumsum(0),
+        logprobs,
+        torch.arange(len(episodes)) % 3 == 1,
+        inserted=Inserted(tokens, cu_seqlens, torch.tensor(before, dtype=torch.int64)),
+    )
+
+
+def naive_logprobs(
+    model: Decoder, prompt: list[int], parts: Parts, temperature: float = 1.0
+) -> Tensor:
+    """Return the log-probs of an episode's sampled tokens: all of its tokens alone, with dense
+    causal attention, and those of insertions skipped.
+    """
+    tokens, is_sampled = list(prompt), [False] * len(prompt)
+    for i, part in enumerate(parts):
+        tokens += part
+        is_sampled += [i % 2 == 0] * len(part)
+    length = len(tokens)
+    is_later = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def attention(layer, q, k, v):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[2])
+        weights = scores.masked_fill(is_later, -math.inf).softmax(-1)
+        return torch.einsum("hij,jhd->ihd", weights, v)
+
+    positions = torch.arange(length)
+    dtype = model.lm_head.weight.dtype
+    hidden = model(torch.tensor(tokens), positions, attention, positions, dtype)
+    logprobs = (hidden @ model.output_matrix.T / temperature).log_softmax(-1)
+    chosen = [t for t in range(1, length) if is_sampled[t]]
+    return torch.stack([logprobs[t - 1, tokens[t]] for t in chosen])
+
+
+def played(index: int, n: int, most_turns: int) -> Parts:
+    """Return the episode that CountingEngine plays in CountingTask: turn t of sample n of prompt i
+    is (8 + n) % 24, t times, then DONE; the reply to it is the turn's length, twice.
+    """
+    parts: Parts = []
+    for turn in range(1, most_turns + 1):
+        parts.append([(8 + n) % 24] * turn + [DONE])
+        if turn == num_turns(index, n) or turn == most_turns:
+            break
+        parts.append([turn + 1] * 2)
+    return parts
+
+
+def num_turns(index: int, n: int) -> int:
+    """Return after how many turns the environment of sample n of prompt i ends the episode."""
+    return (index + n) % 3 + 1
+
+
+@dataclass
+class CountingEpisodes:
+    prompts: list[int]  # [S]
+    samples: list[int]  # [S]
+    failing: set[tuple[int, int]]
+    turns: list[int]
+    events: list[str]
+    waiting: list[Reply] = field(default_factory=list)
+
+    def submit(self, sample: int, turn: list[int]) -> None:
+        assert turn[-1] == DONE
+        self.turns[sample] += 1
+        is_last = self.turns[sample] == num_turns(self.prompts[sample], self.samples[sample])
+        self.waiting.append(Reply(sample, [] if is_last else [len(turn)] * 2, is_last))
+
+    def replies(self, wait: bool) -> list[Reply]:
+        found, self.waiting = self.waiting, []
+        return found
+
+    def finish(self) -> Scores:
+        """The reward is the number of turns over 3, from which a binary one follows."""
+        self.events.append("finish")
+        scores = Scores([turns / 3 for turns in self.turns])
+        scores.components = [{"turns": float(turns), "tool_errors": 0.5} for turns in self.turns]
+        for s, whose in enumerate(zip(self.prompts, self.samples, strict=True)):
+            if whose in self.failing:
+                scores.failures.append(Failure(s, "exception", f"environment {whose} broke"))
+                scores.rewards[s] = 0.0
+        return scores
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+class CountingTask(MazeTask):
+    """Mazes, of which only the indices matter; `events` says how the environments ended."""
+
+    max_turns = 3
+
+    def __init__(self, failing: set[tuple[int, int]] | None = None) -> None:
+        super().__init__(5)
+        self.failing, self.events = failing or set(), list[str]()
+
+    def environments(self, prompts, num_samples: int) -> CountingEpisodes:
+        ids = [i for i in prompts.ids.tolist() for _ in range(num_samples)]
+        samples = [*range(num_samples)] * len(prompts)
+        return CountingEpisodes(ids, samples, self.failing, [0] * len(ids), self.events)
+
+
+class CountingEngine:
+    """Plays the episodes of CountingTask, in the order of the replies."""
+
+    def generate(self, prompts, num_samples, sampling, *, seed, step, environments):
+        size = len(prompts) * num_samples
+        episodes: list[Parts] = [[] for _ in range(size)]
+        going = set(range(size))
+
+        def write(s: int) -> None:
+            turn = [(8 + s % num_samples) % 24] * (len(episodes[s]) // 2 + 1) + [DONE]
+            episodes[s].append(turn)
+            environments.submit(s, turn)
+            if (len(episodes[s]) + 1) // 2 == sampling.max_turns:
+                going.discard(s)
+
+        for s in range(size):
+            write(s)
+        while going:
+            for reply in environments.replies(wait=True):
+                if reply.sample not in going:
+                    continue
+                if reply.is_last:
+                    going.discard(reply.sample)
+                else:
+                    episodes[reply.sample].append(reply.tokens)
+                    write(reply.sample)
+        return rollouts_of(episodes)

@@ -1,0 +1,607 @@
+"""Episodes of several turns: log-probs against the full forward pass, replies at any time, and what
+environments may do wrong.
+"""
+
+import itertools
+import json
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from maxrl_fast import _C
+from maxrl_fast.errors import EngineError
+from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.model.huggingface_checkpoint import load_huggingface
+from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.rollout import Reply, Sampling
+from maxrl_fast.rollout.checked import find_wrong
+from maxrl_fast.rollout.cpu_decoder import CpuDecoder
+from maxrl_fast.rollout.decode_slots import DecodeSlots
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.rollout.transformers import TransformersEngine
+from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.rollout.vllm_server import VllmServerEngine
+from tests.batches import make_prompts, one_batch
+from tests.families import tiny_config, tiny_model
+from tests.models import response_logits, tiny_decoder
+from tests.rollout.test_device_decoder import fake_graphs  # noqa: F401
+from tests.rollout.test_native import NoWaiting
+from tests.rollout.test_vllm import FakeLLM, installed, make_fake_engine  # noqa: F401
+from tests.rollout.test_vllm_server import server  # noqa: F401
+from tests.tables import refused
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31)], [9, 9], [30, 2, 4]])
+STOPS = (3, 17, 9, 12)
+ENGINES = ["C++", "grid", "plain"]
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    config = tiny_config("llama", max_position_embeddings=1024)
+    tiny_model(config).save_pretrained(folder)
+    return folder
+
+
+def make_engine(checkpoint, kind, **options):
+    if kind == "plain":
+        return TransformersEngine(load_huggingface(checkpoint, 64), torch.float32, **options)
+    return NativeEngine(load_checkpoint(checkpoint), torch.float32, in_cpp=kind == "C++", **options)
+
+
+@dataclass
+class Game:
+    """Replies that depend only on the episode. With `late`, they come at any time and in any order,
+    several at once or none.
+    """
+
+    sizes: tuple[int, ...] = (1, 2, 5)  # of replies
+    last: float = 0.1  # the probability that a reply ends the episode
+    late: random.Random | None = None
+    vocab: int = VOCAB
+    turns: dict[int, list[list[int]]] = field(default_factory=dict)
+    given: dict[int, list[list[int]]] = field(default_factory=dict)
+    due: list[Reply] = field(default_factory=list)
+    calls: int = 0
+
+    def submit(self, sample, turn):
+        turns = self.turns.setdefault(sample, [])
+        turns.append(turn)
+        chance = random.Random(str(turns))
+        tokens = [chance.randrange(self.vocab) for _ in range(chance.choice(self.sizes))]
+        if chance.random() < 0.5:
+            tokens[-1] = STOPS[0]
+        self.due.append(Reply(sample, tokens, chance.random() < self.last))
+
+    def replies(self, wait):
+        self.calls += 1
+        assert self.due or not wait
+        count = len(self.due)
+        if self.late:
+            self.late.shuffle(self.due)
+            count = min(count, self.late.choice((0, 0, 1, 2, 3)) or int(wait))
+        now, self.due = self.due[:count], self.due[count:]
+        for reply in now:
+            self.given.setdefault(reply.sample, []).append(reply.tokens)
+        return now
+
+
+def episodes_of(rollouts):
+    """Return each sample's parts, (tokens, log-probs or None where inserted), in order."""
+    before = [] if rollouts.inserted is None else rollouts.inserted.before.tolist()
+    inserted = dict(
+        zip(
+            before,
+            []
+            if rollouts.inserted is None
+            else [
+                rollouts.inserted.tokens[a:b].tolist()
+                for a, b in itertools.pairwise(rollouts.inserted.cu_seqlens.tolist())
+            ],
+            strict=True,
+        )
+    )
+    episodes = []
+    for start, end in itertools.pairwise(rollouts.cu_seqlens.tolist()):
+        cuts = [start, *(at for at in before if start < at < end), end]
+        parts = []
+        for a, b in itertools.pairwise(cuts):
+            if a in inserted and a > start:
+                parts.append((inserted[a], None))
+            parts.append((rollouts.tokens[a:b].tolist(), rollouts.logprobs[a:b]))
+        episodes.append(parts)
+    return episodes
+
+
+def expected_logprobs(model, rollouts, temperature, prompts=PROMPTS, dtype=torch.float32):
+    """Return the log-probs of the sampled tokens, of a forward pass over whole episodes."""
+    episodes = episodes_of(rollouts)
+    tokens, cu_seqlens = pack([[t for part, _ in parts for t in part] for parts in episodes])
+    is_sampled = torch.tensor(
+        [p is not None for parts in episodes for part, p in parts for _ in part]
+    )
+    whole = Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), rollouts.truncated)
+    logits = response_logits(model, one_batch(prompts, whole), dtype)[is_sampled].detach()
+    logp = (logits / (temperature or 1)).log_softmax(-1)
+    return logp.gather(1, rollouts.tokens[:, None])[:, 0]
+
+
+def same(a, b):
+    for name in ("tokens", "cu_seqlens", "logprobs", "truncated"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert (a.inserted is None) == (b.inserted is None)
+    if a.inserted is not None:
+        for name in ("tokens", "cu_seqlens", "before"):
+            assert torch.equal(getattr(a.inserted, name), getattr(b.inserted, name)), name
+
+
+LONG = (1, 2, 3, 94, 95, 96, 97, 98, 192, 193, 300)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("sampling", [Sampling(1.3, 420, STOPS, max_turns=6)])
+def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(
+    checkpoint, kind, sampling
+):
+    """With replies of more tokens than C++ reads at a time, which have stop tokens too."""
+    game, engine = Game(LONG, late=random.Random(0)), make_engine(checkpoint, kind)
+    rollouts = engine.generate(PROMPTS, 5, sampling, seed=1, step=2, environments=game)
+    assert find_wrong(rollouts, PROMPTS, 5, sampling, VOCAB) == ""
+    expected = expected_logprobs(load_checkpoint(checkpoint), rollouts, 1.3)
+    assert rollouts.logprobs.std() > 0.5
+    assert (rollouts.logprobs - expected).abs().max() < 1e-4
+    assert {len(x) for xs in game.given.values() for x in xs} >= {*LONG[:3], 96, 97}
+    for s, parts in enumerate(episodes_of(rollouts)):
+        turns = [part for part, p in parts if p is not None]
+        given = [part for part, p in parts if p is None]
+        if turns[-1][-1] not in STOPS:  # the length limit cut it
+            assert rollouts.truncated[s]
+            assert sum(len(part) for part, _ in parts) == sampling.max_new_tokens
+            turns.pop()
+        assert turns == game.turns.get(s, [])
+        assert given == game.given.get(s, [])[: len(given)]
+        assert len(given) >= len(turns) - 1
+        assert len(turns) <= 6
+    assert engine.statistics.response_tokens == len(rollouts.tokens)
+    ends = {(len(game.turns.get(s, [])), bool(x)) for s, x in enumerate(rollouts.truncated)}
+    assert {truncated for _, truncated in ends} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.0, 60, STOPS, max_turns=4),
+        Sampling(1.3, 60, STOPS, max_turns=4),
+        Sampling(1.1, 60, STOPS, top_k=12, top_p=0.9, max_turns=4),
+    ],
+)
+def test_all_engines_play_the_same_episodes(checkpoint, sampling):
+    rollouts = [
+        make_engine(checkpoint, kind).generate(
+            PROMPTS, 4, sampling, seed=1, step=2, environments=Game(late=random.Random(i))
+        )
+        for i, kind in enumerate(ENGINES)
+    ]
+    assert rollouts[0].inserted is not None
+    for other in rollouts[1:]:
+        torch.testing.assert_close(other.logprobs, rollouts[0].logprobs, rtol=0, atol=1e-4)
+        same(replace(other, logprobs=rollouts[0].logprobs), rollouts[0])
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("max_turns", [1, 3])
+def test_environments_that_end_at_once_change_nothing(checkpoint, kind, max_turns):
+    sampling = Sampling(1.3, 24, STOPS, max_turns=max_turns)
+    engine = make_engine(checkpoint, kind)
+    game = Game(last=1.0)
+    expected = engine.generate(PROMPTS, 6, replace(sampling, max_turns=1), seed=4, step=2)
+    actual = engine.generate(PROMPTS, 6, sampling, seed=4, step=2, environments=game)
+    same(actual, expected)
+    assert actual.inserted is None
+    same(engine.generate(PROMPTS, 6, sampling, seed=4, step=2), expected)
+    ended = (~expected.truncated).nonzero()[:, 0].tolist()
+    assert game.turns == {
+        s: [expected.tokens[expected.cu_seqlens[s] : expected.cu_seqlens[s + 1]].tolist()]
+        for s in ended
+    }
+    assert 0 < len(ended) < 30
+
+
+def play(decoder, game, keys, sampling, prompts=PROMPTS, max_batch=1024):
+    turns = Turns(game, len(keys), sampling, decoder.config.vocab_size)
+    num_samples = len(keys) // len(prompts)
+    rollouts, _ = decoder.generate(prompts, num_samples, sampling, keys, 10**9, max_batch, turns)
+    return rollouts
+
+
+ARITHMETICS = ["float32", *_C.bfloat16_arithmetics()]
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize(
+    ("num_samples", "temperature"), [(1, 1.3), (32, 0.5)], ids=["one", "merged"]
+)
+def test_when_replies_come_changes_nothing(arithmetic, num_samples, temperature):
+    """At temperature 0.5 many samples begin alike, and share rows until one of them waits."""
+    model = tiny_decoder()
+    decoder = CpuDecoder(model.config, arithmetic)
+    decoder.load_weights(model)
+    sampling = Sampling(temperature, 150, STOPS, max_turns=4)
+    prompts, numbers = PROMPTS.ids.repeat_interleave(num_samples), torch.arange(num_samples)
+    keys = sample_keys(1, 2, prompts, numbers.repeat(len(PROMPTS)))
+    sizes, vocab = (1, 2, 40, 100), model.config.vocab_size
+    whole = play(decoder, Game(sizes, vocab=vocab), keys, sampling)
+    assert len(whole.inserted.before) > 4 * num_samples
+    threads = torch.get_num_threads()
+    try:
+        for seed, (max_batch, threads_now) in enumerate(
+            [(1024, 1), (1024, 3), (7, 2), (3, 1), (1, 1), (40, 2)]
+        ):
+            torch.set_num_threads(threads_now)
+            game = Game(sizes, late=random.Random(seed), vocab=vocab)
+            same(play(decoder, game, keys, sampling, max_batch=max_batch), whole)
+    finally:
+        torch.set_num_threads(threads)
+    episodes, start = episodes_of(whole), 0
+    for s, parts in enumerate(episodes):
+        if s % 7 == 0:  # alone
+            prompt = PROMPTS.take(s // num_samples, 1)
+            alone = play(decoder, Game(sizes, vocab=vocab), keys[s, None], sampling, prompt)
+            end = start + len(alone.tokens)
+            assert torch.equal(alone.tokens, whole.tokens[start:end])
+            assert torch.equal(alone.logprobs, whole.logprobs[start:end])
+            assert [part for part, _ in episodes_of(alone)[0]] == [part for part, _ in parts]
+        start += sum(len(part) for part, p in parts if p is not None)
+
+
+@pytest.mark.parametrize("kind", ["grid", "plain"])
+def test_in_pytorch_late_replies_and_the_batch_change_only_rounding(checkpoint, kind):
+    sampling = Sampling(1.3, 40, STOPS, max_turns=3)
+    whole = make_engine(checkpoint, kind).generate(
+        PROMPTS, 6, sampling, seed=1, step=2, environments=Game()
+    )
+    for seed, max_batch in enumerate((1024, 7, 2)):
+        game, engine = (
+            Game(late=random.Random(seed)),
+            make_engine(checkpoint, kind, max_batch=max_batch),
+        )
+        other = engine.generate(PROMPTS, 6, sampling, seed=1, step=2, environments=game)
+        torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
+        same(replace(other, logprobs=whole.logprobs), whole)
+
+
+def test_captured_steps_read_given_tokens_without_waiting_for_the_device(
+    checkpoint,
+    monkeypatch,
+    fake_graphs,  # noqa: F811
+):
+    sampling = Sampling(1.3, 60, STOPS, max_turns=4)
+    expected = make_engine(checkpoint, "C++").generate(
+        PROMPTS, 6, sampling, seed=1, step=2, environments=Game()
+    )
+    steps = DecodeSlots.steps
+
+    def watched(batch, *arguments):
+        with NoWaiting():
+            steps(batch, *arguments)
+
+    monkeypatch.setattr(DecodeSlots, "steps", watched)
+    engine = make_engine(checkpoint, "grid")
+    for seed in range(2):
+        game = Game(late=random.Random(seed))
+        actual = engine.generate(PROMPTS, 6, sampling, seed=1, step=2, environments=game)
+        same(replace(actual, logprobs=expected.logprobs), expected)
+    assert {"capture", "replay"} <= {kind for kind, _ in fake_graphs}
+    # a graph of single turns has no part for given tokens
+    single = replace(sampling, max_turns=1)
+    same(
+        replace(engine.generate(PROMPTS, 6, single, seed=1, step=2), logprobs=torch.zeros(0)),
+        replace(
+            make_engine(checkpoint, "C++").generate(PROMPTS, 6, single, seed=1, step=2),
+            logprobs=torch.zeros(0),
+        ),
+    )
+
+
+class Says:
+    """An environment whose reply to sample s is say(s, turn)."""
+
+    def __init__(self, say):
+        self.say, self.said, self.turns = say, [], []
+
+    def submit(self, sample, turn):
+        self.turns.append(turn)
+        self.said.append(self.say(sample, turn))
+
+    def replies(self, wait):
+        said, self.said = self.said, []
+        return said
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_reply_that_leaves_no_room_ends_the_episode_truncated(checkpoint, kind):
+    sampling = Sampling(1.0, 30, tuple(range(20)), max_turns=9)
+    for spare in (0, 1, 200):
+        game = Says(lambda s, turn, spare=spare: Reply(s, [7] * (30 + spare - len(turn)), False))
+        dropped = make_engine(checkpoint, kind).generate(
+            PROMPTS, 3, sampling, seed=0, step=0, environments=game
+        )
+        assert dropped.inserted is None
+        assert dropped.truncated.all()
+        assert len(game.turns) == 15
+        assert sorted(game.turns) == sorted(parts[0][0] for parts in episodes_of(dropped))
+    game = Says(lambda s, turn: Reply(s, [7] * (29 - len(turn)), False))
+    fits = make_engine(checkpoint, kind).generate(
+        PROMPTS, 3, sampling, seed=0, step=0, environments=game
+    )
+    assert len(fits.inserted.before) == 15
+    for parts in episodes_of(fits):
+        assert [len(part) for part, _ in parts][1:] == [29 - len(parts[0][0]), 1]
+    assert fits.truncated.all()  # a stop token there leaves no room for the reply
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_episodes_end_with_the_last_turn_which_is_submitted(checkpoint, kind):
+    for max_turns in (1, 2, 5):
+        sampling = Sampling(1.0, 200, tuple(range(20)), max_turns=max_turns)
+        game = Says(lambda s, turn: Reply(s, [39, 38], False))
+        rollouts = make_engine(checkpoint, kind).generate(
+            PROMPTS, 3, sampling, seed=0, step=0, environments=game
+        )
+        assert len(game.turns) == 15 * max_turns
+        assert not rollouts.truncated.any()
+        assert {len(parts) for parts in episodes_of(rollouts)} == {2 * max_turns - 1}
+
+
+def bad(tokens, is_last=False, sample=None):
+    return lambda s, turn: Reply(s if sample is None else sample, tokens, is_last)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    ("say", "message"),
+    [
+        (bad([5, VOCAB]), "replied with a token outside the vocabulary, 0 to 39: 40"),
+        (bad([-1]), "replied with a token outside the vocabulary, 0 to 39: -1"),
+        (bad([True]), "replied with a token outside the vocabulary, 0 to 39: True"),
+        (bad([1.0]), "replied with a token outside the vocabulary, 0 to 39: 1.0"),
+        (bad([]), r"sample \d+ replied with no tokens, and not that the episode ends"),
+        (bad([1], sample=15), "the environments replied to sample 15, which has none due"),
+        (bad([1], sample=-1), "the environments replied to sample -1, which has none due"),
+        (bad([], True, sample=99), "the environments replied to sample 99, which has none due"),
+    ],
+)
+def test_replies_that_cannot_be_true_are_a_sentence(checkpoint, kind, say, message):
+    sampling = Sampling(1.0, 60, STOPS, max_turns=3)
+    with pytest.raises(EngineError, match=message):
+        make_engine(checkpoint, kind).generate(
+            PROMPTS, 3, sampling, seed=0, step=0, environments=Says(say)
+        )
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_second_reply_and_none_are_refused(checkpoint, kind):
+    class Twice(Says):
+        def replies(self, wait):
+            return 2 * super().replies(wait)
+
+    class Silent(Says):
+        def replies(self, wait):
+            return []
+
+    sampling, say = Sampling(1.0, 60, STOPS, max_turns=3), bad([1])
+    for game, message in ((Twice(say), "which has none due"), (Silent(say), "no reply when")):
+        with pytest.raises(EngineError, match=message):
+            make_engine(checkpoint, kind).generate(
+                PROMPTS, 3, sampling, seed=0, step=0, environments=game
+            )
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_no_turns_are_refused(checkpoint, kind):
+    with refused("max_turns must be at least 1, got 0"):
+        make_engine(checkpoint, kind).generate(
+            PROMPTS, 3, Sampling(1.0, 60, STOPS, max_turns=0), seed=0, step=0
+        )
+
+
+def test_cpp_refuses_to_feed_a_sample_that_does_not_wait_or_has_no_room():
+    decoder = CpuDecoder(tiny_decoder().config)
+    tensors = {
+        "tokens": torch.tensor([5]),
+        "cu_seqlens": torch.tensor([0, 1]),
+        "keys": torch.tensor([7]),
+        "responses": torch.zeros(4, dtype=torch.int64),
+        "logprobs": torch.zeros(4),
+        "lengths": torch.zeros(1, dtype=torch.int64),
+        "truncated": torch.zeros(1, dtype=torch.bool),
+    }
+    decoder.load_weights(tiny_decoder())
+    generation = _C.CpuGeneration(
+        decoder._decoder,
+        **{"num_prompts": 1, "num_samples": 1, "max_new_tokens": 4, "num_slots": 1},
+        **{"max_turns": 3, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        **{name: x.data_ptr() for name, x in tensors.items()},
+        stop_ids=list(range(32)),
+        num_threads=1,
+    )
+    for sample in (-1, 0, 1):
+        with pytest.raises(ValueError, match="feed: the sample does not wait"):
+            generation.feed(sample, [1])
+    assert not generation.run(10.0)
+    assert generation.all_wait
+    assert generation.take_turns() == [0]
+    assert generation.take_turns() == []
+    with pytest.raises(ValueError, match="feed: the tokens leave no room to sample more"):
+        generation.feed(0, [1, 2, 3])
+    generation.feed(0, [1, 2])
+    assert not generation.run(10.0)
+    generation.feed(0, [])
+    assert generation.run(10.0)
+    assert tensors["lengths"].tolist() == [4]
+    assert tensors["responses"][1:3].tolist() == [1, 2]
+
+
+def turn_of(tokens, parameters, number=0):
+    """Return what a stand-in for vLLM samples after these tokens: tokens, log-probs, and why it
+    ended.
+    """
+    chance = random.Random(str((tokens, parameters["seed"] + number)))
+    turn = [chance.choice((4, 5, 6, 7)) for _ in range(chance.randrange(6))] + [STOPS[0]]
+    turn = turn[: parameters["max_tokens"]]
+    reason = "stop" if turn[-1] in STOPS else "length"
+    return turn, [-0.25 - chance.random() for _ in turn], reason
+
+
+@pytest.fixture
+def of_turns(server):  # noqa: F811
+    def generate(request):
+        parameters, choices = request["sampling_params"], []
+        for i in range(parameters["n"]):
+            turn, logprobs, reason = turn_of(request["token_ids"], parameters, i)
+            logprobs = {"content": [{"logprob": x} for x in logprobs]}
+            choice = {"index": i, "finish_reason": reason, "token_ids": turn}
+            choices.append(choice | {"logprobs": logprobs})
+        return 200, json.dumps({"choices": choices})
+
+    server.answers["/inference/v1/generate"] = generate
+    return server
+
+
+PLAYED = Sampling(1.0, 24, STOPS, max_turns=4)
+
+
+def check_played(rollouts, game, prompts=PROMPTS, num_samples=4):
+    """Check each turn against what the stand-in samples after everything before it."""
+    assert find_wrong(rollouts, prompts, num_samples, PLAYED, VOCAB) == ""
+    assert rollouts.inserted is not None
+    for s, parts in enumerate(episodes_of(rollouts)):
+        prompt = int(prompts.ids[s // num_samples])
+        before, number = PROMPTS.take(prompt, 1).tokens.tolist(), s % num_samples
+        start, turns = len(before), []
+        for part, logprobs in parts:
+            length = len(before) - start
+            if logprobs is not None:
+                seed = hash((1, 2, prompt)) % 2**62 + number
+                if length:
+                    seed = hash((1, 2, prompt, number, length)) % 2**62
+                room = PLAYED.max_new_tokens - length
+                turn, expected, reason = turn_of(before, {"seed": seed, "max_tokens": room})
+                assert part == turn
+                assert logprobs.tolist() == torch.tensor(expected).tolist()
+                turns += [turn] if reason == "stop" else []
+            before += part
+        assert turns == game.turns.get(s, [])
+    assert {True, False} == set(rollouts.truncated.tolist())
+
+
+def test_a_turn_is_a_request_to_the_server(of_turns):
+    engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
+    for seed in range(3):
+        game = Game(late=random.Random(seed))
+        rollouts = engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=game)
+        check_played(rollouts, game)
+    at_once = engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Game(last=1.0))
+    same(at_once, engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2))
+    game = Game(late=random.Random(0))
+    greedy = engine.generate(PROMPTS, 4, PLAYED.greedy, seed=1, step=2, environments=game)
+    assert len(greedy) == 20
+    assert not greedy.logprobs.any()
+    with pytest.raises(EngineError, match="replied with no tokens"):
+        engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Says(bad([])))
+
+
+class LLMOfTurns(FakeLLM):
+    """Finishes some of its requests in each step."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.llm_engine, self.added, self.open, self.chance = self, [], {}, random.Random(0)
+        self.engine_core = None
+
+    def add_request(self, name, prompt, parameters):
+        assert name not in self.open
+        assert parameters.n == 1
+        assert parameters.output_kind == "final only"
+        self.added.append((name, prompt["prompt_token_ids"]))
+        self.open[name] = prompt["prompt_token_ids"], vars(parameters)
+
+    def step(self):
+        outputs = []
+        for name in [name for name in self.open if self.chance.random() < 0.4]:
+            turn, logprobs, reason = turn_of(*self.open.pop(name))
+            logprobs = SimpleNamespace(logprobs=logprobs)
+            turn = SimpleNamespace(token_ids=turn, logprobs=logprobs, finish_reason=reason)
+            outputs.append(SimpleNamespace(request_id=name, finished=True, outputs=[turn]))
+        return outputs
+
+
+@pytest.fixture
+def make_vllm_engine(make_fake_engine, monkeypatch):  # noqa: F811
+    fake = SimpleNamespace(LLM=LLMOfTurns, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    return lambda: make_fake_engine(tiny_decoder(vocab_size=VOCAB), cache_bytes=2**20)
+
+
+def test_a_turn_is_a_request_of_vllm(make_vllm_engine):
+    for seed in range(3):
+        game = Game(late=random.Random(seed))
+        rollouts = make_vllm_engine().generate(
+            PROMPTS, 4, PLAYED, seed=1, step=2, environments=game
+        )
+        check_played(rollouts, game)
+    with pytest.raises(EngineError, match="replied with no tokens"):
+        make_vllm_engine().generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Says(bad([])))
+
+
+class TogetherInThreads:
+    """Two ranks of an engine, as threads."""
+
+    def __init__(self):
+        self.barrier, self.parts = threading.Barrier(2, timeout=60), [None, None]
+
+    def of(self, rank):
+        return SimpleNamespace(
+            rank=rank,
+            size=2,
+            concatenate=lambda x: torch.cat(self.exchange(rank, x)),
+            concatenate_prompts=lambda x: Prompts.concatenate(self.exchange(rank, x)),
+        )
+
+    def exchange(self, rank, x):
+        self.parts[rank] = x
+        self.barrier.wait()
+        both = list(self.parts)
+        self.barrier.wait()
+        return both
+
+
+def test_ranks_that_share_vllm_add_the_same_requests_in_one_order(make_vllm_engine):
+    """Each has the environments of its own prompts, and one rank's replies are late."""
+    together, engines = TogetherInThreads(), [make_vllm_engine() for _ in range(2)]
+    games = [Game(late=random.Random(3)), Game()]
+    parts = [PROMPTS.take(0, 2), PROMPTS.take(2, 3)]
+
+    def play(rank):
+        engines[rank]._peers = together.of(rank)
+        return engines[rank].generate(
+            parts[rank], 4, PLAYED, seed=1, step=2, environments=games[rank]
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        rollouts = list(pool.map(play, range(2)))
+    for part, own, game in zip(parts, rollouts, games, strict=True):
+        check_played(own, game, part)
+    added = [engine._llm.added for engine in engines]
+    assert added[0] == added[1]
+    assert len(added[0]) > 20

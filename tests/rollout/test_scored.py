@@ -1,0 +1,288 @@
+"""Sampling and scoring by one function: of training, of greedy responses, of evaluations and of the
+check before the first step, with environments in place of the scorer.
+"""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.evaluation.diversity import NGramDiversity
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.evaluation.kept_samples import sample_records
+from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.job.build_rewards import build_policy_reward
+from maxrl_fast.job.launch import check_rewards
+from maxrl_fast.job.rollout_records import rollout_records
+from maxrl_fast.records import Prompts, Samples
+from maxrl_fast.rewards import Failure, RewardSource, Scores
+from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.scored import sample_and_score
+from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks.texts import response_texts
+from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.verifree import VerifreeObjective
+from tests.random_episodes import CountingEngine, CountingTask, num_turns, played, rollouts_of
+
+G, N = 3, 2
+CPU = torch.device("cpu")
+
+
+def collector_of(task, scorer=None, **options):
+    return RolloutCollector(
+        task,
+        CountingEngine(),
+        scorer or Scorer(task, None),
+        Sampling(1.0, 32, task.stop_ids),
+        num_prompts=G,
+        num_rollouts=N,
+        **options,
+    )
+
+
+def rewards_of(ids, num_samples=N):
+    return [[num_turns(i, n) / 3 for n in range(num_samples)] for i in ids]
+
+
+def test_a_step_of_episodes():
+    task = CountingTask({(1, 0), (2, 1)})
+    batch = collector_of(task).collect(5, 0)
+    assert batch.sampled.turns() == [played(i, n, 3) for i in range(G) for n in range(N)]
+    known = [[True, True], [False, True], [True, False]]
+    assert batch.known.tolist() == known
+    expected = torch.tensor(rewards_of(range(G)))
+    torch.testing.assert_close(batch.rewards, expected * torch.tensor(known), rtol=0, atol=1e-7)
+    assert batch.sampled_rewards.isnan().tolist() == [[not x for x in row] for row in known]
+    assert batch.scored_indices.tolist() == [0, 1, 3, 4]
+    assert batch.metrics["reward_exception"] == 2
+    assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3) / 4)
+    assert batch.metrics["reward/tool_errors"] == 0.5
+    assert batch.warning == (
+        "step 5: 2 of 6 rewards failed (exception 2), for example: environment (1, 0) broke"
+    )
+    assert batch.components[1] == {"turns": 2.0, "tool_errors": 0.5}
+    assert batch.num_tokens == len(batch.rollouts.tokens)
+    assert task.events == ["finish"]
+
+
+def test_one_turn_at_most():
+    """With max_turns 1 nothing is inserted, and the environments give the rewards all the same."""
+    task = CountingTask()
+    task.max_turns = 1
+    batch = collector_of(task).collect(1, 0)
+    assert len(batch.rollouts.inserted.tokens) == 0
+    assert batch.rewards.tolist() == [[pytest.approx(1 / 3)] * N] * G
+
+
+def test_a_threshold_makes_the_rewards_binary():
+    task = CountingTask({(0, 0)})
+    batch = collector_of(task, Scorer(task, None, threshold=0.9), needs_binary=True).collect(1, 0)
+    assert batch.rewards.tolist() == [[0, 0], [0, 1], [1, 0]]
+
+
+def test_greedy_episodes_whose_environment_failed_leave_their_group_out():
+    task = CountingTask({(1, 0)})
+    batch = collector_of(task, needs_greedy=True).collect(1, 0)
+    assert task.events == ["finish", "finish"]
+    greedy = [pytest.approx(num_turns(i, 0) / 3) for i in range(G)]
+    assert batch.greedy_rewards.tolist()[::2] == greedy[::2]
+    assert math.isnan(batch.greedy_rewards[1])
+    assert batch.known.tolist() == [[True, True], [False, False], [True, True]]
+    assert batch.metrics["reward_exception"] == 2  # sampled and greedy
+    assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3 + 1) / 5)
+
+
+def test_dynamic_sampling_keeps_the_insertions_of_the_chosen_groups():
+    """Groups whose two samples fail alike are replaced."""
+    task = CountingTask({(0, 1), (1, 0), (1, 1)})
+    batch = collector_of(task, max_batches=3, needs_texts=True).collect(1, 0)
+    ids = batch.prompts.ids.tolist()
+    assert ids == [2, 3, 4]
+    episodes = [played(i, n, 3) for i in ids for n in range(N)]
+    assert batch.rollouts.turns() == batch.sampled.turns() == episodes
+    assert batch.texts == tuple(
+        task.decode([x for part in parts for x in part]) for parts in episodes
+    )
+    torch.testing.assert_close(batch.rewards, torch.tensor(rewards_of(ids)))
+
+
+class Lengths(RewardSource):
+    """The reward is the number of words of the response."""
+
+    name = "lengths"
+
+    def __init__(self):
+        self.rows = []
+
+    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
+        self.rows += rows
+        failures = [
+            Failure(i, "timeout", "too long")
+            for i, row in enumerate(rows)
+            if len(row["response"].split()) > 10
+        ]
+        rewards = [float(len(row["response"].split())) for row in rows]
+        return Scores(rewards, failures, 0, [{"words": reward} for reward in rewards])
+
+
+def test_a_reward_function_sees_whole_episodes():
+    """Groups are whole, as functions of lists need them; an episode that failed stays without a
+    reward, and counts once where its reward fails too.
+    """
+    task, source = CountingTask({(1, 0), (2, 0)}), Lengths()
+    batch = collector_of(task, Scorer(task, source)).collect(1, 0)
+    episodes = [played(i, n, 3) for i in range(G) for n in range(N)]
+    texts = [task.decode([x for part in parts for x in part]) for parts in episodes]
+    assert [row["response"] for row in source.rows] == texts
+    words = [len(text.split()) for text in texts]
+    known = [s not in (2, 4) and words[s] <= 10 for s in range(6)]
+    assert 2 < known.count(False) < 6
+    assert batch.known.flatten().tolist() == known
+    assert batch.rewards.flatten().tolist() == [
+        length if is_known else 0 for length, is_known in zip(words, known, strict=True)
+    ]
+    assert batch.components[0] == {"turns": 1.0, "tool_errors": 0.5, "words": float(words[0])}
+    assert batch.metrics["reward_exception"] == 2
+    assert batch.metrics["reward_timeout"] == known.count(False) - 2
+    assert batch.warning.startswith(f"step 1: {known.count(False)} of 6 rewards failed")
+    assert task.events == ["finish"]
+
+
+def test_too_many_failed_episodes_stop_the_run():
+    task = CountingTask({(0, 0), (1, 0)})
+    scorer = Scorer(task, None, max_error_rate=0.3)
+    sentence = (
+        r"step 2: 2 of 6 rewards failed \(exception 2\), for example: environment \(0, 0\) broke; "
+        "that is more than --max-reward-error-rate 0.3 allows"
+    )
+    with pytest.raises(RewardError, match=sentence):
+        collector_of(task, scorer).collect(2, 0)
+    scorer = Scorer(task, None, max_error_rate=0.34)
+    assert collector_of(task, scorer).collect(2, 0).metrics["reward_exception"] == 2
+
+
+def test_the_check_before_the_first_step_plays_episodes():
+    task = CountingTask({(0, 0)})
+    assert check_rewards(collector_of(task)).startswith(
+        "before the first step: 1 of 4 rewards failed"
+    )
+    task = CountingTask({(i, n) for i in range(2) for n in range(2)})
+    with pytest.raises(RewardError, match="4 of 4 rewards failed"):
+        check_rewards(collector_of(task))
+
+
+def test_evaluation_counts_failed_episodes_as_wrong():
+    task, kept = CountingTask({(2, 0)}), []
+    scorer = Scorer(task, None)
+    evaluator = Evaluator(
+        CountingEngine(),
+        task,
+        scorer,
+        Sampling(1.0, 32, task.stop_ids),
+        num_prompts=5,
+        num_samples=2,
+        chunk=2,
+    )
+    result = evaluator.evaluate(keep=lambda *chunk: kept.append(chunk))
+    right = [[num_turns(i, n) / 3 > 0.5 and (i, n) != (2, 0) for n in range(2)] for i in range(5)]
+    assert result.pass_at_k[1] == pytest.approx(sum(map(sum, right)) / 10)
+    assert result.pass_at_k[2] == pytest.approx(sum(map(any, right)) / 5)
+    assert result.reward_errors == 0.1
+    assert task.events == ["finish"] * 3
+    episodes = [played(i, n, 3) for i in range(5) for n in range(2)]
+    assert [x for samples, _, _ in kept for x in samples.rollouts.turns()] == episodes
+    sampled = [sum(map(len, parts[::2])) for parts in episodes]
+    assert result.num_tokens == sum(sampled)
+    assert result.response_length_mean == pytest.approx(sum(sampled) / 10)
+    assert [parts for _, _, own in kept for parts in own][1]["turns"] == 2.0
+    assert scorer.failures(Ranks(), "now")[0]["exception"] == 1
+
+
+class Broken(CountingEngine):
+    def generate(self, prompts, num_samples, sampling, *, seed, step, environments):
+        raise KeyboardInterrupt
+
+
+def test_environments_are_closed_after_any_exception():
+    task = CountingTask()
+    arguments = (task.prompts("train", 0, 2), 2, Sampling(1.0, 32, task.stop_ids))
+    with pytest.raises(KeyboardInterrupt):
+        sample_and_score(Broken(), task, Scorer(task, None), *arguments, seed=0, step=0)
+    assert task.events == ["close"]
+    source = Lengths()
+    source.score = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        sample_and_score(CountingEngine(), task, Scorer(task, source), *arguments, seed=0, step=0)
+    assert task.events == ["close", "finish", "close"]
+
+
+def test_environments_end_without_a_scorer_and_without_prompts():
+    task, sampling = CountingTask(), Sampling(1.0, 32, (7,))
+    prompts = task.prompts("train", 0, 2)
+    sampled = sample_and_score(CountingEngine(), task, None, prompts, 2, sampling, seed=0, step=0)
+    assert sampled.rollouts.turns() == [played(i, n, 3) for i in range(2) for n in range(2)]
+    assert sampled.rewards.isnan().all()
+    scorer = Scorer(task, None)
+    nobody = sample_and_score(
+        CountingEngine(), task, scorer, Prompts.none(CPU), 2, sampling, seed=0, step=0
+    )
+    assert len(nobody.rollouts) == len(nobody.rewards) == 0
+    assert task.events == ["close", "close"]
+
+
+def test_texts_of_episodes():
+    """Special tokens and what was inserted can be seen; a text cannot make a mark of its own."""
+
+    class Marking(CountingTask):
+        def decode(self, tokens, with_special=False):
+            return "".join("⟦⟧"[x % 2] if x > 90 else f"{x}{'!' * with_special} " for x in tokens)
+
+    task = Marking()
+    episodes = [[[1, 92], [3, 4, 93], [5]], [[6, 92]]]
+    rollouts = rollouts_of(episodes)
+    assert response_texts(task, rollouts) == ["1 ⟦3 4 ⟧5 ", "6 ⟦"]
+    samples = Samples(task.prompts("train", 0, 1), rollouts)
+    first, second = sample_records(task, samples, torch.ones(2), [{}] * 2)
+    assert (first["response"], first["turns"], first["tokens"]) == ("1! [[⟦3! 4! ]]⟧5! ", 2, 3)
+    assert (second["response"], second["tokens"]) == ("6! ⟦", 2)
+    assert "turns" not in second
+
+
+def test_kept_rollouts_and_samples_show_episodes():
+    task = CountingTask()
+    batch = collector_of(task).collect(1, 0)
+    records = rollout_records(task, batch, torch.arange(6.0), 6, Ranks())
+    for record in records:
+        n = int(record["advantage"]) % N
+        parts = played(record["id"], n, 3)
+        texts = [task.decode(part, with_special=True) for part in parts]
+        marked = "".join(f"⟦{x}⟧" if i % 2 else x for i, x in enumerate(texts))
+        assert record["response"] == marked
+        assert record.get("turns", 1) == num_turns(record["id"], n) == len(parts[::2])
+        assert record["tokens"] == sum(map(len, parts[::2]))
+    assert len({record["response"] for record in records}) > 3
+    lines = []
+    tally = SampleTally(task, NGramDiversity(), lines.append)
+    tally(batch, batch.rewards.flatten(), list(batch.components))
+    assert {json.loads(line)["response"] for line in lines} == {
+        record["response"] for record in records
+    }
+
+
+@pytest.mark.parametrize("option", ["logprob", "mean_logprob", "rlpr", "vote", "verifree"])
+def test_rewards_of_one_turn_refuse_episodes(option):
+    is_objective = option == "verifree"
+    config = SimpleNamespace(
+        shaping=SimpleNamespace(reward_source="task" if is_objective else option),
+        objective=SimpleNamespace(objective="verifree" if is_objective else "grpo"),
+    )
+    objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
+    flag = "--objective" if is_objective else "--reward-source"
+    sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
+    with pytest.raises(InputError, match=sentence):
+        build_policy_reward(config, CountingTask(), objective, None)

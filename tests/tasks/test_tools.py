@@ -1,0 +1,466 @@
+"""Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import maxrl_fast
+from maxrl_fast import train
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.tokenizer import load_tokenizer
+from maxrl_fast.tasks.chat_format import ChatFormat
+from tests.rewards.pools import eventually, own_descendants
+from tests.tasks import environments
+from tests.tasks.test_dataset import CHAT, written
+from tests.tool_episodes import (
+    ENVIRONMENTS,
+    TOOL_TOKENS,
+    play,
+    save_tool_policy,
+    tool_task,
+    turn_of,
+)
+
+GOALS = [{"prompt": f"Reach {goal}.", "goal": goal} for goal in range(24)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_tool_policy(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("data") / "goals.jsonl", GOALS)
+
+
+@pytest.fixture(scope="module")
+def make(policy, data):
+    """Make tasks, or return those of the same options, whose workers have started already."""
+    made = {}
+
+    def make(environment, lines=data, **options):
+        key = (environment, lines, *options.items())
+        made[key] = made.get(key) or tool_task(policy, lines, environment, **options)
+        return made[key]
+
+    yield make
+    for task in made.values():
+        task.close()
+
+
+@pytest.fixture(scope="module")
+def hostile(make):
+    """One worker, which all episodes share."""
+    return make("Hostile", reward_workers=1, reward_seconds=60.0)
+
+
+def tokenizer_of(task):
+    return task._text.tokenizer
+
+
+def counting(task, num_prompts, num_samples):
+    """Return scripts that reach the goal in n + 1 steps, or miss it by n if n is 2."""
+    encode, scripts = tokenizer_of(task), []
+    for columns in task.prompts("train", 0, num_prompts).columns:
+        for n in range(num_samples):
+            steps = [1] * n + [columns["goal"] - n + (n if n == 2 else 0)]
+            turns = [turn_of(encode, ("increase", {"step": step})) for step in steps]
+            scripts.append([*turns, turn_of(encode, text="Done.")])
+    return scripts
+
+
+def acting(task, *acts, tool="act"):
+    """Return a script for each act: the call, and a turn without one."""
+    encode = tokenizer_of(task)
+    end = turn_of(encode, text="Done.")
+    return [
+        [turn_of(encode, (tool, {"what": act}) if act else ("increase", {"step": 0})), end]
+        for act in acts
+    ]
+
+
+def test_rewards_are_those_of_the_environments(make):
+    task = make("CounterEnv")
+    _, scores = play(task, counting(task, 5, 3), 3)
+    assert scores.rewards == [1.0, 1.0, 0.0] * 5
+    assert scores.failures == []
+    assert scores.components == [{"tool_errors": 0.0}] * 15
+
+
+def test_an_episode_has_the_tokens_of_the_chat_template(make):
+    """Two calls in a turn, text before a call, and characters of several bytes."""
+    task = make("CounterEnv")
+    tokenizer, (columns,) = tokenizer_of(task), task.prompts("train", 0, 1).columns
+    first = [("increase", {"step": 2}), ("increase", {"step": 3})]
+    second = [("increase", {"stép": "ü"})]
+    turns = [
+        turn_of(tokenizer, *first),
+        turn_of(tokenizer, *second, text="Noch einmal ☺"),
+        turn_of(tokenizer, text="Done."),
+    ]
+    (tokens,), scores = play(task, [turns])
+    error = "TypeError: CounterEnv.increase() got an unexpected keyword argument 'stép'"
+    chat = [
+        *columns["prompt"],
+        said("", *first),
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "5"},
+        said("Noch einmal ☺", *second),
+        {"role": "tool", "content": error},
+    ]
+    tools = task._workers.signature["tools"]
+    whole = tokenizer.apply_chat_template(
+        chat, tools=tools, add_generation_prompt=True, return_dict=False
+    )
+    prompt = task.prompts("train", 0, 1).tokens.tolist()
+    assert prompt == tokenizer.apply_chat_template(
+        columns["prompt"], tools=tools, add_generation_prompt=True, return_dict=False
+    )
+    assert prompt + tokens == whole + turns[2]
+    assert scores.components == [{"tool_errors": 1.0}]
+
+
+def said(text, *calls):
+    functions = [{"function": {"name": name, "arguments": given}} for name, given in calls]
+    return {"role": "assistant", "content": text, "tool_calls": functions}
+
+
+def test_sampled_tokens_stay_where_the_template_would_write_others(make):
+    """The policy writes spaces in its JSON, and reasoning, which the template drops."""
+    task = make("CounterEnv")
+    tokenizer = tokenizer_of(task)
+    call = '{"name":"increase",  "arguments":{"step": 1}}'
+    odd = turn_of(tokenizer, call, text="<think>\nOne.\n</think>\n")
+    (tokens,), scores = play(task, [[odd, turn_of(tokenizer, text="Done.")]])
+    assert tokens[: len(odd)] == odd
+    reply = "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n"
+    after = tokenizer.encode(reply + "<|im_start|>assistant\nDone.<|im_end|>")
+    assert tokens[len(odd) :] == after
+    assert scores.components == [{"tool_errors": 0.0}]
+
+
+@pytest.mark.parametrize("environment", ["CounterEnv", "AsyncCounterEnv"])
+def test_order_and_number_of_workers_change_nothing(make, environment):
+    tasks = [make(environment), make(environment, reward_workers=1)]
+    if environment == "CounterEnv":
+        tasks += [make(environment, reward_workers=workers) for workers in (3, 4)]
+    outcomes = [
+        play(task, counting(task, 4, 3), 3, order) for order, task in enumerate((tasks[0], *tasks))
+    ]
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert len({tuple(tokens) for tokens in outcomes[0][0]}) > 4
+
+
+def test_async_calls_of_a_worker_run_side_by_side(make):
+    def most_together(**options):
+        task = make("Together", reward_workers=1, **options)
+        script = [turn_of(tokenizer_of(task), ("meet", {})), turn_of(tokenizer_of(task))]
+        rewards = play(task, [script] * 8, 8)[1].rewards
+        assert len(rewards) == 8
+        return max(rewards)
+
+    assert most_together(reward_concurrency=4) == 4
+    assert most_together(reward_concurrency=1) == 1
+
+
+FAILURES = {
+    "sleep": ("timeout", "the call ran longer than 2 s"),
+    "sys_exit": ("exception", "SystemExit: 3 (environments.py, line "),
+    "gigabyte": ("invalid", "a reply must have at most 1,048,576 characters, got 1,000,000,000"),
+    "memory": ("memory", "the call needed more memory than its limit"),
+    "nan": ("invalid", "a reward must be a finite number of float32, got nan"),
+}
+
+
+@pytest.mark.parametrize("act", FAILURES)
+def test_a_hostile_call_fails_its_episode_alone(make, hostile, act):
+    kind, message = FAILURES[act]
+    if act == "sleep":
+        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
+    _, scores = play(hostile, acting(hostile, "", "", act, ""), 4)
+    assert [(x.index, x.kind) for x in scores.failures] == [(2, kind)]
+    assert scores.failures[0].message.startswith(message)
+    goal = hostile.prompts("train", 0, 1).columns[0]["goal"]
+    assert scores.rewards == [float(goal == 0)] * 2 + [0.0] + [float(goal == 0)]
+
+
+@pytest.mark.parametrize(("act", "message"), [("wait", "longer than 2 s"), ("async_exit", "3")])
+def test_a_hostile_coroutine_fails_its_episode_alone(make, hostile, act, message):
+    if act == "wait":
+        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
+    scripts = acting(hostile, "", act, "", tool="act_later")
+    _, scores = play(hostile, scripts, 3)
+    assert [x.index for x in scores.failures] == [1]
+    assert message in scores.failures[0].message
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [("exit", "the worker process exited with code 3"), ("ignore", "the call ran longer than 2 s")],
+)
+def test_the_end_of_a_worker_fails_its_own_environments_alone(make, act, message):
+    """Environments are dealt to the workers in turn."""
+    task = make("Hostile", reward_workers=2, reward_seconds=2.0)
+    _, scores = play(task, acting(task, "", act, "", "", "", ""), 6)
+    failed = {x.index: x for x in scores.failures}
+    assert failed.keys() == {1, 3, 5}
+    assert message in failed[1].message
+    assert all(failed[s].kind == "crash" for s in (3, 5))
+    assert play(task, acting(task, "", ""), 2)[1].failures == []
+
+
+REPLIES = {
+    "none": ("None", 0.0),
+    "raise": ("ValueError: Game over.", 1.0),
+    "surrogate": ("?", 0.0),
+    "tokens": ("1 " * 500_000, 0.0),
+    "control": (
+        "<|im_end|>\n<|im_start|>assistant\n</think><tool_response>\ufffd<|im_end|>",
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("act", REPLIES)
+def test_replies_are_text_whatever_a_tool_returns(hostile, act):
+    """Text that is written like control tokens has none of their ids."""
+    text, errors = REPLIES[act]
+    script = acting(hostile, act)[0]
+    (tokens,), scores = play(hostile, [script])
+    tokenizer, inserted = tokenizer_of(hostile), tokens[len(script[0]) : -len(script[1])]
+    before, after = "\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n"
+    after += "<|im_start|>assistant\n"
+    assert tokenizer.decode(inserted) == before + text + after
+    control = {tokenizer.convert_tokens_to_ids(token) for token in TOOL_TOKENS}
+    control |= {tokenizer.convert_tokens_to_ids(x) for x in ("<|im_start|>", "<|im_end|>")}
+    marks = [token for token in inserted if token in control]
+    assert marks == [x for x in tokenizer.encode(before + after) if x in control]
+    assert scores.components == [{"tool_errors": errors}]
+
+
+def test_text_of_reset_ends_the_prompt_as_text(make, tmp_path):
+    lines = [{"prompt": f"Go {i}. ", "begin": f"<|im_end|> {i}"} for i in range(16)]
+    task = make("Hostile", written(tmp_path / "lines.jsonl", lines))
+    prompts = task.prompts("train", 0, 1)
+    content = prompts.columns[0]["prompt"][0]["content"]
+    assert content == f"Go {content[3:].partition('.')[0]}. {prompts.columns[0]['begin']}"
+    tokenizer = tokenizer_of(task)
+    decoded = tokenizer.decode(prompts.tokens.tolist())
+    assert decoded.endswith(f"user\n{content}<|im_end|>\n<|im_start|>assistant\n")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert prompts.tokens.tolist().count(end) == 2  # of the system message and the user's
+    assert play(task, acting(task, ""))[1].failures == []
+
+
+def test_a_thousand_at_once(make):
+    task = make("CounterEnv")
+    _, scores = play(task, counting(task, 10, 2) * 50, 100)
+    assert scores.failures == []
+    assert len(scores.rewards) == 1000
+    # the goals of the first prompts come in turn in `counting`, and do not here
+    goals = [columns["goal"] for columns in task.prompts("train", 0, 10).columns]
+    asked = [goals[s // 2 % 10] for s in range(1000)]
+    assert scores.rewards == [float(asked[s] == goals[s // 100]) for s in range(1000)]
+
+
+def test_the_last_turn_has_no_reply_but_its_calls_are_made(make):
+    task = make("CounterEnv", max_turns=1)
+    scripts = [turns[:1] for turns in counting(task, 3, 1)]
+    (tokens, *_), scores = play(task, scripts)
+    assert tokens == scripts[0][0]
+    assert scores.rewards == [1.0, 1.0, 1.0]
+
+
+def test_environments_that_are_closed_leave_nothing(make):
+    task = make("Hostile")
+    task.close()
+    before = {*own_descendants()}
+    episodes = task.environments(task.prompts("train", 0, 2), 2)
+    episodes.submit(0, acting(task, "sleep")[0][0])
+    assert before < {*own_descendants()}
+    episodes.close()
+    assert eventually(lambda: before == {*own_descendants()})
+    assert play(task, acting(task, "", ""), 2)[1].failures == []
+
+
+def test_processes_that_an_environment_leaves_are_killed(make):
+    task = make("Forking", reward_workers=1)
+    scripts = [[turn_of(tokenizer_of(task), ("start", {})), turn_of(tokenizer_of(task))]] * 2
+    (pid, _) = play(task, scripts, 2)[1].rewards
+    assert eventually(lambda: not Path(f"/proc/{int(pid)}").exists())
+
+
+def test_a_text_that_changes_fails_its_episode(make):
+    task = make("Fickle")
+    scores = play(task, acting(task, ""))[1]
+    assert [x.kind for x in scores.failures] == ["invalid"]
+    assert "reset returned another text" in scores.failures[0].message
+
+
+@pytest.mark.parametrize("cls", [environments.CounterEnv, environments.AsyncCounterEnv])
+def test_a_class_of_this_process_runs_in_a_thread(make, cls):
+    in_thread = make("python:CounterEnv", cls=cls)
+    in_workers = make(cls.__name__)
+    scripts = counting(in_thread, 3, 3)
+    assert play(in_thread, scripts, 3, order=1) == play(in_workers, scripts, 3)
+
+
+def test_a_call_that_hangs_in_the_thread_fails(make):
+    task = make("python:Hostile", cls=environments.Hostile, reward_seconds=0.2)
+    scores = play(task, acting(task, "", "sleep", ""), 3)[1]
+    assert {x.index for x in scores.failures} >= {1}
+    assert {x.kind for x in scores.failures} == {"timeout", "crash"}
+    assert play(task, acting(task, "", ""), 2)[1].failures == []
+
+
+REFUSED = {
+    "NoTool": "NoTool must have a public method besides reset, which is a tool",
+    "NoReset": "NoReset must have a method reset(**columns), which it does not",
+    "NoDocstring": "the tool NoDocstring.undocumented needs a docstring that describes every",
+    "NeedsArgument": "NeedsArgument() must need no arguments: missing a required argument: 'url'",
+    "NeedsColumn": "line 1: its reset asks for `target`: the arguments are prompt, goal; give it",
+    "FailingReset": "reset fails: RuntimeError: no server (environments.py, line ",
+    "NoReward": "needs a method get_reward(), or --reward FILE:FUNCTION",
+    "Missing": "environments.py has no Missing",
+}
+
+
+@pytest.mark.parametrize("environment", REFUSED)
+def test_a_wrong_environment_is_refused(make, environment):
+    before = {*own_descendants()}
+    with pytest.raises(InputError) as error:
+        make(environment)
+    assert REFUSED[environment] in str(error.value)
+    assert "\n" not in str(error.value)
+    assert eventually(lambda: before == {*own_descendants()})
+
+
+def test_a_class_without_a_reward_is_taken_with_reward_functions(make):
+    task = make("NoReward", rewards=("rewards.py:f",))
+    _, scores = play(task, counting(task, 1, 1))
+    assert (scores.rewards, scores.failures) == ([0.0], [])
+
+
+TEMPLATES = {
+    "none of the 28 formats": CHAT,
+    "needs a chat template, and": None,
+    "rejects": "{{ raise_exception('no tools') }}",
+}
+
+
+@pytest.mark.parametrize("reason", TEMPLATES)
+def test_a_model_whose_chat_cannot_be_extended_is_refused(tmp_path, data, reason):
+    policy = save_tool_policy(tmp_path, chat=TEMPLATES[reason])
+    with pytest.raises(InputError) as error:
+        tool_task(policy, data, "CounterEnv")
+    assert reason in str(error.value)
+    assert str(policy) in str(error.value)
+
+
+def test_a_format_that_cannot_extend_a_turn_is_refused(policy, monkeypatch):
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    function = {"name": "f", "description": "F.", "parameters": parameters}
+    arguments = (
+        load_tokenizer(policy),
+        [{"type": "function", "function": function}],
+        [[{"role": "user", "content": "Hello."}]],
+        "the model",
+    )
+    assert ChatFormat(*arguments).name == "qwen3"
+    for name in ("renderers.qwen3.Qwen3Renderer", "renderers.prime_qwen3.PrimeQwen3Renderer"):
+        monkeypatch.setattr(f"{name}.bridge_to_next_turn", lambda *_, **__: None)
+    with pytest.raises(InputError, match=r"of the model the format \S+ cannot extend"):
+        ChatFormat(*arguments)
+
+
+OWN = f"--task dataset --environment {ENVIRONMENTS}:CounterEnv"
+COMMANDS = {
+    "max_turns must be at least 1, got 0": f"{OWN} --max-turns 0",
+    "--reward-isolation must be process with --environment": f"{OWN} --reward-isolation call",
+    "--max-new-tokens must be at most": f"{OWN} --max-new-tokens 4000",
+    "NoTool must have a public method": f"--task dataset --environment {ENVIRONMENTS}:NoTool",
+    "must have prompts of at most 20 tokens": f"{OWN} --max-prompt-tokens 20",
+    "--max-turns needs --environment": "--task dataset --reward r.py:f --max-turns 3",
+    "--environment is not used by task gym:x": f"--task gym:x --environment {ENVIRONMENTS}:NoTool",
+}
+
+
+@pytest.mark.parametrize("sentence", COMMANDS)
+def test_bad_options_are_refused_with_one_sentence(policy, data, tmp_path, capsys, sentence):
+    words = [*COMMANDS[sentence].split(), "--model", str(policy), "--out", str(tmp_path / "run")]
+    if "gym" not in sentence:
+        words += ["--data", str(data)]
+    assert train.main([*words, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert sentence in " ".join(error.split())
+    assert not (tmp_path / "run").exists()
+
+
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator_environment.py"
+
+
+def test_the_example_calculates_and_scores(make, tmp_path):
+    lines = [{"prompt": f"What is {i} + 1/2?", "answer": f"{i}.5"} for i in range(40)]
+    task = make(f"{CALCULATOR}:Calculator", written(tmp_path / "sums.jsonl", lines))
+    tokenizer, (columns,) = tokenizer_of(task), task.prompts("train", 0, 1).columns
+    right, sum_ = float(columns["answer"]), columns["prompt"][0]["content"][8:-1]
+    calls = [("calculate", {"expression": sum_}), ("calculate", {"expression": "open('x')"})]
+    scripts = [
+        [turn_of(tokenizer, *calls, ("submit", {"number": number})), turn_of(tokenizer, text="So.")]
+        for number in (right, right + 1)
+    ]
+    tokens, scores = play(task, scripts, 2)
+    assert f"<tool_response>\n{right}\n</tool_response>" in tokenizer.decode(tokens[0])
+    assert "ValueError: an expression has numbers" in tokenizer.decode(tokens[1])
+    assert scores.rewards == [1.0, 0.0]
+    assert scores.components == [{"tool_errors": 1.0}] * 2
+
+
+@pytest.mark.slow
+def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(policy, tmp_path):
+    """The warm start teaches a call that is right for every other prompt."""
+    lines = [{"prompt": f"{i}: What is 1 + {i % 2}?", "answer": 1 + i % 2} for i in range(24)]
+    call = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'
+    data = written(tmp_path / "data.jsonl", lines)
+    shown = [{"prompt": line["prompt"], "response": call} for line in lines]
+    words = (
+        f"--task dataset --data {data} --environment {CALCULATOR}:Calculator --model {policy} "
+        f"--sft-data {written(tmp_path / 'shown.jsonl', shown)} --allow-special-tokens "
+        "--max-prompt-tokens 2000 --sft-steps 80 --sft-batch 4 --sft-lr 1e-2 --steps 2 --prompts 4 "
+        "--rollouts 4 --max-new-tokens 200 --max-turns 2 --objective rloo --eval-prompts 1 "
+        "--eval-samples 1 --device cpu --keep-rollouts 16"
+    )
+    records = []
+    for workers in (1, 3):
+        out = tmp_path / str(workers)
+        flags = ["--reward-workers", str(workers), "--out", str(out)]
+        assert train.main([*words.split(), *flags]) == 0
+        records.append([*map(json.loads, (out / "rollouts.jsonl").read_text().splitlines())])
+    assert records[0] == records[1]
+    assert len(records[0]) == 32
+    assert {record["reward"] for record in records[0]} == {0.0, 1.0}
+    reply = "<tool_response>\nSubmitted.\n</tool_response>"
+    for record in records[0]:
+        if reply in record["response"]:
+            assert record["turns"] == 2
+            assert call in record["response"]
+            assert record["reward"] == float(record["answer"] == 2)
+    assert sum(reply in record["response"] for record in records[0]) > 16
+
+
+def test_a_class_trains_from_python(policy, data, tmp_path):
+    def run(folder, **options):
+        return maxrl_fast.run(
+            task="dataset", data=data, model=str(policy), max_turns=2, max_prompt_tokens=2000,
+            objective="rloo", steps=1, prompts=2, rollouts=2, max_new_tokens=16, eval_prompts=1,
+            eval_samples=1, device="cpu", out=tmp_path / folder, **options,
+        )  # fmt: skip
+
+    own = run("object", environment=environments.CounterEnv)
+    assert (own.exit, len(own.metrics), len(own.rollouts)) == (0, 1, 4)
+    file = run("file", environment=f"{ENVIRONMENTS}:CounterEnv")
+    assert [*own.rollouts] == [*file.rollouts]
+    with pytest.raises(InputError, match="is a Python object that was given to maxrl_fast"):
+        maxrl_fast.run(resume=own.out, steps=2, allow_changes=True)

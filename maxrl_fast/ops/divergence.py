@@ -122,18 +122,17 @@ def linear_divergences(
     others = Chunks(other, teacher_weight, size, False, False, teacher_softcap)
     row_bytes = max(len(weight), 1) * tau.element_size()
     block = max(_BLOCK_BYTES.get(hidden.device.type, 1 << 20) // row_bytes, 1)
-    parts = [c.new_empty(0)]
+    # not a list: tensors that stay among those that are freed would fragment the heap
+    values = torch.empty_like(c)
     for (start, stop, logits), (*_, other) in zip(chunks, others, strict=True):
         for i in range(start, stop, block):
             rows, part = slice(i, min(i + block, stop)), slice(i - start, i - start + block)
             log_p, log_q = (
                 torch.log_softmax(x[part].to(tau.dtype) / tau[rows], -1) for x in (logits, other)
             )
-            values, gradient = _divergence(log_p, log_q, divergence, beta)
-            parts.append(values.double())
+            values[rows], gradient = _divergence(log_p, log_q, divergence, beta)
             logits[part] = gradient.mul_(slopes[rows])  # in the memory of the logits
         chunks.backward(start, stop, logits)
-    values = torch.cat(parts)
     # frees the chunks before the gradient is rounded
     logits = other = chunks.buffer = others.buffer = values
     grad_hidden, grad_weight = chunks.gradients()

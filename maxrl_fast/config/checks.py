@@ -45,6 +45,8 @@ def check(config: Config) -> None:
     _check_objective(objective, loss, options)
     _check_loss(config, loss, options)
     _check_reference(objective, loss, options)
+    if not 0 < config.loss.beta() < 1:
+        raise InputError(f"beta of jsd must be between 0 and 1, got {config.loss.beta():g}")
     _check_correction(config, objective)
     check_tracker(options["log_to"])
     if (
@@ -188,6 +190,8 @@ def _check_reference(objective: Objective, loss: TokenLoss, options: Mapping[str
             "kl full cannot be used where a token's loss depends on other responses, as with loss "
             "kl_cov, --top-entropy, --siren and --correction sequence_mask"
         )
+    if options["divergence"] == "jsd" and "beta" in loss.options:
+        raise InputError(f"divergence jsd and loss {loss.name} both have an option beta")
 
 
 def _check_loss(config: Config, loss: TokenLoss, options: Mapping[str, Any]) -> None:

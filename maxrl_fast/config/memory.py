@@ -210,7 +210,11 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
         copied_at_a_time = copied / num_layers if options.checkpoint_activations else copied
         needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
     output = 0 if is_sharded or not is_half else element * matrix
-    output += 4 * matrix if model.lm_head.weight.requires_grad else 0
+    of_matrix = 4 * matrix if model.lm_head.weight.requires_grad else 0
+    # the exact divergence has a chunk of each policy, and its gradient of the output matrix waits
+    # with the token loss's for the backward pass
+    num_losses = 2 if config.loss.kl_coef and config.loss.kl == "full" else 1
+    output, chunk = output + num_losses * of_matrix, num_losses * chunk
     needed["logits of a chunk, output matrix"] = float(chunk + output)
     return needed
 

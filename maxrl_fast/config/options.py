@@ -503,9 +503,8 @@ class LossOptions:
             "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
         ),
     ] = ()
-    """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives`
-    lists them.
-    """
+    """Numbers of the loss, such as tau_negative=1.1 of sapo (`python -m maxrl_fast.objectives`
+    lists them), and beta, the teacher's weight in --divergence jsd."""
     clip_low: Annotated[
         BelowOne,
         when.TAKES_CLIPS,
@@ -557,7 +556,7 @@ class LossOptions:
     """
     divergence: Annotated[Literal["reverse", "forward", "jsd"], when.WITH_FULL_KL] = "reverse"
     """Divergence of --kl full: reverse is KL(policy || teacher), forward KL(teacher || policy), jsd
-    the Jensen-Shannon divergence."""
+    the Jensen-Shannon divergence, generalized by --loss-options beta."""
     reference: Annotated[
         str | None,
         Default("none, the policy itself", "MODEL"),
@@ -580,7 +579,16 @@ class LossOptions:
 
     def own_numbers(self) -> dict[str, float]:
         """Return the options of the loss by name; raises as `numbers_by_name`."""
-        return numbers_by_name("loss_options", self.loss_options)
+        numbers = numbers_by_name("loss_options", self.loss_options)
+        if self.divergence == "jsd":
+            numbers.pop("beta", None)
+        return numbers
+
+    def beta(self) -> float:
+        """Return the teacher's weight in --divergence jsd; raises as `numbers_by_name`."""
+        is_jsd = self.divergence == "jsd"
+        given = numbers_by_name("loss_options", self.loss_options) if is_jsd else {}
+        return given.get("beta", 0.5)
 
 
 @dataclass(frozen=True)

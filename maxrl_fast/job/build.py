@@ -55,6 +55,7 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
         **{name: value for name, value in vars(config.loss).items() if name not in NOT_OF_LOSS},
         "loss": loss_of(config.loss.loss).function,
         "loss_options": config.loss.own_numbers(),
+        "beta": config.loss.beta(),
         "sequence_mask": correction_of(config)[1].get("delta"),
     }
     return LossSettings(

@@ -107,7 +107,7 @@ def build_task(
         return task
     workers = build_environments(rewards, options.environment, environment)
     try:
-        if not workers.signature["has_reward"] and not rewards.reward:
+        if needs_reward and not (workers.signature["has_reward"] or rewards.reward):
             raise InputError(
                 f"--environment {options.environment} needs a method get_reward(), or --reward "
                 "FILE:FUNCTION"

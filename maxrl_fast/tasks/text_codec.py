@@ -67,11 +67,11 @@ class TextCodec:
         encode: Callable[[Sequence[Message]], list[int]],
         chats: Sequence[Sequence[Message]],
         places: Sequence[str],
+        limit: int | None = None,
     ) -> list[list[int] | None]:
         """Encode prompts otherwise than by the chat template; the rest is as in `encode`."""
-        return self._encode_each(
-            lambda _, chat: encode(chat), "a prompt", chats, places, self._max_prompt_tokens
-        )
+        most = limit or self._max_prompt_tokens
+        return self._encode_each(lambda _, chat: encode(chat), "a prompt", chats, places, most)
 
     def encode_response(self, response: str) -> list[int]:
         return self._stopped(encode_response(self.tokenizer, response))
@@ -147,7 +147,12 @@ class TextTask:
 
     def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
         """Return the token ids of a prompt of any length; `place` is for messages."""
-        return self._text.encode([prompt], [place], limit=2**31)[0] or []
+        return self._encode([prompt], [place], 2**31)[0] or []
+
+    def _encode(
+        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
+    ) -> list[list[int] | None]:
+        return self._text.encode(prompts, places, limit)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         return self._text.decode(tokens, with_special)

@@ -368,6 +368,7 @@ class Learner:
             read,
             teacher.output_matrix,
             settings.divergence,
+            beta=settings.beta,
             temperature=settings.temperature,
             softcap=self.model.softcap,
             teacher_softcap=teacher.softcap,

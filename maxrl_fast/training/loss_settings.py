@@ -28,6 +28,7 @@ class LossSettings:
     kl: str = "k3"
     kl_coef: float = 0.0
     divergence: str = "reverse"
+    beta: float = 0.5  # of jsd
     entropy_coef: float = 0.0
     temperature: float = 1.0
     max_new_tokens: int = 1  # the constant of seq_sum_constant

@@ -10,6 +10,9 @@ from maxrl_fast import train
 SMALL = "--maze-size 5 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
 
 
+JSD = "--kl-coef 1 --kl full --divergence jsd --loss-options"
+
+
 def run(out, *flags):
     return train.main([*SMALL.split(), "--out", str(out), *map(str, flags)])
 
@@ -50,6 +53,9 @@ def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags):
         ("--objective distill --maze-size 31 --reference {}", "1446 positions"),
         ("--objective maxrl --kl-coef 1 --kl full", "kl full needs another teacher"),
         ("--objective maxrl --kl-coef 1 --divergence jsd", "--divergence needs --kl full"),
+        ("--objective distill --reference {} --loss-options beta=0.3", "not used by loss"),
+        ("--reference {} " + JSD + " beta=1", "beta of jsd must be between 0 and 1, got 1"),
+        ("--reference {} " + JSD + " gamma=1", "loss ppo takes no options, got 'gamma'"),
         ("--kl-coef 1 --kl full --loss kl_cov --reference {}", "depends on other responses"),
         ("--objective pacs_paper --reference {}", "needs --ref-reset-interval 0"),
         ("--kl-coef 1 --teacher-prompt prompts.py:f", "must be answer for task maze"),

@@ -9,7 +9,9 @@ import maxrl_fast
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import load_tokenizer
+from maxrl_fast.records import unpack
 from maxrl_fast.tasks.chat_format import ChatFormat
+from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.rewards.pools import eventually, own_descendants
 from tests.tasks import environments
 from tests.tasks.test_dataset import CHAT, written
@@ -313,6 +315,33 @@ def test_a_call_that_hangs_in_the_thread_fails(make):
     assert {x.index for x in scores.failures} >= {1}
     assert {x.kind for x in scores.failures} == {"timeout", "crash"}
     assert play(task, acting(task, "", ""), 2)[1].failures == []
+
+
+def test_a_teachers_prompt_has_the_tools(make, tmp_path):
+    code = "def f(prompt, goal, **others):\n    return prompt[-1]['content'] + f' It is {goal}.'\n"
+    (tmp_path / "teacher.py").write_text(code)
+    task = make("CounterEnv")
+    prompts = task.prompts("train", 0, 2)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts)
+    for own, read, columns in zip(
+        unpack(prompts.tokens, prompts.lengths),
+        unpack(made.tokens, made.lengths),
+        prompts.columns,
+        strict=True,
+    ):
+        text = task.decode(own, with_special=True)
+        question = columns["prompt"][-1]["content"]
+        assert "# Tools" in text
+        assert text.count(question) == 1
+        expected = text.replace(question, f"{question} It is {columns['goal']}.")
+        assert task.decode(read, with_special=True) == expected
+
+
+def test_distillation_needs_no_reward(policy, data):
+    task = tool_task(policy, data, "NoReward", needs_reward=False)
+    scores = play(task, counting(task, 2, 2), 2)[1]
+    assert (scores.rewards, scores.failures) == ([0.0] * 4, [])
+    task.close()
 
 
 REFUSED = {

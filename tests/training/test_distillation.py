@@ -9,6 +9,13 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build import build_trainer
+from maxrl_fast.job.build_engine import build_run_engine
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
@@ -16,6 +23,7 @@ from maxrl_fast.training.learner import Learner, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
+from tests.random_episodes import naive_logprobs, naive_rows, random_parts, rollouts_of
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 TEACHERS = make_prompts([[5, 6, 7, 8, 11, 12], [9, 1, 3], [1, 2, 3, 4, 5, 6, 7, 30, 2]])
@@ -138,6 +146,89 @@ def test_the_policy_teaches_itself_by_another_prompt(kl):
         values = (log_p.gather(1, ROLLOUTS.tokens[:, None])[:, 0] - own).square() / 2
     assert metrics.kl == pytest.approx(float(values.sum()), rel=1e-3)
     assert metrics.grad_norm > 1e-2
+
+
+def test_the_weight_of_jsd_is_of_the_teacher():
+    """beta KL(Q || M) + (1 - beta) KL(P || M), M = beta Q + (1 - beta) P, times kl_coef / 18."""
+    model, teacher = tiny_decoder(), tiny_decoder(1)
+    settings = dataclasses.replace(FULL, divergence="jsd", beta=0.8)
+    trained = learner(model, settings, teacher.requires_grad_(False))
+    samples = Samples(PROMPTS, ROLLOUTS)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    with torch.no_grad():
+        p, q = ((logits_of(x, PROMPTS).double() / 0.9).softmax(-1) for x in (model, teacher))
+    mixture = 0.8 * q + 0.2 * p
+    values = 0.8 * q * (q / mixture).log() + 0.2 * p * (p / mixture).log()
+    assert metrics.kl == pytest.approx(float(values.sum()), rel=1e-4)
+    assert metrics.loss == pytest.approx(0.7 / 18 * float(values.sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", [10_000, 25])
+@pytest.mark.parametrize("reads_more", [False, True])
+def test_a_teacher_of_episodes(reads_more, budget):
+    """Tokens that environments wrote are read by both and compared by neither; against the forward
+    pass of each episode alone."""
+    generator = torch.Generator().manual_seed(4)
+    prompts, more = [[5, 1], [7]], [[5, 1, 9, 9], [3, 7, 2]]
+    episodes = [random_parts(generator, 4) for _ in range(6)]
+    rollouts = rollouts_of(episodes)
+    assert rollouts.inserted is not None
+    assert len(rollouts.inserted.tokens) > 4
+    model, teacher = tiny_decoder(), tiny_decoder(1).requires_grad_(False)
+    trained = learner(model, FULL, teacher, budget)
+    given = {"teacher_prompts": make_prompts(more)} if reads_more else {}
+    samples = Samples(make_prompts(prompts), rollouts, **given)
+    read = more if reads_more else prompts
+    with torch.no_grad():
+        expected = [naive_logprobs(teacher, read[s // 3], x, 0.9) for s, x in enumerate(episodes)]
+    found = trained.with_reference(samples).ref_logprobs
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    terms = []
+    for s, parts in enumerate(episodes):
+        log_p = naive_rows(model, prompts[s // 3], parts, 0.9)
+        log_q = naive_rows(teacher, read[s // 3], parts, 0.9)
+        terms.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    total = torch.cat(terms).sum()
+    assert metrics.kl == pytest.approx(float(total), rel=1e-4)
+    embedding = model.model.embed_tokens.weight
+    (gradient,) = torch.autograd.grad(0.7 / len(rollouts.tokens) * total, embedding)
+    assert float(gradient.abs().max()) > 1e-3
+    torch.testing.assert_close(embedding.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_self", [False, True])
+def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self):
+    """Without a reference it is the policy as the step finds it, which reads the answer."""
+    options = {"maze_size": 5, "prompts": 2, "rollouts": 2, "hidden_size": 32, "layers": 1}
+    options |= {"objective": "maxrl", "kl_coef": 1.0, "kl": "k2", "lr": 0.01, "threads": 1}
+    options |= {"steps": 3, "sft_steps": 0, "device": "cpu", "dtype": "float32"}
+    config = parse_options(options | ({"teacher_prompt": "answer"} if is_self else {}))
+    task = build_run_task(config)
+    config = resolve(config, task)
+    model, teacher = build_policy(config, task), None if is_self else build_policy(config, task)
+    if teacher is not None:
+        teacher.requires_grad_(False).lm_head.weight.mul_(2)
+    engine = build_run_engine(config, model, task)
+    scorer = build_scorer(config.reward, task)
+    trainer, _ = build_trainer(config, task, engine, scorer, model, teacher=teacher)
+    seen = []
+    update = trainer.learner.update
+
+    def watched(samples, *arguments, **keywords):
+        read = samples.prompts if teacher else samples.teacher_prompts
+        batch = one_batch(read, samples.rollouts)
+        logits = response_logits(model if is_self else teacher, batch, torch.float32)
+        expected = ops.token_logprobs(logits, batch.targets)[0].detach()
+        torch.testing.assert_close(samples.rollouts.ref_logprobs, expected, rtol=1e-4, atol=1e-5)
+        seen.append(len(expected))
+        return update(samples, *arguments, **keywords)
+
+    monkeypatch.setattr(trainer.learner, "update", watched)
+    for n in range(3):
+        trainer.step(n + 1, 2 * n)
+    assert len(seen) == 3
+    assert min(seen) > 0
 
 
 @pytest.mark.slow

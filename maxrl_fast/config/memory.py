@@ -53,8 +53,7 @@ def estimate_memory(
     copies_policy = config.loss.reference is None and config.loss.teacher_prompt is None
     # it shares frozen weights
     reference = trained if copies_policy and (config.loss.kl_coef or needs.reference) else 0
-    weights_of_teacher = () if teacher is None else teacher.parameters()
-    frozen = sum(p.numel() * p.element_size() for p in weights_of_teacher)
+    frozen = sum(p.nbytes for p in teacher.parameters()) if teacher else 0
     critic = num_critic_weights(model) if needs.critic else 0  # so does it
     state = {  # gradients and moments stay from the first update on
         "weights (float32)": _scaled(4 * weights, (1, part, part)),

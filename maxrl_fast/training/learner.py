@@ -348,8 +348,8 @@ class Learner:
     @torch.no_grad()
     def _read_by_teacher(self, batch: MicroBatch) -> Tensor:
         """Return the reference policy's hidden states [T, K] of the batch's targets."""
-        teacher = self.model if self.reference is None else self.reference
-        hidden = run_batch(teacher, batch if batch.teacher is None else batch.teacher, self.dtype)
+        teacher = self.reference or self.model
+        hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
         if self.reference is None:
             reshard(teacher)
         return hidden * teacher.logit_scale
@@ -358,7 +358,7 @@ class Learner:
         self, batch: MicroBatch, hidden: Tensor, read: Tensor, denominator: float
     ) -> tuple[Tensor, Tensor]:
         """Return the term of --kl full, and the mean divergence of the batch's tokens."""
-        teacher, settings = self.model if self.reference is None else self.reference, self.settings
+        teacher, settings = self.reference or self.model, self.settings
         coefficients = torch.full_like(batch.old_logprobs, settings.kl_coef)
         if settings.aggregation == "seq_mean_token_mean":
             coefficients /= batch.by_token(batch.cu_seqlens.diff())
@@ -399,12 +399,11 @@ class Learner:
 
         Packed as each of the updates packs them: both policies then round nearly alike.
         """
-        reads_more, model = samples.teacher_prompts is not None, self.reference
-        if model is None and not reads_more:
+        if self.reference is None and samples.teacher_prompts is None:
             return samples.rollouts
         read = Samples(samples.teacher_prompts or samples.prompts, samples.rollouts)
         shares = samples.sequences.chunk(num_updates)
-        ref_logprobs = self.passes.logprobs(model or self.model, read, *shares)
+        ref_logprobs = self.passes.logprobs(self.reference or self.model, read, *shares)
         return replace(samples.rollouts, ref_logprobs=ref_logprobs)
 
     def copy_policy(self) -> None:

@@ -35,8 +35,8 @@ class TeacherPrompts:
         """
         return self._of(prompts.ids.tolist()).to(prompts.tokens.device)
 
-    def check(self) -> int:
-        """Return the longest prompt in tokens, of all training prompts of a data set."""
+    def check(self) -> None:
+        """Make all training prompts of a data set; raises as a call."""
         if self.source == ANSWER:
             check_answers(self.task, f"--teacher-prompt {ANSWER}")
         elif not isinstance(self.task, TextTask):
@@ -45,7 +45,7 @@ class TeacherPrompts:
                 f"not text, got {self.source}"
             )
         count = getattr(self.task, "num_train_prompts", NUM_TRIED)
-        return int(self._of([*range(count)]).lengths.max())
+        self._of([*range(count)])
 
     def _of(self, ids: list[int]) -> Prompts:
         # the task's, because prompts from other ranks have no columns
@@ -77,9 +77,9 @@ class TeacherPrompts:
             return [*own[:-1], {**own[-1], "content": own[-1]["content"] + hint}]
         try:
             made = load_plugin("teacher-prompt", self.source, "FUNCTION")(**columns)
+        except InputError:
+            raise
         except Exception as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(
                 f"--teacher-prompt {self.source} fails for prompt {i}: "
                 f"{type(error).__name__}: {error}"

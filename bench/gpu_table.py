@@ -101,6 +101,10 @@ def token_loss(x: Any) -> Iterator[Row]:
             ms < 24.9,
             f"{case['tflops']:.0f} TFLOP/s of GEMMs",
         )
+    for name, case in x.get("divergence", {}).items():
+        size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
+        ms, times = case["milliseconds"]["ours"], case["times_ours"]["eager"]
+        yield Row(f"divergence, {size}", f"{ms:.1f} ms", "<= eager", times >= 1, f"{times:.1f} x")
 
 
 def host_time(case: Any) -> Iterator[Row]:

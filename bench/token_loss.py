@@ -11,6 +11,7 @@ It takes some minutes on two cores, and `make gpu` gives it 85 seconds.
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -32,6 +33,7 @@ from bench.measure import (
 )
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import (
+    linear_divergence,
     linear_policy_gradient_loss,
     linear_token_logprobs,
     log_ratio_reward,
@@ -390,6 +392,41 @@ def measure_linear_logprobs(
     return sizes | {"milliseconds": milliseconds, "tflops": products / milliseconds / 1e9}
 
 
+def measure_divergence(
+    dtype: torch.dtype,
+    num_tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    rounds: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the figures of the reverse divergence from a teacher, forward and backward."""
+    sides = [
+        (torch.randn(n, hidden_size, device=device) / hidden_size**power).to(dtype)
+        for n, power in 2 * ((num_tokens, 0), (vocab_size, 0.5))
+    ]
+    hidden, weight, *teacher = *(x.requires_grad_() for x in sides[:2]), *sides[2:]
+
+    def ours() -> object:
+        return torch.autograd.grad(linear_divergence(hidden, weight, *teacher)[0], (hidden, weight))
+
+    def eager() -> object:
+        log_p, log_q = (
+            torch.log_softmax((x @ w.T).float(), -1) for x, w in ((hidden, weight), teacher)
+        )
+        loss = torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    timed = Sides("ours", ours, lambda x: kernel_milliseconds(x, rounds, device), device)
+    timed.add({"ours": ours, "eager": eager})
+    sizes = {"tokens": num_tokens, "vocabulary": vocab_size, "hidden_size": hidden_size}
+    return sizes | {
+        "milliseconds": timed.milliseconds,
+        "times_ours": timed.ratio,
+        "peak_mib": {name: x and x / 2**20 for name, x in timed.peak_bytes.items()},
+    }
+
+
 def measure_pacs(rounds: int, device: torch.device) -> dict[str, float]:
     """Return the milliseconds of PACS at 1024 prompts x 16 rollouts x 64 tokens, forward and
     backward.
@@ -459,6 +496,11 @@ def report(result: dict[str, Any]) -> None:
             f"\nlog-probs from hidden states, {size}, {dtype}: {case['milliseconds']:.1f} ms, "
             f"{case['tflops']:.3f} TFLOP/s"
         )
+    for dtype, case in result["divergence"].items():
+        sizes = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']}"
+        print(f"\ndivergence from a teacher, {sizes}, {dtype}:")
+        for name, ms in case["milliseconds"].items():
+            print(f"  {name:<44}{ms:9.1f} ms, peak {case['peak_mib'][name] or math.nan:.0f} MiB")
     print(
         "\n1024 prompts x 16 rollouts x 64 tokens: "
         + ", ".join(f"{k} {v:.2f} ms" for k, v in result["pacs"].items())
@@ -507,6 +549,7 @@ def main() -> int:
     fast = names if on_gpu or options.dtypes else ["float32"]
     result: dict[str, Any] = {"benchmark": "token_loss", "machine": machine(device)}
     result |= {"logits": {}, "linear": {}, "linear_logprobs": {}, "other_vocabularies": {}}
+    result["divergence"] = {}
     result["pacs"] = measure_pacs(rounds, device)
     few, other_vocab = (4096, 131072) if on_gpu else (tokens // 4 or 1, vocab)
     growing = [
@@ -534,6 +577,9 @@ def main() -> int:
     for name in fast:
         result["linear_logprobs"][name] = measure_linear_logprobs(
             DTYPES[name], few, other_vocab, hidden, rounds, device
+        )
+        result["divergence"][name] = measure_divergence(
+            DTYPES[name], few if on_gpu else tokens, other_vocab, hidden, rounds, device
         )
     report(result)
     print(json.dumps(result))

@@ -7,7 +7,7 @@ tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequ
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -168,6 +168,7 @@ class Rollouts:
     truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
     importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
     inserted: Inserted | None = None  # by environments; None: one turn
+    ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy, if there is one
 
     def __len__(self) -> int:
         """S, without reading from the device."""
@@ -234,6 +235,7 @@ class Rollouts:
             )
             if inserted
             else None,
+            ref_logprobs=_joined([part.ref_logprobs for part in parts]),
         )
 
     def select(self, sequences: Tensor) -> "Rollouts":
@@ -253,6 +255,7 @@ class Rollouts:
             if self.importance_weights is None
             else self.importance_weights[slots],
             inserted=inserted,
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[slots],
         )
 
     @property
@@ -308,6 +311,8 @@ class Rollouts:
 class Samples:
     prompts: Prompts  # G
     rollouts: Rollouts  # S = G N
+    # [G], what the reference policy reads instead; None: the same
+    teacher_prompts: Prompts | None = field(default=None, kw_only=True)
 
     @property
     def num_rollouts(self) -> int:

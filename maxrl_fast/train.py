@@ -14,7 +14,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, source_location
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import EngineError, InputError, StorageError
-from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_policy import build_policy, build_reference
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.job.launch import Job, find_policy
 from maxrl_fast.job.screen import Screen
@@ -103,7 +103,8 @@ def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], N
         sharding == "auto" and fills_half(model, machine.memory, has_critic)
     )
     resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
-    return estimate(resolved, task, model, machine)
+    teacher = build_reference(resolved, task, is_empty=True)
+    return estimate(resolved, task, model, machine, teacher)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,14 @@ def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
 def naive_logprobs(
     model: Decoder, prompt: list[int], parts: Parts, temperature: float = 1.0
 ) -> Tensor:
-    """Return the log-probs of an episode's sampled tokens: all of its tokens alone, with dense
-    causal attention, and those of insertions skipped.
+    """Return the log-probs of an episode's sampled tokens."""
+    rows = naive_rows(model, prompt, parts, temperature)
+    return rows.gather(1, torch.tensor([[x for part in parts[::2] for x in part]]).T)[:, 0]
+
+
+def naive_rows(model: Decoder, prompt: list[int], parts: Parts, temperature: float = 1.0) -> Tensor:
+    """Return the rows of log-probs [T, V] that an episode's sampled tokens are drawn from: all of
+    its tokens alone, with dense causal attention, and those of insertions skipped.
     """
     tokens, is_sampled = list(prompt), [False] * len(prompt)
     for i, part in enumerate(parts):
@@ -74,8 +80,7 @@ def naive_logprobs(
     dtype = model.lm_head.weight.dtype
     hidden = model(torch.tensor(tokens), positions, attention, positions, dtype)
     logprobs = (hidden @ model.output_matrix.T / temperature).log_softmax(-1)
-    chosen = [t for t in range(1, length) if is_sampled[t]]
-    return torch.stack([logprobs[t - 1, tokens[t]] for t in chosen])
+    return logprobs[[t - 1 for t in range(1, length) if is_sampled[t]]]
 
 
 def played(index: int, n: int, most_turns: int) -> Parts:

@@ -78,6 +78,7 @@ def one_update(
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     state = {"siren_anchor": torch.tensor([0.2]).double()}
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
+    samples = Samples(samples.prompts, learner.with_reference(samples))
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
     # advantages as rewards, one group alike
     objective.begin(collected(samples, advantages.view(5, 4)), learner)
@@ -167,6 +168,7 @@ LOSSES = {
     "dppo": LossSettings("dppo", "token_mean", loss_options={"kl": 0.1}),
     "own": LossSettings(own_loss, "token_mean", kl_coef=0.1),
 }
+FULL = LossSettings("ppo", "token_mean", kl="full", kl_coef=0.5)
 RUNS = {
     "ddp": ("none", PPO, {}),
     "fsdp": ("full", PPO, {}),
@@ -180,6 +182,8 @@ RUNS = {
         LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1),
         {},
     ),
+    "ddp with the exact divergence": ("none", FULL, {}),
+    "fsdp with the exact divergence": ("full", FULL, {}),
     "ddp lora": ("none", PPO, {"lora": True}),
     "fsdp lora, checkpointed": ("full", PPO, {"lora": True, "checkpoint_activations": True}),
     "fsdp bfloat16": ("full", PPO, {"bfloat16": True}),

@@ -44,6 +44,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\
 
 # Each shows options in --help that the others do not.
 CHOICES = (
+    "--kl-coef 0.1 --kl full",
     *(
         "",
         "--task chain",

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,7 @@ class Recipe:
     line: dict[str, str]  # in the data set's form
     machine: str
     config: dict[str, object]  # what config.json of the model on the hub says of its sizes
+    teacher: dict[str, object] | None = None  # of --reference
 
 
 def sizes(hidden, intermediate, layers, heads, kv_heads, head_dim, **others):
@@ -163,6 +165,7 @@ def sizes(hidden, intermediate, layers, heads, kv_heads, head_dim, **others):
     }
 
 
+QWEN3_1B = sizes(1024, 3072, 28, 16, 8, 128, **QWEN3)
 QWEN3_2B = sizes(2048, 6144, 28, 16, 8, 128, **QWEN3)
 QWEN2_7B = sizes(
     3584, 18944, 28, 28, 4, 128, model_type="qwen2", vocab_size=152064, max_position_embeddings=4096
@@ -192,6 +195,7 @@ RECIPES = {
     "math_maxpo.toml": Recipe(
         "maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B
     ),
+    "distill_qwen3.toml": Recipe("distill", 64, 4, GSM8K, "1x24", QWEN3_1B, QWEN3_2B),
     "qwen3_lora_24gb.toml": Recipe("maxrl", 32, 16, GSM8K, "1x24", QWEN3_2B),
     "gemma3_1b.toml": Recipe("maxrl", 64, 16, GSM8K, "1x80", GEMMA3),
 }
@@ -211,18 +215,19 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path)
     (policy / "model.safetensors").unlink()
     (policy / "config.json").write_text(json.dumps(recipe.config))
+    folders = ["--model", str(policy)]
+    if recipe.teacher is not None:
+        teacher = shutil.copytree(policy, tmp_path / "teacher")
+        (teacher / "config.json").write_text(json.dumps(recipe.teacher))
+        folders += ["--reference", str(teacher)]
     lines = [{key: f"{i} {value}" for key, value in recipe.line.items()} for i in range(60)]
     data = written(tmp_path / "data.jsonl", lines)
     text = (EXAMPLES / name).read_text()
     (tmp_path / name).write_text(
         f"data = '{data}'\n" + re.sub("^hub = .*\n", "", text, flags=re.MULTILINE)
     )
-    assert (
-        train.main(
-            ["--config", str(tmp_path / name), "--model", str(policy), "--dry-run", recipe.machine]
-        )
-        == 0
-    )
+    config = ["--config", str(tmp_path / name)]
+    assert train.main([*config, *folders, "--dry-run", recipe.machine]) == 0
     rows = capsys.readouterr().out.splitlines()
     options = {key.strip(): value for key, _, value in (row.partition(" = ") for row in rows)}
     assert (options["objective"], options["rollout"]) == (recipe.objective, "vllm")

@@ -38,7 +38,7 @@ def test_every_row_is_complete():
         assert row.weight, name
         assert row.needs, name
     assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"} | {
-        *"pacs pacs_paper rl_zvp riskpo verifree ppo".split()
+        *"pacs pacs_paper rl_zvp riskpo verifree ppo distill".split()
     }
 
 

@@ -29,7 +29,8 @@ def assert_equal(ours, theirs):
 def test_selected_episodes_keep_their_insertions(seed):
     whole = episodes(9, seed)
     rollouts = rollouts_of(whole)
-    rollouts = dataclasses.replace(rollouts, importance_weights=2 * rollouts.logprobs)
+    more = {"importance_weights": 2 * rollouts.logprobs, "ref_logprobs": 3 * rollouts.logprobs}
+    rollouts = dataclasses.replace(rollouts, **more)
     for chosen in ([3, 4], [8, 0, 5, 5], [*range(9)], [2], []):
         selected = rollouts.select(torch.tensor(chosen, dtype=torch.int64))
         assert selected.turns() == [whole[s] for s in chosen]
@@ -38,6 +39,7 @@ def test_selected_episodes_keep_their_insertions(seed):
         assert torch.equal(selected.inserted.cu_seqlens, expected.inserted.cu_seqlens)
         assert torch.equal(selected.cu_seqlens, expected.cu_seqlens)
         assert torch.equal(selected.importance_weights, 2 * selected.logprobs)
+        assert torch.equal(selected.ref_logprobs, 3 * selected.logprobs)
         assert selected.truncated.tolist() == [s % 3 == 1 for s in chosen]
 
 

@@ -53,14 +53,17 @@ def save_tool_policy(directory, chat=TEMPLATE, positions=4096, added=TOOL_TOKENS
     return policy
 
 
-def tool_task(policy, data, environment, max_turns=4, rewards=(), cls=None, **options):
+def tool_task(
+    policy, data, environment, max_turns=4, rewards=(), cls=None, needs_reward=True, **options
+):
     """Return the task of an environment of `environments.py`, with limits for tests."""
     options = {"reward_workers": 2, "reward_seconds": 5.0, "reward": rewards, **options}
     name = environment if ":" in environment else f"{ENVIRONMENTS}:{environment}"
     task = TaskOptions(
         "dataset", data=data, environment=name, max_turns=max_turns, max_prompt_tokens=2000
     )
-    return build_task(task, 0, policy, RewardOptions(**options), environment=cls)
+    rewards = RewardOptions(**options)
+    return build_task(task, 0, policy, rewards, environment=cls, needs_reward=needs_reward)
 
 
 SUBMITTED = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'

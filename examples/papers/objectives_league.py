@@ -36,7 +36,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build import build_evaluator, build_trainer
 from maxrl_fast.job.build_engine import build_run_engine
-from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_policy import build_policy, build_reference
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.runtime.files import write_json
@@ -281,7 +281,8 @@ def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
     config = resolve(parsed, task)
     model = build_policy(config, task)
     engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
-    trainer, _ = build_trainer(config, task, engine, scorer, model)
+    teacher = build_reference(config, task)
+    trainer, _ = build_trainer(config, task, engine, scorer, model, teacher=teacher)
     trainer.learner.set_reference()
     engine.load_weights(model)
     return trainer, build_evaluator(config, task, engine, scorer)

@@ -15,7 +15,9 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
+from maxrl_fast.training.objectives.distill import DistillObjective
 from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.pacs import PacsObjective
 from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from maxrl_fast.training.policy_reward import LIKELIHOODS
@@ -42,6 +44,9 @@ def check(config: Config) -> None:
     loss = loss_of(objective.loss if config.loss.loss is None else config.loss.loss)
     _check_objective(objective, loss, options)
     _check_loss(config, loss, options)
+    _check_reference(objective, loss, options)
+    if not 0 < config.loss.beta() < 1:
+        raise InputError(f"beta of jsd must be between 0 and 1, got {config.loss.beta():g}")
     _check_correction(config, objective)
     check_tracker(options["log_to"])
     if (
@@ -159,6 +164,34 @@ def _check_correction(config: Config, objective: Objective) -> None:
             "--top-p needs "
             f"--temperature 1, got {options.temperature:g}"
         )
+
+
+def _check_reference(objective: Objective, loss: TokenLoss, options: Mapping[str, Any]) -> None:
+    is_other = options["reference"] is not None or options["teacher_prompt"] is not None
+    if isinstance(objective, DistillObjective) and not (options["kl_coef"] and is_other):
+        raise InputError(
+            "distill needs --kl-coef above 0 and a teacher, --reference or --teacher-prompt, got "
+            f"kl_coef {options['kl_coef']:g} and {'a' if is_other else 'no'} teacher"
+        )
+    if isinstance(objective, PacsObjective) and objective.ref_reset_interval and is_other:
+        raise InputError(
+            "pacs_paper with --reference or --teacher-prompt needs --ref-reset-interval 0, got "
+            f"{objective.ref_reset_interval}"
+        )
+    if not options["kl_coef"] or options["kl"] != "full":
+        return
+    if not is_other:
+        raise InputError(
+            "kl full needs another teacher than the policy, --reference or --teacher-prompt"
+        )
+    masks = options["correction"] == "sequence_mask"
+    if loss.over_batch or options["top_entropy"] != 1 or options["siren"] or masks:
+        raise InputError(
+            "kl full cannot be used where a token's loss depends on other responses, as with loss "
+            "kl_cov, --top-entropy, --siren and --correction sequence_mask"
+        )
+    if options["divergence"] == "jsd" and "beta" in loss.options:
+        raise InputError(f"divergence jsd and loss {loss.name} both have an option beta")
 
 
 def _check_loss(config: Config, loss: TokenLoss, options: Mapping[str, Any]) -> None:

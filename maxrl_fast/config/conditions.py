@@ -45,7 +45,8 @@ def loss_of(name: str) -> TokenLoss:
 def numbers_of_loss(c: Values) -> str:
     """Return the options of the loss with their defaults."""
     loss = loss_of(c["loss"] or default_loss(c["objective"]))
-    return " ".join(f"{name}={option.default}" for name, option in loss.options.items())
+    beta = ["beta=0.5"] if c["divergence"] == "jsd" else []
+    return " ".join([f"{name}={option.default}" for name, option in loss.options.items()] + beta)
 
 
 def numbers_of_correction(c: Values) -> str:
@@ -62,7 +63,7 @@ def _takes_clips(c: Values) -> bool:
 
 def _takes_loss_options(c: Values) -> bool:
     loss = _token_loss(c)
-    return loss is None or bool(loss.options)
+    return loss is None or bool(loss.options) or c["divergence"] == "jsd"
 
 
 def _reads_text(c: Values) -> bool:
@@ -90,6 +91,11 @@ def _not_by_loss(c: Values) -> str:
 TAKES_CLIPS = When(_not_by_loss, _takes_clips)
 TAKES_LOSS_OPTIONS = When(_not_by_loss, _takes_loss_options)
 WITH_KL = When("needs --kl-coef", lambda c: c["kl_coef"])
+WITH_FULL_KL = When("needs --kl full", lambda c: c["kl_coef"] and c["kl"] == "full")
+WITH_REFERENCE = When(
+    "needs --kl-coef, --objective distill or pacs_paper",
+    lambda c: c["kl_coef"] or c["objective"] == "pacs_paper",
+)
 
 _NOT_BY_TASK = "is not used by task {task}"
 MAZE = When(_NOT_BY_TASK, lambda c: c["task"] == "maze")

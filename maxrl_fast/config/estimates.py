@@ -110,16 +110,23 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
     return "; ".join(said)
 
 
-def estimate(config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine) -> str:
+def estimate(
+    config: ResolvedConfig,
+    task: Task,
+    model: PolicyModel,
+    machine: Machine,
+    teacher: PolicyModel | None = None,
+) -> str:
     """Return the options that the run uses, and estimates of its memory on a machine and of the
     work of a step.
 
     Args:
-        model: for its sizes; it may be on the meta device.
+        model, teacher: for their sizes; they may be on the meta device.
     """
     flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
     hidden = {*inapplicable_options(Config, flat), "dry_run"}
-    *table, answer = memory_table(estimate_memory(config, task, model, machine), machine, config)
+    memory = estimate_memory(config, task, model, machine, teacher)
+    *table, answer = memory_table(memory, machine, config)
     lines = [answer, "configuration"]
     lines += [
         f"  {name} = {value}"

@@ -33,26 +33,34 @@ Phases = tuple[float, float, float]
 
 
 def estimate_memory(
-    config: ResolvedConfig, task: Task, model: PolicyModel, machine: Machine
+    config: ResolvedConfig,
+    task: Task,
+    model: PolicyModel,
+    machine: Machine,
+    teacher: PolicyModel | None = None,
 ) -> dict[str, Phases]:
     """Return the bytes of one process in each of PHASES, by what they are for; responses and passes
     are at their limits.
 
     Args:
         config: with --sharding resolved to "none" or "full".
-        model: for its sizes; it may be on the meta device.
+        model, teacher: for their sizes; they may be on the meta device.
     """
     weights, trained = count(model), count(model, is_trained=True)
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
     sharded = f", 1/{machine.processes} of them (FSDP2)" if part < 1 else ""
     needs = objective_of(config).needs
-    reference = trained if config.loss.kl_coef or needs.reference else 0  # it shares frozen weights
+    copies_policy = config.loss.reference is None and config.loss.teacher_prompt is None
+    # it shares frozen weights
+    reference = trained if copies_policy and (config.loss.kl_coef or needs.reference) else 0
+    frozen = sum(p.nbytes for p in teacher.parameters()) if teacher else 0
     critic = num_critic_weights(model) if needs.critic else 0  # so does it
     state = {  # gradients and moments stay from the first update on
         "weights (float32)": _scaled(4 * weights, (1, part, part)),
         "gradients (float32)": _scaled(4 * trained, (0, part, part)),
         "Adam moments (float32)": _scaled(8 * trained, (0, part, part)),
         "reference policy (float32)": _scaled(4 * reference, (1, part, part)),
+        f"teacher ({config.run.dtype})": _scaled(frozen, (1, part, part)),
         "critic (float32)": _scaled(4 * critic, (1, part, part)),
         "critic's gradients and Adam moments (float32)": _scaled(12 * critic, (0, part, part)),
     }
@@ -201,7 +209,11 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
         copied_at_a_time = copied / num_layers if options.checkpoint_activations else copied
         needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
     output = 0 if is_sharded or not is_half else element * matrix
-    output += 4 * matrix if model.lm_head.weight.requires_grad else 0
+    of_matrix = 4 * matrix if model.lm_head.weight.requires_grad else 0
+    # the exact divergence has a chunk of each policy, and its gradient of the output matrix waits
+    # with the token loss's for the backward pass
+    num_losses = 2 if config.loss.kl_coef and config.loss.kl == "full" else 1
+    output, chunk = output + num_losses * of_matrix, num_losses * chunk
     needed["logits of a chunk, output matrix"] = float(chunk + output)
     return needed
 

@@ -503,9 +503,8 @@ class LossOptions:
             "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
         ),
     ] = ()
-    """Numbers of the loss, such as tau_negative=1.1 of sapo; `python -m maxrl_fast.objectives`
-    lists them.
-    """
+    """Numbers of the loss, such as tau_negative=1.1 of sapo (`python -m maxrl_fast.objectives`
+    lists them), and beta, the teacher's weight in --divergence jsd."""
     clip_low: Annotated[
         BelowOne,
         when.TAKES_CLIPS,
@@ -546,17 +545,50 @@ class LossOptions:
         NotNegative,
         Aka("beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef"),
     ] = 0.0
-    """Coefficient of the divergence from the reference policy, the policy when reinforcement
-    learning begins, per nat.
-    """
+    """Coefficient of the divergence from the reference policy, per nat."""
     kl: Annotated[
-        Literal["k1", "k2", "k3", "k3+"], when.WITH_KL, Aka("kl_loss_type kl_estimator kl_penalty")
+        Literal["k1", "k2", "k3", "k3+", "full"],
+        when.WITH_KL,
+        Aka("kl_loss_type kl_estimator kl_penalty"),
     ] = "k3"
-    """Estimator of the divergence from the reference policy."""
+    """Estimator of the divergence from the reference policy; full: the exact divergence, of all
+    tokens of the vocabulary.
+    """
+    divergence: Annotated[Literal["reverse", "forward", "jsd"], when.WITH_FULL_KL] = "reverse"
+    """Divergence of --kl full: reverse is KL(policy || teacher), forward KL(teacher || policy), jsd
+    the Jensen-Shannon divergence, generalized by --loss-options beta."""
+    reference: Annotated[
+        str | None,
+        Default("none, the policy itself", "MODEL"),
+        when.WITH_REFERENCE,
+        Aka("teacher_model teacher teacher_model_name_or_path ref_model reward_ref_model"),
+    ] = None
+    """Reference policy: another checkpoint with the policy's vocabulary and tokenizer, a directory
+    or hf://ORG/NAME, such as a teacher; it is not trained. Default: the policy when reinforcement
+    learning begins."""
+    teacher_prompt: Annotated[
+        str | None,
+        Default("none, the policy's prompt", "FILE.py:FUNCTION"),
+        Note.MAY_NAME_CODE,
+        when.WITH_KL,
+    ] = None
+    """What the reference policy reads in place of the prompt, which the policy reads: answer, the
+    question with the task's reference answer; or FILE.py:FUNCTION(prompt, **columns), which returns
+    text or chat messages. Without --reference the reference policy is then the policy itself, as it
+    is at each step."""
 
     def own_numbers(self) -> dict[str, float]:
         """Return the options of the loss by name; raises as `numbers_by_name`."""
-        return numbers_by_name("loss_options", self.loss_options)
+        numbers = numbers_by_name("loss_options", self.loss_options)
+        if self.divergence == "jsd":
+            numbers.pop("beta", None)
+        return numbers
+
+    def beta(self) -> float:
+        """Return the teacher's weight in --divergence jsd; raises as `numbers_by_name`."""
+        is_jsd = self.divergence == "jsd"
+        given = numbers_by_name("loss_options", self.loss_options) if is_jsd else {}
+        return given.get("beta", 0.5)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from maxrl_fast.config.options_page import show_help, split_help
 from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import InputError
+from maxrl_fast.training.objectives.registry import objective_presets
 
 AUTO = "auto"  # the value of --resume
 FOLLOWING_OBJECTIVE, FOLLOWING_LOSS = (
@@ -110,6 +111,7 @@ def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
     for key in [key for key in given if key not in options]:
         raise _inapplicable(key, given[key], f"is not used by objective {name}", options)
     values = {key: convert(options[key], x) for key, x in given.items()}
+    values = {**objective_presets(name), **values}
     if "model" in values and "task" not in values:
         raise InputError(f"{given['model'].place}{given['model'].name} needs {TASK_IS_MISSING}")
     hidden = inapplicable_options(Config, Config().replace(**values).flat())

@@ -19,6 +19,7 @@ from maxrl_fast.job.build_rewards import (
     reward_names,
 )
 from maxrl_fast.job.fingerprints import fingerprints, source_file
+from maxrl_fast.model.hub import directory_of
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.rewards.scoring import Scorer
@@ -41,16 +42,20 @@ from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 from maxrl_fast.training.sharding import distribute
 from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.teacher_prompts import ANSWER, TeacherPrompts
 from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
+
+NOT_OF_LOSS = ("reference", "teacher_prompt")  # of LossOptions
 
 
 def build_loss_settings(config: ResolvedConfig) -> LossSettings:
     options = config.rollout
     values: dict[str, Any] = {
-        **vars(config.loss),
+        **{name: value for name, value in vars(config.loss).items() if name not in NOT_OF_LOSS},
         "loss": loss_of(config.loss.loss).function,
         "loss_options": config.loss.own_numbers(),
+        "beta": config.loss.beta(),
         "sequence_mask": correction_of(config)[1].get("delta"),
     }
     return LossSettings(
@@ -155,6 +160,16 @@ def build_collector(
     )
 
 
+def build_teacher_prompts(
+    config: ResolvedConfig, task: Task, teacher: PolicyModel
+) -> TeacherPrompts | None:
+    source = config.loss.teacher_prompt
+    if source is None:
+        return None
+    limit = teacher.config.max_position_embeddings - config.rollout.max_new_tokens
+    return TeacherPrompts(task, source, limit)
+
+
 def build_trainer(
     config: ResolvedConfig,
     task: Task,
@@ -163,14 +178,18 @@ def build_trainer(
     model: PolicyModel,
     clock: Stopwatch | None = None,
     ranks: Ranks | None = None,
+    teacher: PolicyModel | None = None,
 ) -> tuple[Trainer, WarmStart]:
     """Build the trainer and its warm start, which train one model.
 
     Args:
-        model: on its device; with --sharding full its weights are sharded in place.
+        model, teacher: on their device; with --sharding full the weights are sharded in place.
     """
     objective, ranks, clock = objective_of(config), ranks or Ranks(), clock or Stopwatch()
-    reference = frozen_copy(model) if config.loss.kl_coef or objective.needs.reference else None
+    reference, needs_reference = teacher, config.loss.kl_coef or objective.needs.reference
+    # with another prompt the policy itself, as it is at each step, is the teacher
+    if teacher is None and needs_reference and config.loss.teacher_prompt is None:
+        reference = frozen_copy(model)
     critic = build_critic(config, model, ranks) if objective.needs.critic else None
     module = distribute(model, reference, ranks, dtype_of(config), config.run.sharding == "full")
     options = config.optimizer
@@ -178,7 +197,7 @@ def build_trainer(
     learner.objective_state = dict(objective.state)
     if config.loss.siren:
         learner.objective_state["siren_anchor"] = torch.full((1,), torch.nan, dtype=torch.float64)
-    learner.critic = critic
+    learner.critic, learner.copies_policy = critic, teacher is None
     scorer = build_training_scorer(config, task, scorer)
     trainer = Trainer(
         build_collector(config, task, engine, scorer, objective, clock, ranks, learner),
@@ -189,6 +208,7 @@ def build_trainer(
         options.updates_per_step,
         make_correction(*correction_of(config)),
         clock,
+        build_teacher_prompts(config, task, teacher or model),
     )
     return trainer, build_warm_start(config, task, model, ranks, module)
 
@@ -227,6 +247,10 @@ def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
         "environment": source_file(config.task.environment or ""),
         "rollout": file_of("rollout", engine, engine not in ENGINES),
     }
+    if config.loss.reference is not None:
+        files["reference"] = directory_of(config.loss.reference) / "config.json"
+    if (source := config.loss.teacher_prompt) not in (None, ANSWER):
+        files["teacher-prompt"] = source_file(source)
     for i, name in enumerate(reward_names(config.reward, task)):
         is_model = name.startswith(CLASSIFIER)
         path = Path(name.removeprefix(CLASSIFIER), "config.json") if is_model else source_file(name)

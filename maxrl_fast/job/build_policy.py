@@ -1,9 +1,12 @@
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.checkpoint import kept_files, new_files
 from maxrl_fast.model.decoder import Decoder
@@ -12,6 +15,7 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.tokenizer import tokenizer_files
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.logprob_parity import check_exact
 
@@ -66,6 +70,61 @@ def build_policy(
     if config.run.compile and not is_empty:
         model.compile_layers()
     return model
+
+
+def build_reference(
+    config: ResolvedConfig, task: Task, is_empty: bool = False
+) -> PolicyModel | None:
+    """Return the frozen checkpoint of --reference, on the CPU in the compute dtype, if there is
+    one; on the meta device if `is_empty`.
+
+    Raises InputError if it cannot be read, or does not have the task's vocabulary and tokenizer.
+    """
+    if config.loss.reference is None:
+        return None
+    directory = directory_of(config.loss.reference, with_weights=not is_empty)
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise InputError(
+            f"--reference must be a whole checkpoint, got the adapters in {directory}; merge them "
+            "into their model first"
+        )
+    model = load_policy(
+        directory,
+        task=config.task.task,
+        vocab_size=task.vocab_size,
+        prompt_length=task.prompt_length,
+        max_new_tokens=config.rollout.max_new_tokens,
+        is_empty=is_empty,
+    )
+    check_same_tokenizer(task.tokenizer_files(), directory)
+    for weight in model.parameters():
+        if weight.dim() == 2:  # matrices; norms are computed in float32
+            weight.data = weight.data.to(dtype_of(config))
+    return model.requires_grad_(False)
+
+
+def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
+    """Raise InputError, naming the first token that differs, if a reference policy's tokenizer is
+    another than the policy's.
+    """
+    own, others = tokens_of(files), tokens_of(tokenizer_files(directory))
+    for i in sorted(own.keys() | others.keys()):
+        if own.get(i) != others.get(i):
+            raise InputError(
+                f"--reference must have the policy's tokenizer, but token {i} is {own.get(i)!r} in "
+                f"the policy's and {others.get(i)!r} in {directory}"
+            )
+
+
+def tokens_of(files: Mapping[str, Any]) -> dict[int, str]:
+    """Return the tokens of a tokenizer's files by id; {} without a tokenizer.json."""
+    content = files.get("tokenizer.json", {})
+    fields = json.loads(content) if isinstance(content, bytes) else content
+    vocabulary = fields.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    tokens = {i: token for token, i in vocabulary.items()}
+    return tokens | {token["id"]: token["content"] for token in fields.get("added_tokens", [])}
 
 
 def compare_policy(model: PolicyModel) -> str:

@@ -39,6 +39,7 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
         output=RewardOutput(),
         sft_data=config.warm_start.sft_data,
         max_new_tokens=config.rollout.max_new_tokens,
+        needs_reward=config.objective.objective != "distill",
     )
 
 
@@ -57,6 +58,7 @@ def build_task(
     output: RewardOutput | None = None,
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
+    needs_reward: bool = True,
 ) -> Task:
     """Build the task. `max_new_tokens` is the longest demonstration in `sft_data`, a file for the
     warm start.
@@ -85,7 +87,7 @@ def build_task(
     if spec is not None and options.data is None and options.hub is None and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
     has_reward = rewards.reward or options.environment
-    if spec is not None and not has_reward and spec.reward is None:
+    if needs_reward and spec is not None and not has_reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
     if spec is None:
         json_object("--gym-config", options.gym_config)
@@ -109,10 +111,12 @@ def build_task(
         "max_new_tokens": max_new_tokens,
     }
     if options.environment is None:
-        return DatasetTask(spec, seed, model, **text)
+        task = DatasetTask(spec, seed, model, **text)
+        task.needs_reward = needs_reward
+        return task
     workers = build_environments(rewards, options.environment, environment, output)
     try:
-        if not workers.signature["has_reward"] and not rewards.reward:
+        if needs_reward and not (workers.signature["has_reward"] or rewards.reward):
             raise InputError(
                 f"--environment {options.environment} needs a method get_reward(), or --reward "
                 "FILE:FUNCTION"

@@ -15,9 +15,21 @@ from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
-from maxrl_fast.job.build import build_collector, build_evaluator, build_fingerprints, build_trainer
+from maxrl_fast.job.build import (
+    build_collector,
+    build_evaluator,
+    build_fingerprints,
+    build_teacher_prompts,
+    build_trainer,
+)
 from maxrl_fast.job.build_engine import build_run_engine, compare_engine
-from maxrl_fast.job.build_policy import build_policy, build_policy_files, compare_policy, dtype_of
+from maxrl_fast.job.build_policy import (
+    build_policy,
+    build_policy_files,
+    build_reference,
+    compare_policy,
+    dtype_of,
+)
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
@@ -111,6 +123,7 @@ class Job:
             is_dry = config.run.dry_run is not None
             model = build_policy(config, task, saved, is_empty=is_dry)
             has_critic = objective_of(config).needs.critic
+            teacher = build_reference(config, task, is_empty=is_dry)
             is_full = is_sharded(config.run.sharding, model, ranks, device, has_critic)
             config = config.replace(sharding="full" if is_full else "none")
             fingerprints = build_fingerprints(config, task)
@@ -118,14 +131,22 @@ class Job:
                 options, may_change = config.flat(), config.run.allow_changes
                 check_same(saved, options, fingerprints, ranks, screen.warning, may_change)
             if is_dry:
-                screen.info(estimate(config, task, model, Machine.here(device, ranks.size)))
+                screen.info(
+                    estimate(config, task, model, Machine.here(device, ranks.size), teacher)
+                )
                 return ExitStatus(), None
+            teacher_prompts = build_teacher_prompts(config, task, teacher or model)
+            if teacher_prompts is not None and not saved:
+                teacher_prompts.check()
             model = model.to(device)
+            teacher = None if teacher is None else teacher.to(device)
             # Before the comparison, so that it uses the attention that will run.
             tried = choose(
                 device, dtype_of(config), model.head_sizes, lambda failed: ranks.any(failed, device)
             )
             compared = compare_policy(model)
+            if teacher is not None:
+                compare_policy(teacher)
             engine = build_run_engine(config, model, task, ranks)
             # otherwise the checkpoint's weights are loaded later
             has_weights = saved is None or saved.decoder is None
@@ -160,7 +181,7 @@ class Job:
             for line in filter(None, [*described, scorer.describe()]):
                 screen.info(line)
             trained = Trained(config, model, engine)
-            with self._supervised_loop(trained, scorer, files, saved, fingerprints) as (
+            with self._supervised_loop(trained, teacher, scorer, files, saved, fingerprints) as (
                 loop,
                 ending,
             ):
@@ -189,6 +210,7 @@ class Job:
     def _supervised_loop(
         self,
         trained: Trained,
+        teacher: PolicyModel | None,
         scorer: Scorer,
         files: RunFiles,
         saved: Saved | None,
@@ -223,7 +245,9 @@ class Job:
                 clock,
                 saved,
             )
-            trainer, warm_start = build_trainer(config, task, engine, scorer, model, clock, ranks)
+            trainer, warm_start = build_trainer(
+                config, task, engine, scorer, model, clock, ranks, teacher
+            )
             loop = RunLoop(
                 trainer,
                 warm_start,
@@ -278,20 +302,25 @@ def check_rewards(collector: RolloutCollector) -> str:
 
 
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
-    """Return the configuration with --model resolved to a folder or a hub commit, the same on all
-    ranks.
+    """Return the configuration with --model and --reference resolved to a folder or a hub commit,
+    the same on all ranks.
 
-    Raises InputError if the model does not exist.
+    Raises InputError if one does not exist.
     """
-    model = config.model.model
+    found, wanted = {}, {"model": config.model.model, "reference": config.loss.reference}
     # a resumed run has its own checkpoints
-    if model is None or (config.run.resume is not None and not model.startswith(HUB)):
-        return config
-    if not ranks.is_first:  # only the first rank shows a download's progress
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    return config.replace(
-        model=ranks.text_from_first(find_model(model, warn) if ranks.is_first else "")
-    )
+    if wanted["model"] and config.run.resume is not None and not wanted["model"].startswith(HUB):
+        wanted["model"] = None
+    for option, name in wanted.items():
+        if name is None:
+            continue
+        if not ranks.is_first:  # only the first rank shows a download's progress
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        what = f"--{option} must be the folder of a checkpoint"
+        found[option] = ranks.text_from_first(
+            find_model(name, warn, what) if ranks.is_first else ""
+        )
+    return config.replace(**found)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
         )
         own = _with_moments(trained_by_it, learner.critic.optimizer)
         tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
-    if learner.reference is not None:
+    if learner.reference is not None and learner.copies_policy:
         trained = {
             name for name, parameter in learner.model.named_parameters() if parameter.requires_grad
         }
@@ -243,7 +243,10 @@ def _share_frozen(learner: Learner) -> None:
         for name, weight in learner.model.named_parameters()
         if not weight.requires_grad
     }
-    copies = [learner.reference, None if learner.critic is None else learner.critic.model]
+    copies = [
+        learner.reference if learner.copies_policy else None,
+        None if learner.critic is None else learner.critic.model,
+    ]
     with torch.no_grad():
         for model in (copy for copy in copies if copy is not None):
             for name, own in model.named_parameters():

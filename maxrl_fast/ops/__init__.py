@@ -8,6 +8,7 @@ from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.losses import token_loss as _token_loss
 from maxrl_fast.algorithms.tokens import Tokens
+from maxrl_fast.ops.divergence import linear_divergence
 from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.ops.group_advantage import (
     expected_improvement,
@@ -34,6 +35,7 @@ __all__ = [
     "group_advantage",
     "grpo_advantage",
     "leave_two_out_baseline",
+    "linear_divergence",
     "linear_policy_gradient_loss",
     "linear_token_logprobs",
     "log_ratio_reward",

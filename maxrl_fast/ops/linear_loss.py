@@ -21,7 +21,13 @@ from maxrl_fast.ops.function_loss import (
     token_logprobs_reference,
     tokens_of,
 )
-from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, rows_of
+from maxrl_fast.ops.logit_chunks import (
+    Chunks,
+    capped_logits,
+    check_hidden,
+    empty_gradients,
+    rows_of,
+)
 from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
 from maxrl_fast.ops.token_loss import loss_and_metrics, policy_gradient_loss
 from maxrl_fast.ops.token_loss_kernel import (
@@ -171,16 +177,7 @@ def _needed_index(batch: TokenBatch, terms: LossTerms) -> Tensor | None:
 @register_fake(linear_loss)
 def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     sums = hidden.new_empty(NUM_SUMS, dtype=torch.float64)
-    return sums, *_empty_gradients(hidden, weight, *arguments[-2:])
-
-
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
-) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
-        torch.empty_like(weight) if needs_weight else weight.new_empty(0),
-    )
+    return sums, *empty_gradients(hidden, weight, *arguments[-2:])
 
 
 kernels.register_loss(linear_loss, "linear_policy_gradient_loss", 2)
@@ -273,4 +270,4 @@ def linear_logprobs_backward(
 
 @register_fake(linear_logprobs_backward)
 def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _empty_gradients(hidden, weight, *arguments[-2:])
+    return empty_gradients(hidden, weight, *arguments[-2:])

@@ -26,23 +26,26 @@ def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
 
 
 def check_hidden(
-    hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float
+    hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float, prefix: str = ""
 ) -> tuple[int, int]:
-    """Return V and the given chunk_tokens, or 0."""
-    check_number("softcap", softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
+    """Return V and the given chunk_tokens, or 0. In errors, names of arguments get the prefix."""
+    cap = f"{prefix}softcap"
+    check_number(cap, softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
-        check_tensor(name, matrix)
+        check_tensor(prefix + name, matrix)
     if hidden.dtype not in DTYPES:
-        raise ValueError(f"hidden must be {', '.join(DTYPES.values())}, got {hidden.dtype}")
+        wanted = ", ".join(DTYPES.values())
+        raise ValueError(f"{prefix}hidden must be {wanted}, got {hidden.dtype}")
     are_matrices = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
     if not are_matrices or hidden.device != weight.device:
         raise ValueError(
-            "hidden [T, H] and weight [V, H] must have one H and device, got "
+            f"{prefix}hidden [T, H] and {prefix}weight [V, H] must have one H and device, got "
             f"{tuple(hidden.shape)} on {hidden.device} and {tuple(weight.shape)} on {weight.device}"
         )
     if weight.dtype not in (hidden.dtype, torch.float32):
         raise ValueError(
-            f"weight must be {hidden.dtype} as hidden is, or float32, got {weight.dtype}"
+            f"{prefix}weight must be {hidden.dtype} as {prefix}hidden is, or float32, got "
+            f"{weight.dtype}"
         )
     if chunk_tokens is not None:
         check_integer("chunk_tokens", chunk_tokens, "at least 1", lambda x: x >= 1)
@@ -189,3 +192,12 @@ def _full_precision_sums() -> Iterator[None]:
 def rows_of(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -> tuple[Any, ...]:
     chosen = temperature[start:stop] if isinstance(temperature, Tensor) else temperature
     return targets[start:stop], *split_temperature(chosen)
+
+
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
+        torch.empty_like(weight) if needs_weight else weight.new_empty(0),
+    )

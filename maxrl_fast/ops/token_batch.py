@@ -176,7 +176,7 @@ def prepare(
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
     check_tensor("advantages", advantages, device, "the logits are")
-    _check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     check_rows(shape, targets, temperature, device, mask)
     check_sequences(cu_seqlens, shape[0], device)
     per_token = _is_per_token("advantages", advantages, advantages_per_token, cu_seqlens, shape[0])
@@ -188,7 +188,7 @@ def prepare(
         if is_host_readable(importance_weights):
             of_weights = mask if weights_per_token else None
             is_below = importance_weights.float() < 0
-            _check_values(name, importance_weights, "at least 0", is_below, of_weights)
+            check_values(name, importance_weights, "at least 0", is_below, of_weights)
     real = real_dtype(logits_dtype)
 
     def cast(values: Tensor) -> Tensor:
@@ -211,14 +211,14 @@ def prepare(
         temperature=cast(temperature) if isinstance(temperature, Tensor) else float(temperature),
         mask=None if mask is None else mask.contiguous(),
         sequence_tokens=sequence_tokens,
-        denominator=_denominator(
+        denominator=loss_denominator(
             denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device
         ),
     )
     return batch, terms, row, options
 
 
-def _check_tokens(
+def check_tokens(
     num_tokens: int, device: torch.device, *, mask: Tensor | None, **per_token: Tensor | None
 ) -> None:
     for name, values in per_token.items():
@@ -286,7 +286,7 @@ def loss_terms(
     )
 
 
-def _check_values(
+def check_values(
     name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None
 ) -> None:
     is_wrong = is_wrong if mask is None else is_wrong & mask
@@ -313,18 +313,24 @@ def check_rows(
             f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of "
             f"shape {tuple(targets.shape)} on {targets.device}"
         )
+    check_temperature(temperature, shape[0], device, mask)
+
+
+def check_temperature(
+    temperature: float | Tensor, num_tokens: int, device: torch.device, mask: Tensor | None
+) -> None:
     wanted = "a finite number above 0"
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature)
-        if temperature.shape != (shape[0],) or temperature.device != device:
+        if temperature.shape != (num_tokens,) or temperature.device != device:
             raise ValueError(
-                f"temperature must be a number or [T] = [{shape[0]}] on {device}, got the shape "
+                f"temperature must be a number or [T] = [{num_tokens}] on {device}, got the shape "
                 f"{tuple(temperature.shape)} on {temperature.device}"
             )
         if is_host_readable(temperature):
             tau = temperature.detach().double()
             is_wrong = ~((tau > 0) & (tau < math.inf))
-            _check_values("temperature", temperature, wanted, is_wrong, mask)
+            check_values("temperature", temperature, wanted, is_wrong, mask)
     else:
         check_number("temperature", temperature, wanted, lambda x: 0 < x < math.inf)
 
@@ -352,7 +358,7 @@ def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -
         raise ValueError(f"cu_seqlens must rise from 0 to T = {num_tokens}, got {got}")
 
 
-def _denominator(
+def loss_denominator(
     given: float | Tensor | None,
     aggregation: str,
     num_tokens: int,

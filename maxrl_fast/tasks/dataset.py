@@ -5,7 +5,6 @@ set, GSM8K, mathematics.
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
@@ -81,9 +79,10 @@ class DatasetTask(TextTask):
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
         contents = [[line for _, line in part] for part in (lines, test)]
         encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
+        self.num_train_prompts = len(self._lines["train"])
         self.num_test_prompts = len(self._lines["test"])
         self.name = (
-            f"{source}: {len(self._lines['train'])} prompts and {self.num_test_prompts} held out"
+            f"{source}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
         )
         if num_long:
             self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"
@@ -129,9 +128,6 @@ class DatasetTask(TextTask):
             self.name += f", {num_long} left out with more than {limits}"
         if num_held_out:
             self.name += f", {num_held_out} left out with held-out prompts"
-
-    def _encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
-        return self._text.encode(prompts, places)
 
     def _asked(self, prompt: Any) -> Any:
         if isinstance(prompt, str) and self._spec.is_question:

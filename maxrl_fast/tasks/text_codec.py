@@ -52,12 +52,14 @@ class TextCodec:
         """Return one user message, or the question unchanged if no chat template is used."""
         return [{"role": "user", "content": question}] if self._uses_chat else question
 
-    def encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
+    def encode(
+        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
+    ) -> list[list[int] | None]:
         """Return the token ids of each prompt; None if there are none, or too many. places: where
         each comes from, for messages. Raises InputError if a prompt has a control token, the chat
         template rejects it, or one takes longer than SECONDS."""
         return self._encode_each(
-            encode_prompt, "a prompt", prompts, places, self._max_prompt_tokens
+            encode_prompt, "a prompt", prompts, places, limit or self._max_prompt_tokens
         )
 
     def encode_chats(
@@ -65,11 +67,11 @@ class TextCodec:
         encode: Callable[[Sequence[Message]], list[int]],
         chats: Sequence[Sequence[Message]],
         places: Sequence[str],
+        limit: int | None = None,
     ) -> list[list[int] | None]:
         """Encode prompts otherwise than by the chat template; the rest is as in `encode`."""
-        return self._encode_each(
-            lambda _, chat: encode(chat), "a prompt", chats, places, self._max_prompt_tokens
-        )
+        most = limit or self._max_prompt_tokens
+        return self._encode_each(lambda _, chat: encode(chat), "a prompt", chats, places, most)
 
     def encode_response(self, response: str) -> list[int]:
         return self._stopped(encode_response(self.tokenizer, response))
@@ -123,6 +125,7 @@ class TextTask:
     """What tasks share whose prompts are text. Arguments: as of TextCodec."""
 
     name: str
+    needs_reward = True  # False: without --reward, every response has the reward 0
 
     def __init__(
         self,
@@ -138,7 +141,18 @@ class TextTask:
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """`reward` or the user's function scores responses, in worker processes."""
+        if not self.needs_reward:
+            return torch.zeros(len(rollouts))
         raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
+
+    def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
+        """Return the token ids of a prompt of any length; `place` is for messages."""
+        return self._encode([prompt], [place], 2**31)[0] or []
+
+    def _encode(
+        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
+    ) -> list[list[int] | None]:
+        return self._text.encode(prompts, places, limit)
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         return self._text.decode(tokens, with_special)

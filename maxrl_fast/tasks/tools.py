@@ -72,8 +72,10 @@ class ToolTask(DatasetTask):
                 kept.append((tokens, seen))
         return kept
 
-    def _encode(self, prompts: Sequence[Prompt], places: Sequence[str]) -> list[list[int] | None]:
-        return self._text.encode_chats(self._format.prompt, [*map(_chat, prompts)], places)
+    def _encode(
+        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
+    ) -> list[list[int] | None]:
+        return self._text.encode_chats(self._format.prompt, [*map(_chat, prompts)], places, limit)
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""

@@ -27,8 +27,7 @@ def prompt_gradient_norms(
     call this: each runs the backward passes of all prompts. All gradients are zero afterwards.
     Arguments are as in Learner.update; `beat` is called after each prompt.
     """
-    # As in Learner.update: bitwise identical on all ranks, which must run the same passes.
-    packer = learner.passes.packer(samples, learner.ranks.from_first(advantages.clone()))
+    packer = learner.packer(samples, advantages)
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,11 +15,15 @@ from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import full_tensor, local_shard
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops import linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops import (
+    linear_divergence,
+    linear_policy_gradient_loss,
+    linear_token_logprobs,
+)
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.token_batch import prepare
 from maxrl_fast.ops.token_loss_kernel import LossSums
-from maxrl_fast.records import Samples, gather_sequences
+from maxrl_fast.records import Rollouts, Samples, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
@@ -27,7 +31,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
 from maxrl_fast.training.passes import Passes, run_batch
-from maxrl_fast.training.sharding import gradients_stay
+from maxrl_fast.training.sharding import gradients_stay, reshard
 
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
@@ -91,6 +95,7 @@ class Learner:
     module: nn.Module | None = None
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
+    copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -135,8 +140,7 @@ class Learner:
             # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with
             # zero gradient.
             parameter.grad = torch.zeros_like(parameter)
-        # Broadcast: all ranks must agree on which samples have a gradient.
-        packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
+        packer = self.packer(samples, advantages)
         plan = self.plan(packer, samples, sequences, draw)
         # float64 keeps sums of integers exact: tokens computed, loss, tokens trained on, then sums
         # of TOKEN_METRICS.
@@ -184,6 +188,14 @@ class Learner:
             own=own,
         )
 
+    def packer(self, samples: Samples, advantages: Tensor) -> Packer:
+        # Broadcast: all ranks must agree on which samples have a gradient.
+        packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
+        if samples.teacher_prompts is None or not self.settings.is_kl_full:
+            return packer
+        teacher = self.passes.packer(Samples(samples.teacher_prompts, samples.rollouts))
+        return replace(packer, teacher=teacher)
+
     def plan(
         self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)
     ) -> UpdatePlan:
@@ -225,7 +237,6 @@ class Learner:
             packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index)
         )
         importance = rollouts.importance_weights
-        keywords, reference = settings.keywords, self.reference if settings.kl_coef else None
         batch, terms, row, options = prepare(
             torch.float32,
             device,
@@ -233,14 +244,14 @@ class Learner:
             rollouts.tokens[index],
             per_token,
             cu_seqlens,
-            **keywords,
+            **settings.keywords,
             advantages_per_token=True,
             importance_weights=None,
             importance_weights_per_token=None,
             old_logprobs=rollouts.logprobs[index],
             ref_logprobs=None
-            if reference is None
-            else self.passes.logprobs(reference, samples, sequences),
+            if rollouts.ref_logprobs is None or not settings.kl_coef
+            else rollouts.ref_logprobs[index],
             dual_clip=None,
             temperature=1.0,
             mask=None,
@@ -297,14 +308,10 @@ class Learner:
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss times the number of ranks (gradients become
         means over ranks), and its metrics, means over its tokens."""
-        ref_logprobs, advantages = None, batch.advantages
+        advantages = batch.advantages
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
-        if self.settings.kl_coef and plan.gradients is None:
-            assert self.reference is not None
-            ref_logprobs = self.passes.of_batch(
-                self.passes.logprobs_and_entropies, self.reference, batch
-            )[:, 0]
+        read = self._read_by_teacher(batch) if self.settings.is_kl_full else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
         if plan.gradients is not None:
             loss = (
@@ -312,7 +319,10 @@ class Learner:
             )
             none = loss.detach().new_zeros((), dtype=torch.float64)
             return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
-        return linear_policy_gradient_loss(
+        estimates_kl = self.settings.kl_coef and not self.settings.is_kl_full
+        # Scaling the loss instead would cost another pass over its gradients.
+        denominator = plan.denominator / self.ranks.size
+        loss, metrics = linear_policy_gradient_loss(
             hidden,
             self.model.output_matrix,
             batch.targets,
@@ -320,12 +330,54 @@ class Learner:
             batch.cu_seqlens,
             advantages_per_token=batch.importance_weights is not None,
             old_logprobs=batch.old_logprobs,
-            ref_logprobs=ref_logprobs,
+            ref_logprobs=batch.ref_logprobs if estimates_kl else None,
             **self.settings.keywords,
             **self.model.scaling(self.settings.temperature),
-            # Scaling the loss instead would cost another pass over its gradients.
-            denominator=plan.denominator / self.ranks.size,
+            denominator=denominator,
         )
+        if read is not None:
+            divergence, mean = self._divergence(batch, hidden, read, denominator)
+            loss = loss + divergence
+            # The token loss drops tokens with the advantage 0, which the divergence reads.
+            num_tokens = metrics["tokens"].clamp_min(1)
+            share = 1 - metrics["dropped_tokens"] / num_tokens
+            metrics |= {name: metrics[name] * share for name in TOKEN_METRICS}
+            metrics |= {"kl": mean, "dropped_tokens": torch.zeros_like(share)}
+        return loss, metrics
+
+    @torch.no_grad()
+    def _read_by_teacher(self, batch: MicroBatch) -> Tensor:
+        """Return the reference policy's hidden states [T, K] of the batch's targets."""
+        teacher = self.reference or self.model
+        hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
+        if self.reference is None:
+            reshard(teacher)
+        return hidden * teacher.logit_scale
+
+    def _divergence(
+        self, batch: MicroBatch, hidden: Tensor, read: Tensor, denominator: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the term of --kl full, and the mean divergence of the batch's tokens."""
+        teacher, settings = self.reference or self.model, self.settings
+        coefficients = torch.full_like(batch.old_logprobs, settings.kl_coef)
+        if settings.aggregation == "seq_mean_token_mean":
+            coefficients /= batch.by_token(batch.cu_seqlens.diff())
+        loss, metrics = linear_divergence(
+            hidden * self.model.logit_scale,
+            self.model.output_matrix,
+            read,
+            teacher.output_matrix,
+            settings.divergence,
+            beta=settings.beta,
+            temperature=settings.temperature,
+            softcap=self.model.softcap,
+            teacher_softcap=teacher.softcap,
+            coefficients=coefficients,
+            denominator=denominator,
+        )
+        if self.reference is not None:
+            reshard(teacher)  # after its output matrix has been read
+        return loss, metrics["divergence"].mean()
 
     def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
         """Return sum(gradients [T, 2 + R] x token values) over tokens with a gradient."""
@@ -341,14 +393,27 @@ class Learner:
             loss = loss + (gradients[index, 2:] * rows).sum()
         return loss
 
+    def with_reference(self, samples: Samples, num_updates: int = 1) -> Rollouts:
+        """Return the rollouts with their log-probs under the reference policy, if there is one; all
+        ranks must call this.
+
+        Packed as each of the updates packs them: both policies then round nearly alike.
+        """
+        if self.reference is None and samples.teacher_prompts is None:
+            return samples.rollouts
+        read = Samples(samples.teacher_prompts or samples.prompts, samples.rollouts)
+        shares = samples.sequences.chunk(num_updates)
+        ref_logprobs = self.passes.logprobs(self.reference or self.model, read, *shares)
+        return replace(samples.rollouts, ref_logprobs=ref_logprobs)
+
     def copy_policy(self) -> None:
         self.set_reference()
         if self.critic is not None:
             self.critic.start_from(self.model)
 
     def set_reference(self) -> None:
-        """Copy the current policy into the reference policy, if there is one."""
-        if self.reference is not None:
+        """Copy the current policy into the reference policy, unless that is a teacher."""
+        if self.reference is not None and self.copies_policy:
             self.reference.load_state_dict(self.model.state_dict())
 
     def restart_from_reference(self) -> None:

@@ -27,6 +27,8 @@ class LossSettings:
     clip_high: float = 0.2
     kl: str = "k3"
     kl_coef: float = 0.0
+    divergence: str = "reverse"
+    beta: float = 0.5  # of jsd
     entropy_coef: float = 0.0
     temperature: float = 1.0
     max_new_tokens: int = 1  # the constant of seq_sum_constant
@@ -62,10 +64,16 @@ class LossSettings:
         )
 
     @property
+    def is_kl_full(self) -> bool:
+        """Whether the learner adds the exact divergence to the loss."""
+        return self.kl == "full" and self.kl_coef != 0
+
+    @property
     def keywords(self) -> dict[str, Any]:
         names = ["loss", "loss_options", "aggregation", "clip_low", "clip_high"]
         names += ["kl", "kl_coef", "entropy_coef"]
-        return {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return values | {"kl": "k3", "kl_coef": 0.0} if self.kl == "full" else values
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
         """Return which sequences [S] have a gradient; not if the loss is over_batch."""

@@ -41,8 +41,10 @@ class MicroBatch:
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
     old_logprobs: Tensor  # [T] float32
+    ref_logprobs: Tensor | None  # [T] float32
     importance_weights: Tensor | None  # [T] float32, a factor of each token's advantage
     target_index: Tensor  # [T] int64, index of each target among the rollouts' tokens
+    teacher: "MicroBatch | None" = None  # the same targets after the teacher's prompts
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
         """Repeat one number per sequence [S] for each of its targets [T]."""
@@ -75,6 +77,7 @@ class Packer:
     rollouts: Rollouts
     advantages: Tensor
     merge_cost: float = 0.0
+    teacher: "Packer | None" = None  # of the same rollouts, to the teacher's prompts
 
     @property
     def num_rollouts(self) -> int:
@@ -160,7 +163,7 @@ class Packer:
             rows          2  3  4  6  7  8               those positions, each once
             target_rows   0  1  2  0  3  4  3  4  5      rows[target_rows] is "read at"
         """
-        lengths = self.lengths[sequences]
+        lengths, of_host = self.lengths[sequences], sequences
         targets = ranges(self._cu_seqlens[1][:-1][sequences], lengths)  # among the sampled tokens
         tree = self.rows.tree(
             sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy(), self.merge_cost
@@ -176,7 +179,7 @@ class Packer:
             *(cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
-        importance = rollouts.importance_weights
+        importance, reference = rollouts.importance_weights, rollouts.ref_logprobs
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
@@ -187,8 +190,10 @@ class Packer:
             cu_seqlens=target_cu,
             advantages=self.advantages[sequences],
             old_logprobs=self.rollouts.logprobs[target_index],
+            ref_logprobs=None if reference is None else reference[target_index],
             importance_weights=None if importance is None else importance[target_index],
             target_index=target_index,
+            teacher=None if self.teacher is None else self.teacher.pack(of_host),
         )
 
     @cached_property

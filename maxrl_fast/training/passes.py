@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -81,10 +82,10 @@ class Passes:
                 i == num_passes - 1,
             )
 
-    def logprobs(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
+    def logprobs(self, model: PolicyModel, samples: Samples, *shares: Tensor) -> Tensor:
         """Return the log-probs under `model` of the chosen samples' tokens, packed; the samples are
         ascending. All ranks must call this."""
-        return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 0]
+        return self.compute(self.logprobs_and_entropies, model, samples, *shares)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
         """Like `logprobs`, the entropies in nats."""
@@ -107,15 +108,16 @@ class Passes:
         return result
 
     def compute(
-        self, values: TokenValues, model: PolicyModel, samples: Samples, sequences: Tensor
+        self, values: TokenValues, model: PolicyModel, samples: Samples, *shares: Tensor
     ) -> Tensor:
         """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are
-        ascending. All ranks must call this."""
+        ascending, and micro-batches hold samples of one share. All ranks must call this."""
         packer = self.packer(samples)
-        sequences = sequences.cpu()
+        sequences = torch.cat(shares).cpu()
+        batches = (self.micro_batches(packer, share.cpu()) for share in shares)
         device = samples.rollouts.tokens.device
         results = torch.zeros(0, device=device)
-        for batch, is_padding, _ in self.micro_batches(packer, sequences):
+        for batch, is_padding, _ in chain.from_iterable(batches):
             if not is_padding or self.shares_weights or not results.numel():
                 computed = self.of_batch(values, model, batch)
                 if not results.numel():

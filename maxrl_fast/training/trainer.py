@@ -8,10 +8,11 @@ G prompts, N rollouts per prompt, S = G N sequences.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.correction import ImportanceWeights
@@ -52,6 +53,7 @@ class Trainer:
     updates_per_step: int = 1
     correction: ImportanceWeights | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
+    teacher_prompts: Callable[[Prompts], Prompts] | None = None
 
     def step(
         self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None
@@ -72,9 +74,17 @@ class Trainer:
         if self.correction is not None:
             with clock("log-probs"):
                 batch = self.correction.apply(batch, learner)
+        train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
+        with clock("update"):
+            if self.teacher_prompts is not None:
+                batch = replace(batch, teacher_prompts=self.teacher_prompts(batch.prompts))
+            if objective.needs.reference or not learner.settings.is_kl_full:
+                # an objective compares whole batches, the loss those of an update
+                num_shares = 1 if objective.needs.reference else self.updates_per_step
+                rollouts = learner.with_reference(batch, num_shares)
+                batch = replace(batch, rollouts=rollouts)
         if diagnose is not None:
             diagnose(batch)
-        train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("advantage"):
             batch = objective.begin(batch, learner)
         for update, sequences in enumerate(batch.minibatches(self.updates_per_step)):

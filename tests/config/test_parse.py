@@ -306,7 +306,7 @@ def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message)
 
 
 @pytest.mark.parametrize(
-    "name", ["delta", "num-iterations", "ref-model", "eos-token", "system-prompt", "chat-template"]
+    "name", ["delta", "num-iterations", "eos-token", "system-prompt", "chat-template"]
 )
 def test_no_option_is_named_for_what_none_of_them_does(name):
     with refused(f"unknown option --{name}; --help lists the options"):

@@ -154,7 +154,9 @@ def test_attention_is_one_call_for_the_segments_and_one_for_each_level(gpu):
     batch = samples(gpu)
     with gpu:
         forest = (
-            Packer(*vars(batch).values(), rewards(gpu, shape=(-1,))).pack(batch.sequences).forest
+            Packer(batch.prompts, batch.rollouts, rewards(gpu, shape=(-1,)))
+            .pack(batch.sequences)
+            .forest
         )
         calls = 1 + len(forest.levels)
         size = int(forest.lengths.sum())
@@ -317,7 +319,8 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
     )
     with gpu.watch():
         trainer.step(1, 0)
-    assert len(gpu.waits) <= WAITS + 1 + 2, f"two more for the log-probs and their metrics: {gpu}"
+    more = "one more for the reference policy, two for the correction and its metrics"
+    assert len(gpu.waits) <= WAITS + 1 + 3, f"{more}: {gpu}"
 
 
 def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu):

@@ -37,6 +37,10 @@ def linear_loss(hidden, weight):
     )[0]
 
 
+def divergence(hidden, weight):
+    return ops.linear_divergence(hidden, weight, HIDDEN.flip(0), WEIGHT, "jsd")[0]
+
+
 # The name in the error, a function of one tensor that returns a scalar, and the tensor.
 CASES = {
     "policy_gradient_loss": ("policy_gradient_loss", loss, LOGITS),
@@ -54,6 +58,8 @@ CASES = {
         lambda x: ops.linear_token_logprobs(HIDDEN, x, TARGETS)[0].exp().sum(),
         WEIGHT,
     ),
+    "divergence, hidden": ("linear_divergence", lambda x: divergence(x, WEIGHT), HIDDEN),
+    "divergence, weight": ("linear_divergence", lambda x: divergence(HIDDEN, x), WEIGHT),
     "log_ratio_reward": (
         "log_ratio_reward",
         lambda x: ops.log_ratio_reward(x, OLD, BOUNDS).square().sum(),

@@ -421,6 +421,18 @@ PLAIN = {
     "policy_gradient_loss": {**_LOGITS, **_LOSS, "in_place": False},
     "linear_token_logprobs": {**_HIDDEN, **_ROWS},
     "linear_policy_gradient_loss": {**_HIDDEN, **_LOSS},
+    "linear_divergence": {
+        **_HIDDEN,
+        "teacher_hidden": torch.ones(T, 3),
+        "teacher_weight": torch.ones(V, 3),
+        "divergence": "jsd",
+        "beta": 0.5,
+        "temperature": _LOSS["temperature"],
+        "softcap": 2.0,
+        "teacher_softcap": 3.0,
+        "coefficients": _LOSS["mask"],
+        "denominator": 4.0,
+    },
     "log_ratio_reward": {**_SEQUENCES, "logprobs": _LOSS["old_logprobs"], "beta": 1.0},
     "pacs_loss": {**_PACS, "score": "rloo", "weight": "none", "denominator": 4.0},
 }

@@ -58,9 +58,24 @@ def of_pacs():
         ops.pacs_loss(proxies, labels, score="grpo", **given)[0].backward()
 
 
+def of_divergence():
+    hidden, weight, coefficients = torch.rand(5, 3), torch.rand(7, 3), torch.tensor([1, 0, 2, 3, 0])
+    for i, divergence in enumerate(("reverse", "forward", "jsd")):
+        loss, _ = ops.linear_divergence(
+            *(x.requires_grad_(i != j) for j, x in enumerate((hidden, weight))),
+            hidden.flip(1),
+            weight,
+            divergence,
+            softcap=4.0,
+            coefficients=coefficients if i else None,
+        )
+        loss.backward()
+
+
 @pytest.mark.parametrize(
     ("run", "names"),
     [
+        (of_divergence, "linear_divergences"),
         (of_groups, "group_advantage"),
         (of_pacs, "log_ratio_reward log_ratio_reward_backward pacs_loss"),
         (

@@ -28,6 +28,7 @@ from tests.tables import table
     continuous_maxrl | --objectives rloo rloo | must be different ones, got rloo rloo
     continuous_maxrl | --maze 6 | maze size must be an odd number from 5 to 31, got 6
     continuous_maxrl | --arms 40 | must give at most 500000 groups to enumerate
+    distillation | --teacher-steps 0 | --teacher-steps must be at least 1, got 0
     exact_likelihood | --seeds 1 | --seeds must be at least 2, got 1
     guessing | --seeds 0 | --seeds must be at least 1, got 0
     guessing | --objectives best | objective must be one that

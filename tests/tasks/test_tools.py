@@ -9,8 +9,10 @@ import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.model.tokenizer import load_tokenizer
+from maxrl_fast.records import unpack
 from maxrl_fast.tasks.chat_format import ChatFormat
 from maxrl_fast.tasks.tools import ToolEpisodes
+from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.job.test_resume import resumes_after_a_kill_in_an_episode
 from tests.rewards.pools import eventually, own_descendants
 from tests.tasks import environments
@@ -336,6 +338,33 @@ def test_too_many_hung_threads_end_the_run(make):
         assert play(task, acting(task, "sleep"))[1].failures[0].kind == "timeout"
     with pytest.raises(RewardError, match="3 calls of the environment python:Hostile have not"):
         play(task, acting(task, "sleep"))
+
+
+def test_a_teachers_prompt_has_the_tools(make, tmp_path):
+    code = "def f(prompt, goal, **others):\n    return prompt[-1]['content'] + f' It is {goal}.'\n"
+    (tmp_path / "teacher.py").write_text(code)
+    task = make("CounterEnv")
+    prompts = task.prompts("train", 0, 2)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts)
+    for own, read, columns in zip(
+        unpack(prompts.tokens, prompts.lengths),
+        unpack(made.tokens, made.lengths),
+        prompts.columns,
+        strict=True,
+    ):
+        text = task.decode(own, with_special=True)
+        question = columns["prompt"][-1]["content"]
+        assert "# Tools" in text
+        assert text.count(question) == 1
+        expected = text.replace(question, f"{question} It is {columns['goal']}.")
+        assert task.decode(read, with_special=True) == expected
+
+
+def test_distillation_needs_no_reward(policy, data):
+    task = tool_task(policy, data, "NoReward", needs_reward=False)
+    scores = play(task, counting(task, 2, 2), 2)[1]
+    assert (scores.rewards, scores.failures) == ([0.0] * 4, [])
+    task.close()
 
 
 REFUSED = {

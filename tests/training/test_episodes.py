@@ -231,6 +231,7 @@ def test_the_proxies_of_pacs_are_sums_over_sampled_tokens(is_paper):
     )
     learner.reference = reference
     pacs = PacsObjective(0.7, updates_per_step=2, has_actor=is_paper)
+    samples = Samples(samples.prompts, learner.with_reference(samples))
     batch = pacs.begin(collected(samples, labels), learner)
     proxies = torch.stack(
         [0.7 * (own - theirs).sum() for own, theirs in zip(logprobs, of_start, strict=True)]

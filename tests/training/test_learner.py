@@ -12,7 +12,8 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.learner import Learner
+from maxrl_fast.training import passes as learner_passes
+from maxrl_fast.training.learner import Learner, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from tests.batches import make_prompts, one_batch
@@ -35,9 +36,9 @@ def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):
 
 def update(model, rollouts, advantages, sequences=None, lr=1e-3, **options):
     sequences = torch.arange(len(advantages)) if sequences is None else sequences
-    return learner(model, **options).update(
-        Samples(PROMPTS, rollouts), advantages, sequences, when="step 7", lr=lr
-    )
+    trained = learner(model, **options)
+    samples = Samples(PROMPTS, trained.with_reference(Samples(PROMPTS, rollouts)))
+    return trained.update(samples, advantages, sequences, when="step 7", lr=lr)
 
 
 def gradients(model, rollouts, advantages, **options):
@@ -159,7 +160,9 @@ def test_an_update_by_trees_equals_one_of_every_sample_alone(loss):
         )
         own = learning.passes.logprobs(model, Samples(PROMPTS, ALIKE), torch.arange(12))
         rollouts = dataclasses.replace(
-            ALIKE, logprobs=own + 0.3 * noise - 0.15, importance_weights=0.5 + weights
+            learning.with_reference(Samples(PROMPTS, ALIKE)),
+            logprobs=own + 0.3 * noise - 0.15,
+            importance_weights=0.5 + weights,
         )
         metrics = learning.update(
             Samples(PROMPTS, rollouts), advantages, torch.arange(12), when="step 1", lr=0.0
@@ -461,3 +464,32 @@ def test_a_factor_below_0_turns_the_advantage_of_its_token(loss):
         )
     )
     assert worst_difference(actual, grads) < 1e-3
+
+
+@pytest.mark.parametrize("num_updates", [1, 3])
+def test_log_probs_of_the_reference_are_computed_once(monkeypatch, num_updates):
+    """A policy that equals its reference is at 0, but for rounding."""
+    model, passes, run_batch = tiny_decoder(), [], learner_passes.run_batch
+    settings = LossSettings(loss="ppo", aggregation="token_mean", kl="k2", kl_coef=1.0)
+    trained = learner(model, settings, budget=20, reference=frozen_copy(model))
+    samples = Samples(PROMPTS, sampled(model))
+    monkeypatch.setattr(
+        learner_passes,
+        "run_batch",
+        lambda module, *batch: passes.append(module) or run_batch(module, *batch),
+    )
+    samples = Samples(PROMPTS, trained.with_reference(samples, num_updates))
+    num_passes = len(passes)
+    assert num_passes >= 3
+    assert {*passes} == {trained.reference}
+    for share in samples.sequences.chunk(num_updates):
+        metrics = trained.update(samples, torch.zeros(12), share, when="step 1", lr=0.0)
+        assert metrics.kl < 1e-11
+        assert metrics.grad_norm < 1e-5
+    assert len(passes) == num_passes
+    other = learner(model, settings, reference=tiny_decoder(1)).with_reference(samples, num_updates)
+    batch = one_batch(PROMPTS, other)
+    logits = response_logits(tiny_decoder(1), batch, torch.float64)
+    expected = ops.token_logprobs(logits, batch.targets)[0]
+    torch.testing.assert_close(other.ref_logprobs, expected.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(one_batch(PROMPTS, other).ref_logprobs, other.ref_logprobs)

@@ -83,6 +83,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
     pacs = make_pacs(is_paper, updates_per_step=3, score=score, class_weight=class_weight)
     with torch.no_grad():
         ref_logprobs = logprobs(reference or model, rollouts)
+    rollouts = learner.with_reference(Samples(PROMPTS, rollouts), num_updates=3)
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
     pacs.begin(samples, learner)
     for sequences in samples.minibatches(3):
@@ -170,7 +171,8 @@ def test_the_reference_and_the_optimizer_are_reset():
     pacs = make_pacs(is_paper=True, interval=2)
     everything = torch.arange(3 * N)
     for step in (1, 2, 3):
-        samples = collected(Samples(PROMPTS, rollouts), LABELS, step=step)
+        known = learner.with_reference(Samples(PROMPTS, rollouts))
+        samples = collected(Samples(PROMPTS, known), LABELS, step=step)
         pacs.begin(samples, learner)
         learner.update(samples, pacs.advantages(everything), everything, when="step", lr=1e-2)
         pacs.end()

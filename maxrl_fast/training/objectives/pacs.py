@@ -58,11 +58,13 @@ class PacsObjective(Objective):
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
         ref_logprobs, cu_seqlens = None, torch.zeros(0)
-        reference = learner.reference if self.has_actor else learner.model
-        if reference is not None and (self.has_actor or self.updates_per_step > 1):
+        if self.has_actor:
+            ref_logprobs = batch.rollouts.ref_logprobs
+        elif self.updates_per_step > 1:
             # Computed by the learner, not taken from the rollout engine: rounding differences
             # would add up over a response.
-            ref_logprobs = learner.passes.logprobs(reference, batch, batch.sequences)
+            ref_logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
+        if ref_logprobs is not None:
             cu_seqlens = batch.rollouts.cu_seqlens.cpu()
         self._step = _Step(
             batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten())

@@ -1,7 +1,7 @@
 """The objectives by name, their options, and how they are built."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from maxrl_fast.algorithms.options import (
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import own_estimator, try_out
 from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
+from maxrl_fast.training.objectives.distill import DistillObjective
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
@@ -46,7 +47,8 @@ class ObjectiveRow:
         make: builds the objective from the updates per step; its keyword-only parameters are the
         objective's options. formula, needs, source: texts that `python -m maxrl_fast.objectives`
         prints, as for estimators. loss: its token loss without --loss. min_rollouts: smallest N.
-        takes_one_naive: whether N = 1 is allowed with --score naive.
+        takes_one_naive: whether N = 1 is allowed with --score naive. presets: the defaults of a
+        run's other options, where they are the objective's.
     """
 
     make: Callable[..., Objective]
@@ -56,6 +58,7 @@ class ObjectiveRow:
     loss: str = "ppo"
     min_rollouts: int = 1
     takes_one_naive: bool = False
+    presets: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> dict[str, Option]:
@@ -223,6 +226,15 @@ OWN: dict[str, ObjectiveRow] = {
         needs="N >= 1; memory and work of a second model that is trained",
         source="PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438",
     ),
+    "distill": ObjectiveRow(
+        lambda _: DistillObjective(),
+        formula="0: only the divergence from the teacher is learned (--kl-coef)",
+        needs="N >= 1; --reference or --teacher-prompt; no rewards",
+        source="on-policy distillation: GKD, Agarwal et al. 2024, arXiv:2306.13649; Lu et al. "
+        "(Thinking Machines) 2025",
+        loss=DistillObjective.loss,
+        presets={"kl": "k2", "kl_coef": 1.0, "rollouts": 1},
+    ),
 }
 OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
 
@@ -274,6 +286,10 @@ def _row(name: str) -> Estimator:
         return own_estimator(function)
     except ValueError as error:
         raise InputError(str(error)) from error
+
+
+def objective_presets(name: str) -> Mapping[str, Any]:
+    return OWN[name].presets if name in OWN else {}
 
 
 def default_loss(name: str) -> str:

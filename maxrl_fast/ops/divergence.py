@@ -1,0 +1,174 @@
+"""The exact divergence of a policy from a teacher, from hidden states, in plain PyTorch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
+from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.dispatch import operator, register_fake
+from maxrl_fast.ops.logit_chunks import Chunks, check_hidden, empty_gradients
+from maxrl_fast.ops.token_batch import (
+    check_temperature,
+    check_tokens,
+    check_values,
+    loss_denominator,
+    real_dtype,
+)
+from maxrl_fast.ops.token_loss_kernel import register_loss
+
+DIVERGENCES = ("reverse", "forward", "jsd")
+# of logits that are computed at a time, in float32: temporary copies stay in a CPU's cache
+_BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}
+_MAX_LOG_RATIO = 80.0  # its exp is finite in float32; smaller probabilities add nothing to jsd
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    divergence: str = "reverse",
+    *,
+    beta: float = 0.5,
+    temperature: float | Tensor = 1.0,
+    softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    coefficients: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return sum_t c_t D_t / denominator, D_t a token's exact divergence of the policy P from the
+    teacher Q, and metrics.
+
+    P and Q are softmax(logits / temperature) of hidden @ weight.T and teacher_hidden @
+    teacher_weight.T. D is
+
+        reverse     KL(P || Q)
+        forward     KL(Q || P)
+        jsd         beta KL(Q || M) + (1 - beta) KL(P || M), M = beta Q + (1 - beta) P: the
+                    generalized JSD of GKD (Agarwal et al. 2024)
+
+    The forward pass computes loss and gradients as linear_policy_gradient_loss does, which explains
+    the arguments it shares, in the memory of two chunks of logits. The teacher is a constant. Equal
+    logits give exactly 0, and gradients of 0.
+
+    Args:
+        teacher_hidden, teacher_weight: [T, K] and [V, K], with any K and dtypes.
+        temperature: of both sides. softcap, teacher_softcap: of one.
+        coefficients: c [T], numbers or a mask. Tokens with 0 are not read. Default: 1.
+        denominator: a number, or []. Default: the number of tokens that are read.
+
+    Returns:
+        The loss, a scalar as there, and the detached metric divergence: D [T] float64, 0 for tokens
+        that are not read.
+
+    Raises:
+        As linear_policy_gradient_loss.
+    """
+    check_choice("divergence", divergence, DIVERGENCES)
+    beta = check_number("beta", beta, "between 0 and 1", lambda x: 0 < x < 1)
+    vocab, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
+    teachers, _ = check_hidden(teacher_hidden, teacher_weight, None, teacher_softcap, "teacher_")
+    device, size, real = hidden.device, len(hidden), real_dtype(hidden.dtype)
+    if (len(teacher_hidden), teachers, teacher_hidden.device) != (size, vocab, device):
+        raise ValueError(
+            f"teacher_hidden and teacher_weight must have T = {size} and V = {vocab} rows on "
+            f"{device}, got {len(teacher_hidden)} and {teachers} on {teacher_hidden.device}"
+        )
+    has_zeros = coefficients is not None
+    c = torch.ones(size, device=device) if coefficients is None else coefficients
+    check_tokens(size, device, mask=None, coefficients=c)
+    mask = c != 0
+    if is_host_readable(c):
+        check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
+    check_temperature(temperature, size, device, mask)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((size,), temperature, dtype=torch.float64, device=device)
+    divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
+    teacher = teacher_hidden.detach(), teacher_weight.detach()
+    rows = c.detach().double() / divisor, temperature.detach().to(real), has_zeros
+    options = divergence, beta, softcap, teacher_softcap, chunk
+    needed = needs_gradient(hidden), needs_gradient(weight)
+    sums, *_ = linear_divergences(hidden, weight, *teacher, *rows, *options, *needed)
+    return sums[0].to(real), {"divergence": sums.detach()[1:]}
+
+
+@operator()
+def linear_divergences(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    coefficients: Tensor,
+    temperature: Tensor,
+    has_zeros: bool,  # of the coefficients
+    divergence: str,
+    beta: float,
+    softcap: float,
+    teacher_softcap: float,
+    chunk: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss and all D, [1 + T], and the gradients of hidden and weight, or [0] if not
+    needed."""
+    index: Any = coefficients.nonzero()[:, 0] if has_zeros else slice(None)
+    c, tau = coefficients[index], temperature[index, None]
+    slopes = (c[:, None] / tau).to(tau.dtype)
+    chunks = Chunks(hidden[index], weight, chunk, needs_hidden, needs_weight, softcap)
+    size, other = chunks.size, teacher_hidden[index]
+    others = Chunks(other, teacher_weight, size, False, False, teacher_softcap)
+    row_bytes = max(len(weight), 1) * tau.element_size()
+    block = max(_BLOCK_BYTES.get(hidden.device.type, 1 << 20) // row_bytes, 1)
+    # not a list: tensors that stay among those that are freed would fragment the heap
+    values = torch.empty_like(c)
+    for (start, stop, logits), (*_, other) in zip(chunks, others, strict=True):
+        for i in range(start, stop, block):
+            rows, part = slice(i, min(i + block, stop)), slice(i - start, i - start + block)
+            log_p, log_q = (
+                torch.log_softmax(x[part].to(tau.dtype) / tau[rows], -1) for x in (logits, other)
+            )
+            values[rows], gradient = _divergence(log_p, log_q, divergence, beta)
+            logits[part] = gradient.mul_(slopes[rows])  # in the memory of the logits
+        chunks.backward(start, stop, logits)
+    # frees the chunks before the gradient is rounded
+    logits = other = chunks.buffer = others.buffer = values
+    grad_hidden, grad_weight = chunks.gradients()
+    if needs_hidden and has_zeros:
+        grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
+    sums = values.new_zeros(1 + len(hidden))
+    sums[0], sums[1:][index] = c.dot(values), values
+    return sums, grad_hidden, grad_weight
+
+
+def _divergence(
+    log_p: Tensor, log_q: Tensor, divergence: str, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Return D [C] of rows [C, V], which are overwritten, and its gradients by P's logits."""
+    dot, p, d = torch.linalg.vecdot, log_p.exp(), log_p.sub_(log_q)
+    if divergence == "forward":
+        q = log_q.exp_()
+        return -dot(q, d), p.sub_(q)
+    share, of_teacher = 1.0, 0.0
+    if divergence == "jsd":
+        share, up = 1 - beta, d.neg_().clamp_(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)  # log q - log p
+        of_teacher = beta * dot(log_q.exp_(), _over_mixture(up.neg(), share))
+        d = _over_mixture(up, beta)
+    mean = dot(p, d)
+    return share * mean + of_teacher, d.sub_(mean[:, None]).mul_(p).mul_(share)
+
+
+def _over_mixture(up: Tensor, share: float) -> Tensor:
+    """Return log(a / (share b + (1 - share) a)) for up = log b - log a: 0 where a = b."""
+    return torch.expm1(up).mul_(share).log1p_().neg_()
+
+
+@register_fake(linear_divergences)
+def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    sums = hidden.new_empty(1 + len(hidden), dtype=torch.float64)
+    return sums, *empty_gradients(hidden, weight, *arguments[-2:])
+
+
+register_loss(linear_divergences, "linear_divergence", 2)

@@ -1,0 +1,89 @@
+"""Runs with a teacher: they resume bitwise, and bad input is one sentence before any work."""
+
+import json
+import shutil
+
+import pytest
+
+from maxrl_fast import train
+
+SMALL = "--maze-size 5 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
+
+
+JSD = "--kl-coef 1 --kl full --divergence jsd --loss-options"
+
+
+def run(out, *flags):
+    return train.main([*SMALL.split(), "--out", str(out), *map(str, flags)])
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    out = tmp_path_factory.mktemp("teacher") / "run"
+    assert run(out, "--rollouts", 2, "--sft-steps", 5) == 0
+    return out / "checkpoints" / "step-000002"
+
+
+def lines(out):
+    text = (out / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(x).items() if "second" not in k} for x in text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--kl full --divergence forward", "--lora-rank 2"])
+def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags):
+    job = "--objective distill --hidden-size 64 --sft-steps 0 --lr-schedule constant".split()
+    job += [*flags.split(), "--reference", teacher]
+    assert run(tmp_path / "whole", *job, "--steps", 4) == 0
+    assert run(tmp_path / "run", *job) == 0
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert lines(tmp_path / "run")[0]["kl"] > 0.01
+    assert lines(tmp_path / "run")[0]["response_length_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--objective maxrl --reference {}", "needs --kl-coef"),
+        ("--objective distill", "distill needs --kl-coef above 0 and a teacher"),
+        ("--objective distill --kl-coef 0 --reference {}", "--reference needs --kl-coef"),
+        ("--objective distill --reference /nowhere", "--reference must be the folder"),
+        ("--objective distill --task chain --reference {}", "needs a vocabulary of 8"),
+        ("--objective distill --maze-size 31 --reference {}", "1446 positions"),
+        ("--objective maxrl --kl-coef 1 --kl full", "kl full needs another teacher"),
+        ("--objective maxrl --kl-coef 1 --divergence jsd", "--divergence needs --kl full"),
+        ("--objective distill --reference {} --loss-options beta=0.3", "not used by loss"),
+        ("--reference {} " + JSD + " beta=1", "beta of jsd must be between 0 and 1, got 1"),
+        ("--reference {} " + JSD + " gamma=1", "loss ppo takes no options, got 'gamma'"),
+        ("--kl-coef 1 --kl full --loss kl_cov --reference {}", "depends on other responses"),
+        ("--objective pacs_paper --reference {}", "needs --ref-reset-interval 0"),
+        ("--kl-coef 1 --teacher-prompt prompts.py:f", "must be answer for task maze"),
+        ("--objective distill --reference {} --max-new-tokens 500", "it has 512|positions"),
+    ],
+)
+def test_bad_teachers_are_refused(tmp_path, teacher, capsys, flags, sentence):
+    words = flags.format(teacher).split()
+    if "chain" in flags:
+        arguments = ["--out", str(tmp_path / "run"), *words]
+        code = train.main(arguments)
+    else:
+        code = run(tmp_path / "run", *words)
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 2, said
+    assert any(part in said for part in sentence.split("|")), said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_token_that_differs_is_named(tmp_path, teacher, capsys):
+    other, adapters = tmp_path / "other", tmp_path / "adapters"
+    shutil.copytree(teacher, other)
+    fields = json.loads((other / "tokenizer.json").read_text())
+    fields["added_tokens"][5]["content"] = "other"
+    (other / "tokenizer.json").write_text(json.dumps(fields))
+    assert run(tmp_path / "run", "--objective", "distill", "--reference", other) == 2
+    assert "token 5 is 'GRID_END' in" in " ".join(capsys.readouterr().err.split())
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    assert run(tmp_path / "run", "--objective", "distill", "--reference", adapters) == 2
+    assert "merge them" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,45 @@
+"""What a teacher reads in place of a prompt of text."""
+
+import json
+
+import pytest
+
+from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_task import build_task
+from maxrl_fast.training.teacher_prompts import TeacherPrompts
+
+LINES = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "word": "apple"} for i in range(40)]
+
+
+@pytest.fixture
+def task(tmp_path, policy):
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return build_task(TaskOptions(task="dataset", data=file), 0, policy, needs_reward=False)
+
+
+def text_of(task, prompts, i):
+    start, stop = prompts.cu_seqlens[i : i + 2].tolist()
+    return task.decode(prompts.tokens[start:stop].tolist())
+
+
+def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task):
+    prompts = task.prompts("train", 3, 5)
+    code = "def f(prompt, word, **others):\n    return f'{word}: {prompt}'\n"
+    (tmp_path / "teacher.py").write_text(code)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
+    for i, line in enumerate(prompts.columns):
+        assert text_of(task, made(prompts), i) == f"apple: {line['prompt']}"
+    assert made(prompts).ids.tolist() == [3, 4, 5, 6, 7]
+    made.check()
+    with pytest.raises(InputError, match="1 to 4 tokens, which leave room for the response"):
+        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()
+
+
+def test_a_function_that_fails_is_named(tmp_path, task):
+    (tmp_path / "teacher.py").write_text("def f(prompt):\n    return 3\n")
+    with pytest.raises(InputError, match="fails for prompt 0: TypeError"):
+        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100).check()
+    with pytest.raises(InputError, match="answer"):
+        TeacherPrompts(task, "answer", 100).check()  # only the reward reads these lines

@@ -1,0 +1,271 @@
+"""On-policy distillation: the gradients of its estimators, enumerated; the exact divergence in the
+learner; the teacher's prompt.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build import build_trainer
+from maxrl_fast.job.build_engine import build_run_engine
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.training.learner import Learner, frozen_copy
+from maxrl_fast.training.loss_settings import LossSettings
+from tests.batches import make_prompts, one_batch
+from tests.models import response_logits, tiny_decoder
+from tests.random_episodes import naive_logprobs, naive_rows, random_parts, rollouts_of
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+TEACHERS = make_prompts([[5, 6, 7, 8, 11, 12], [9, 1, 3], [1, 2, 3, 4, 5, 6, 7, 30, 2]])
+ROLLOUTS = Rollouts.given([[1, 2, 3, 9], [1, 2, 8], [6], [7, 7, 4, 2, 1], [3, 3], [5, 6, 7]])
+FULL = LossSettings("reinforce", "token_mean", kl="full", kl_coef=0.7, temperature=0.9)
+
+
+@pytest.mark.parametrize(("kl", "is_reverse"), [("k1", False), ("k2", True), ("k3", False)])
+def test_the_mean_gradient_of_an_estimator(kl, is_reverse):
+    """Over all tokens of a vocabulary, by their probability: k2's is the gradient of the reverse
+    KL, k1's is 0, and k3's is of the forward KL."""
+    generator = torch.Generator().manual_seed(0)
+    z, q = torch.randn(2, 7, generator=generator, dtype=torch.float64)
+    z.requires_grad_()
+    p, log_q = z.detach().softmax(-1), q.log_softmax(-1)
+    reverse, forward = (
+        torch.autograd.grad(value, z)[0]
+        for value in (
+            (z.softmax(-1) * (z.log_softmax(-1) - log_q)).sum(),
+            (log_q.exp() * (log_q - z.log_softmax(-1))).sum(),
+        )
+    )
+    logits = z.expand(7, 7)  # row v is the same state, in which token v was sampled
+    mean = torch.zeros(7, dtype=torch.float64)
+    for v in range(7):
+        loss, _ = ops.policy_gradient_loss(
+            logits[v : v + 1],
+            torch.tensor([v]),
+            torch.zeros(1, dtype=torch.float64),
+            torch.tensor([0, 1]),
+            loss="reinforce",
+            ref_logprobs=log_q[v : v + 1],
+            kl=kl,
+            kl_coef=1.0,
+        )
+        mean += p[v] * torch.autograd.grad(loss, z)[0]
+    expected = {"k1": torch.zeros_like(reverse), "k2": reverse, "k3": forward}[kl]
+    assert float((mean - expected).abs().max()) < 1e-12
+    assert (float((mean - reverse).abs().max()) < 1e-12) == is_reverse
+    assert float(reverse.abs().max()) > 0.05
+
+
+def learner(model, settings, reference=None, budget=10_000):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    return Learner(model, sgd, settings, 1e9, budget, torch.float32, reference)
+
+
+def logits_of(model, prompts):
+    return response_logits(model, one_batch(prompts, ROLLOUTS), torch.float32)
+
+
+def expected_gradients(model, teacher, prompts, divergence, weights):
+    """Return the gradients of sum_t weights_t D_t, by autograd of whole logits."""
+    log_p = (logits_of(model, PROMPTS).double() / 0.9).log_softmax(-1)
+    log_q = (logits_of(teacher, prompts).detach().double() / 0.9).log_softmax(-1)
+    kl = torch.nn.functional.kl_div
+    if divergence == "jsd":
+        mixture = (log_p.exp() / 2 + log_q.exp() / 2).log()
+        terms = [kl(mixture, x, log_target=True, reduction="none") / 2 for x in (log_p, log_q)]
+        values = sum(terms).sum(-1)
+    else:
+        pair = (log_q, log_p) if divergence == "reverse" else (log_p, log_q)
+        values = kl(*pair, log_target=True, reduction="none").sum(-1)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad((weights * values).sum(), list(parameters.values()))
+    return dict(zip(parameters, gradients, strict=True)), values.detach()
+
+
+@pytest.mark.parametrize("budget", [10_000, 12])
+@pytest.mark.parametrize("reads_more", [False, True])
+@pytest.mark.parametrize("divergence", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, budget):
+    model, teacher = tiny_decoder(), tiny_decoder(1)
+    settings = dataclasses.replace(FULL, aggregation=aggregation, divergence=divergence)
+    trained = learner(model, settings, teacher.requires_grad_(False), budget)
+    more = {"teacher_prompts": TEACHERS} if reads_more else {}
+    samples = Samples(PROMPTS, ROLLOUTS, **more)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    lengths = ROLLOUTS.lengths
+    weights = torch.full((18,), 0.7 / 18)
+    if aggregation == "seq_mean_token_mean":
+        weights = 0.7 / 6 / lengths.repeat_interleave(lengths)
+    prompts = TEACHERS if reads_more else PROMPTS
+    expected, values = expected_gradients(model, teacher, prompts, divergence, weights)
+    assert metrics.kl == pytest.approx(float(values.detach().sum()), rel=1e-4)
+    assert metrics.loss == pytest.approx(float((weights * values).sum()), rel=1e-4)
+    assert max(float(x.abs().max()) for x in expected.values()) > 1e-2
+    for name, parameter in model.named_parameters():
+        scale = float(expected[name].abs().max())
+        assert float((parameter.grad - expected[name]).abs().max()) < 1e-4 * scale + 1e-7, name
+    shifted = make_prompts([[*x[1:], 0] for x in ([5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7])])
+    wrong, _ = expected_gradients(model, teacher, shifted, divergence, weights)
+    assert float((wrong[name] - expected[name]).abs().max()) > 1e-4
+
+
+def test_a_teacher_that_equals_the_policy_has_no_gradient():
+    model = tiny_decoder()
+    trained = learner(model, FULL, frozen_copy(model))
+    samples = Samples(PROMPTS, ROLLOUTS)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    assert (metrics.kl, metrics.loss, metrics.grad_norm) == pytest.approx((0, 0, 0), abs=1e-6)
+    assert metrics.num_sequences == 6
+
+
+@pytest.mark.parametrize("kl", ["k2", "full"])
+def test_the_policy_teaches_itself_by_another_prompt(kl):
+    """Without a reference policy the teacher is the policy, with its own prompts."""
+    model = tiny_decoder()
+    trained = learner(model, dataclasses.replace(FULL, kl=kl))
+    samples = Samples(PROMPTS, ROLLOUTS, teacher_prompts=TEACHERS)
+    samples = dataclasses.replace(samples, rollouts=trained.with_reference(samples))
+    log_q = (logits_of(model, TEACHERS) / 0.9).log_softmax(-1)
+    own = log_q.gather(1, ROLLOUTS.tokens[:, None])[:, 0]
+    torch.testing.assert_close(samples.rollouts.ref_logprobs, own.detach(), rtol=1e-5, atol=1e-5)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    log_p = (logits_of(model, PROMPTS) / 0.9).log_softmax(-1)
+    values = (log_p.exp() * (log_p - log_q)).sum(-1)
+    if kl == "k2":
+        values = (log_p.gather(1, ROLLOUTS.tokens[:, None])[:, 0] - own).square() / 2
+    assert metrics.kl == pytest.approx(float(values.detach().sum()), rel=1e-3)
+    assert metrics.grad_norm > 1e-2
+
+
+def test_the_weight_of_jsd_is_of_the_teacher():
+    """beta KL(Q || M) + (1 - beta) KL(P || M), M = beta Q + (1 - beta) P, times kl_coef / 18."""
+    model, teacher = tiny_decoder(), tiny_decoder(1)
+    settings = dataclasses.replace(FULL, divergence="jsd", beta=0.8)
+    trained = learner(model, settings, teacher.requires_grad_(False))
+    samples = Samples(PROMPTS, ROLLOUTS)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    with torch.no_grad():
+        p, q = ((logits_of(x, PROMPTS).double() / 0.9).softmax(-1) for x in (model, teacher))
+    mixture = 0.8 * q + 0.2 * p
+    values = 0.8 * q * (q / mixture).log() + 0.2 * p * (p / mixture).log()
+    assert metrics.kl == pytest.approx(float(values.detach().sum()), rel=1e-4)
+    assert metrics.loss == pytest.approx(0.7 / 18 * float(values.sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", [10_000, 25])
+@pytest.mark.parametrize("reads_more", [False, True])
+def test_a_teacher_of_episodes(reads_more, budget):
+    """Tokens that environments wrote are read by both and compared by neither; against the forward
+    pass of each episode alone."""
+    generator = torch.Generator().manual_seed(4)
+    prompts, more = [[5, 1], [7]], [[5, 1, 9, 9], [3, 7, 2]]
+    episodes = [random_parts(generator, 4) for _ in range(6)]
+    rollouts = rollouts_of(episodes)
+    assert rollouts.inserted is not None
+    assert len(rollouts.inserted.tokens) > 4
+    model, teacher = tiny_decoder(), tiny_decoder(1).requires_grad_(False)
+    trained = learner(model, FULL, teacher, budget)
+    given = {"teacher_prompts": make_prompts(more)} if reads_more else {}
+    samples = Samples(make_prompts(prompts), rollouts, **given)
+    read = more if reads_more else prompts
+    with torch.no_grad():
+        expected = [naive_logprobs(teacher, read[s // 3], x, 0.9) for s, x in enumerate(episodes)]
+    found = trained.with_reference(samples).ref_logprobs
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    terms = []
+    for s, parts in enumerate(episodes):
+        log_p = naive_rows(model, prompts[s // 3], parts, 0.9)
+        log_q = naive_rows(teacher, read[s // 3], parts, 0.9)
+        terms.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    total = torch.cat(terms).sum()
+    assert metrics.kl == pytest.approx(float(total), rel=1e-4)
+    embedding = model.model.embed_tokens.weight
+    (gradient,) = torch.autograd.grad(0.7 / len(rollouts.tokens) * total, embedding)
+    assert float(gradient.abs().max()) > 1e-3
+    torch.testing.assert_close(embedding.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_self", [False, True])
+def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self):
+    """Without a reference it is the policy as the step finds it, which reads the answer."""
+    options = {"maze_size": 5, "prompts": 2, "rollouts": 2, "hidden_size": 32, "layers": 1}
+    options |= {"objective": "maxrl", "kl_coef": 1.0, "kl": "k2", "lr": 0.01, "threads": 1}
+    options |= {"steps": 3, "sft_steps": 0, "device": "cpu", "dtype": "float32"}
+    config = parse_options(options | ({"teacher_prompt": "answer"} if is_self else {}))
+    task = build_run_task(config)
+    config = resolve(config, task)
+    model, teacher = build_policy(config, task), None if is_self else build_policy(config, task)
+    if teacher is not None:
+        teacher.requires_grad_(False).lm_head.weight.mul_(2)
+    engine = build_run_engine(config, model, task)
+    scorer = build_scorer(config.reward, task)
+    trainer, _ = build_trainer(config, task, engine, scorer, model, teacher=teacher)
+    seen = []
+    update = trainer.learner.update
+
+    def watched(samples, *arguments, **keywords):
+        read = samples.prompts if teacher else samples.teacher_prompts
+        batch = one_batch(read, samples.rollouts)
+        logits = response_logits(model if is_self else teacher, batch, torch.float32)
+        expected = ops.token_logprobs(logits, batch.targets)[0].detach()
+        torch.testing.assert_close(samples.rollouts.ref_logprobs, expected, rtol=1e-4, atol=1e-5)
+        seen.append(len(expected))
+        return update(samples, *arguments, **keywords)
+
+    monkeypatch.setattr(trainer.learner, "update", watched)
+    for n in range(3):
+        trainer.step(n + 1, 2 * n)
+    assert len(seen) == 3
+    assert min(seen) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kl", "num_samples", "is_near"), [("k2", 64, True), ("k2", 16, False), ("full", 16, True)]
+)
+def test_the_policy_becomes_its_teacher(kl, num_samples, is_near):
+    """The divergence of all responses of three tokens, enumerated, falls to 1%, with the exact
+    divergence in a quarter of the tokens."""
+    prompts, vocab, length = make_prompts([[1]]), 8, 3
+    model, teacher = tiny_decoder(0, vocab_size=vocab), tiny_decoder(1, vocab_size=vocab)
+    teacher.requires_grad_(False)
+    for weight in teacher.parameters():
+        weight *= 2 if weight.dim() == 2 else 1  # more certain than a new policy
+    every = Rollouts.given([[*x] for x in itertools.product(range(vocab), repeat=length)])
+
+    @torch.no_grad()
+    def divergence():
+        logits = [response_logits(x, one_batch(prompts, every), torch.float32) for x in models]
+        log_p, log_q = (
+            ops.token_logprobs(x, every.tokens)[0].double().view(-1, length).sum(1) for x in logits
+        )
+        return float((log_p.exp() * (log_p - log_q)).sum())
+
+    models = (model, teacher)
+    settings = LossSettings("reinforce", "token_mean", kl=kl, kl_coef=1.0)
+    adam, engine = torch.optim.Adam(model.parameters()), NativeEngine(model, torch.float32)
+    trained = Learner(model, adam, settings, 1e9, 10_000, torch.float32, teacher)
+    start = divergence()
+    for step in range(150):
+        engine.load_weights(model)
+        rollouts = engine.generate(
+            prompts, num_samples, Sampling(1.0, length, ()), seed=0, step=step
+        )
+        samples = Samples(prompts, rollouts)
+        samples = Samples(prompts, trained.with_reference(samples))
+        sequences = samples.sequences
+        trained.update(samples, torch.zeros(num_samples), sequences, when="a step", lr=3e-3)
+    assert start > 1
+    assert (divergence() < 0.009 * start) == is_near

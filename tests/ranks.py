@@ -105,6 +105,7 @@ def one_update(
     weights = {name: weight.clone() for name, weight in model.weights()}
     first, count = ranks.part(20)
     own = samples.rollouts.select(torch.arange(first, first + count))
+    own = dataclasses.replace(own, ref_logprobs=None)  # computed after they were gathered
     if own.inserted is not None and not len(own.inserted.tokens):  # those of the second of three
         own = dataclasses.replace(own, inserted=None)
     chosen = torch.tensor([1, 4, 5, 6, 16])

@@ -151,10 +151,9 @@ def run(
 
     Args:
         config: options by name, or the path of a TOML file of them; keyword options override them.
-        task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`. reward: what
-        --reward takes, or a Python function (prompt, response, **columns) -> float, such as a
-        lambda. It runs in a
-            thread of this process, without a sandbox.
+        task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`.
+        reward: what --reward takes, or a Python function (prompt, response, **columns) -> float,
+            such as a lambda. It runs in a thread of this process, without a sandbox.
         environment: what --environment takes, or a class, whose objects live in such a thread.
         options: as on the command line, with underscores: `maze_size=11`. None: not given.
 

@@ -29,7 +29,7 @@ class MicroBatch:
     Prompts with their responses are a forest of what several of them begin with (prefix_tree.py). A
     response's last token is left out because it predicts nothing. Every sampled token is predicted
     at the token before it: of the prompt, of the response, or of what an environment inserted,
-    which is read and is no target.
+    which is read and is not a target.
     """
 
     tokens: Tensor  # [U] int64

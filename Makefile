@@ -82,7 +82,7 @@ dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in
 test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (7 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
 
-sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (8 minutes)
+sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (9 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
 gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: build, tests and benchmarks; bench/README.md (at most 9 minutes)

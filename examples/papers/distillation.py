@@ -11,7 +11,6 @@ For each seed a teacher and a warm start are trained, and then each method sampl
 Finished runs are kept in --work, and the same command continues with those that are missing.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, run, standard_error, tracked
+from experiment import Settings, run, standard_error
 from matplotlib.figure import Figure
 from objectives_league import build
 from rich.console import Console
 from rich.table import Table
-from training_runs import flags_of, records, train_all, workers
+from training_runs import TokenRun, flags_of, measure_all, records, train_all
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.runtime.files import write_json
 
 METHODS: dict[str, dict[str, Any]] = {
     "maxpo": {"objective": "maxpo", "k": 4},
@@ -77,20 +75,6 @@ class DistillationSettings(Settings):
     """Folder of the teachers, the warm starts and the finished runs."""
 
 
-@dataclass(frozen=True)
-class DistillationRun:
-    method: str
-    seed: int
-    options: dict[str, Any]  # of maxrl_fast.train
-    tokens: int
-    evaluations: int
-    file: Path  # of what it has measured
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "file": self.file.name}
-
-
 def experiment(settings: DistillationSettings) -> dict[str, Any]:
     for name in ("seeds", "tokens", "teacher_steps", "prompts", "evaluations", "eval_mazes"):
         if (value := getattr(settings, name)) < 1:
@@ -109,13 +93,12 @@ def experiment(settings: DistillationSettings) -> dict[str, Any]:
         for seed in seeds
         for method, options in (METHODS | with_terms(settings)).items()
     ]
-    with workers(settings.threads) as pool:
-        outcomes = [*tracked(pool.map(measure, runs), "runs", total=len(runs))]
+    outcomes = measure_all(measure, runs, settings.threads)
     teachers = [records(folders[f"teacher-seed{seed}"] / "eval.jsonl")[-1] for seed in seeds]
     results = {
         "teachers": [evaluation["pass_at_k"] for evaluation in teachers],
         "runs": [
-            {"method": one.method, "seed": one.seed, **outcome}
+            {"method": one.name, "seed": one.seed, **outcome}
             for one, outcome in zip(runs, outcomes, strict=True)
         ],
     }
@@ -141,7 +124,7 @@ def distillation_run(
     options: dict[str, Any],
     seed: int,
     folders: dict[str, Path],
-) -> DistillationRun:
+) -> TokenRun:
     teacher, start = (
         folders[f"{name}-seed{seed}"] / "checkpoints" for name in ("teacher", "start")
     )
@@ -167,15 +150,10 @@ def distillation_run(
     if options["objective"] == "distill":
         options["lr"] = settings.distill_lr
     file = settings.work / f"{method.replace(', ', '-')}-seed{seed}.json"
-    return DistillationRun(method, seed, options, settings.tokens, settings.evaluations, file)
+    return TokenRun(method, seed, options, settings.tokens, settings.evaluations, file)
 
 
-def measure(one: DistillationRun) -> dict[str, Any]:
-    """Train and evaluate, in a process with one thread. A run that has finished with these settings
-    is read from its file."""
-    if one.file.is_file() and (record := json.loads(one.file.read_text()))["run"] == one.as_json:
-        return dict(record["outcome"])
-    torch.set_num_threads(1)
+def measure(one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
     done, num_steps, kl, evaluations = 0, 0, list[float](), [evaluated(evaluator, 0, 0)]
     while done < one.tokens:
@@ -185,9 +163,7 @@ def measure(one: DistillationRun) -> dict[str, Any]:
         kl.append(record.metrics.get("kl", 0.0))
         if done >= len(evaluations) * one.tokens / one.evaluations:
             evaluations.append(evaluated(evaluator, num_steps, done))
-    outcome = {"evaluations": evaluations, "kl": kl}
-    write_json(one.file, {"run": one.as_json, "outcome": outcome})
-    return outcome
+    return {"evaluations": evaluations, "kl": kl}
 
 
 def evaluated(evaluator: Evaluator, step: int, tokens: int) -> dict[str, float]:

@@ -13,7 +13,6 @@ until it has sampled --tokens tokens. Evaluations sample every number. Finished 
 --work, and the same command continues with those that are missing.
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -22,20 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, run, standard_error, tracked
+from experiment import Settings, run, standard_error
 from matplotlib.figure import Figure
 from objectives_league import build
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from training_runs import flags_of, train_all, workers
+from training_runs import TokenRun, flags_of, measure_all, train_all
 
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.runtime.files import write_json
 
 NUMBERS, COVERED = 31, 15
 POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 2, "heads": 4, "kv-heads": 2}
@@ -71,20 +69,6 @@ class GuessingSettings(Settings):
     """Folder of the warm starts and the finished runs."""
 
 
-@dataclass(frozen=True)
-class GuessingRun:
-    objective: str
-    seed: int
-    options: dict[str, Any]  # of maxrl_fast.train
-    tokens: int
-    evaluations: int
-    file: Path  # of what it has measured
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "file": self.file.name}
-
-
 def experiment(settings: GuessingSettings) -> dict[str, Any]:
     for name in ("seeds", "tokens", "evaluations", "eval_samples"):
         if (value := getattr(settings, name)) < 1:
@@ -99,11 +83,10 @@ def experiment(settings: GuessingSettings) -> dict[str, Any]:
         for seed in seeds
         for objective in settings.objectives
     ]
-    with workers(settings.threads) as pool:
-        outcomes = [*tracked(pool.map(measure, runs), "runs", total=len(runs))]
+    outcomes = measure_all(measure, runs, settings.threads)
     results = {
         "runs": [
-            {"objective": one.objective, "seed": one.seed, **outcome}
+            {"objective": one.name, "seed": one.seed, **outcome}
             for one, outcome in zip(runs, outcomes, strict=True)
         ]
     }
@@ -139,21 +122,16 @@ def options_of(settings: GuessingSettings, objective: str) -> dict[str, Any]:
 
 def guessing_run(
     settings: GuessingSettings, objective: str, seed: int, warm_start: Path
-) -> GuessingRun:
+) -> TokenRun:
     options = options_of(settings, objective) | {
         "seed": seed + SEED_SHIFT,
         "model": str(warm_start / "checkpoints" / "step-000000"),
     }
     file = settings.work / f"{objective}-seed{seed}.json"
-    return GuessingRun(objective, seed, options, settings.tokens, settings.evaluations, file)
+    return TokenRun(objective, seed, options, settings.tokens, settings.evaluations, file)
 
 
-def measure(one: GuessingRun) -> dict[str, Any]:
-    """Train, and count the samples that are right, in a process with one thread. A run that has
-    finished with these settings is read from its file."""
-    if one.file.is_file() and (record := json.loads(one.file.read_text()))["run"] == one.as_json:
-        return dict(record["outcome"])
-    torch.set_num_threads(1)
+def measure(one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
     tokens, num_correct = [0], [correct_by_number(evaluator)]
     done = num_steps = 0
@@ -163,9 +141,7 @@ def measure(one: GuessingRun) -> dict[str, Any]:
         if done >= len(tokens) * one.tokens / one.evaluations:
             tokens.append(done)
             num_correct.append(correct_by_number(evaluator))
-    outcome = {"steps": num_steps, "tokens": tokens, "num_correct": num_correct}
-    write_json(one.file, {"run": one.as_json, "outcome": outcome})
-    return outcome
+    return {"steps": num_steps, "tokens": tokens, "num_correct": num_correct}
 
 
 def correct_by_number(evaluator: Evaluator) -> list[int]:

@@ -9,17 +9,21 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+import torch
 from experiment import tracked
 
 from maxrl_fast import evaluate as evaluation
 from maxrl_fast import train
 from maxrl_fast.errors import InputError
+from maxrl_fast.runtime.files import write_json
 
 ONE_CPU = ("--threads=1", "--device=cpu", "--dtype=float32")
 
@@ -68,6 +72,38 @@ def train_all(
 def workers(jobs: int) -> ProcessPoolExecutor:
     """Return a pool of `jobs` processes, which end with this one, even if it is killed."""
     return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_end_with_parent)
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """A run that ends with the step that reaches `tokens` sampled tokens."""
+
+    name: str
+    seed: int
+    options: dict[str, Any]  # of maxrl_fast.train
+    tokens: int
+    evaluations: int  # after equal numbers of tokens, besides that at the start
+    file: Path  # of what it has measured
+
+
+def measure_all(
+    measure: Callable[[TokenRun], dict[str, Any]], runs: Sequence[TokenRun], jobs: int
+) -> list[dict[str, Any]]:
+    """Return what `measure` returns of each run, `jobs` at a time."""
+    with workers(jobs) as pool:
+        return [*tracked(pool.map(partial(measure_once, measure), runs), "runs", total=len(runs))]
+
+
+def measure_once(measure: Callable[[TokenRun], dict[str, Any]], one: TokenRun) -> dict[str, Any]:
+    """Measure in a process with one thread. A run that has finished with these settings is read
+    from its file."""
+    asked = {**vars(one), "file": one.file.name}
+    if one.file.is_file() and (record := json.loads(one.file.read_text()))["run"] == asked:
+        return dict(record["outcome"])
+    torch.set_num_threads(1)
+    outcome = measure(one)
+    write_json(one.file, {"run": asked, "outcome": outcome})
+    return outcome
 
 
 def _end_with_parent() -> None:

@@ -14,7 +14,6 @@ import torch
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.guess import EOS, GuessTask
 from tests.papers.load import FOLDER, load
-from tests.tables import refused
 
 guessing = load("guessing")
 
@@ -52,14 +51,21 @@ def test_counts_are_in_the_order_of_the_numbers():
     assert guessing.correct_by_number(Evaluator()) == [x % 4 for x in range(1, 32)]
 
 
-def test_a_finished_run_is_read_unless_its_settings_were_others(tmp_path):
-    settings = guessing.GuessingSettings(work=tmp_path)
-    one = guessing.guessing_run(settings, "maxpo-k4", 0, tmp_path / "start")
-    guessing.write_json(one.file, {"run": one.as_json, "outcome": {"steps": 7}})
-    assert guessing.measure(one) == {"steps": 7}
-    other = guessing.guessing_run(replace(settings, lr=1e-3), "maxpo-k4", 0, tmp_path / "start")
-    with refused("step-000000"):  # it would train, from a warm start that is not there
-        guessing.measure(other)
+def test_a_finished_run_is_read_unless_its_settings_were_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    settings, measured = guessing.GuessingSettings(work=tmp_path), []
+
+    def measure(one):
+        measured.append(one.options["lr"])
+        return {"steps": len(measured)}
+
+    def steps(lr):
+        changed = replace(settings, lr=lr)
+        one = guessing.guessing_run(changed, "maxpo-k4", 0, tmp_path / "start")
+        return load("training_runs").measure_once(measure, one)["steps"]
+
+    assert [steps(2e-3), steps(2e-3), steps(1e-3)] == [1, 1, 2]
+    assert measured == [2e-3, 1e-3]
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout.scored import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.plugins import check_protocol
+from maxrl_fast.runtime.loading import check_members
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT
@@ -224,7 +224,7 @@ def _named(
     if task is not None:
         names["task"] = task if own_task is None else OBJECT + type(own_task).__name__
     if own_task is not None:
-        check_protocol(f"task {type(own_task).__name__}", own_task, Task)
+        check_members(f"task {type(own_task).__name__}", own_task, Task)
     functions: dict[str, Callable[..., Any]] = {}
     if reward is not None:
         rewards = reward if isinstance(reward, list | tuple) else [reward]

@@ -1,11 +1,10 @@
 """The command `python -m maxrl_fast.objectives`: print every objective with its formula, weight,
-requirements and source, those that are installed, every token loss, and every correction for a
-rollout engine that is not the policy."""
+requirements and source, every token loss, and every correction for a rollout engine that is not
+the policy."""
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from maxrl_fast.job.plots import draw_weights
 from maxrl_fast.job.screen import wrapped
 from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.runtime.output import CommandParser, protect_output
-from maxrl_fast.runtime.plugins import installed, owner
 from maxrl_fast.runtime.version import FLAG, version_text
 from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
 from maxrl_fast.training.objectives.registry import OWN
@@ -110,7 +108,7 @@ def _show(options: argparse.Namespace) -> int:
             _print_rows(console, _LOSS_COLUMNS, _losses(), _LOSS_NOTATION)
             _print_rows(console, _CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION)
         else:
-            console.print(_registry_table())
+            console.print(_table(_COLUMNS, _registry(), _NOTATION))
             console.print(_table(_LOSS_COLUMNS, _losses(), _LOSS_NOTATION))
             console.print(_table(_CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION))
         return 0
@@ -170,14 +168,7 @@ def _losses() -> dict[str, tuple[str, str, str, str]]:
         options = [f"{option}={number.default:g}" for option, number in row.options.items()]
         options += ["--clip-low, --clip-high"] * row.clips
         rows[name] = (row.formula, row.weight, " ".join(options) or "-", row.source)
-    return rows | {
-        point.name: ("a function of Tokens", "-", "-", _installed(point))
-        for point in installed("loss")
-    }
-
-
-def _installed(point: EntryPoint) -> str:
-    return f"installed: {owner(point)}, {point.value}"
+    return rows
 
 
 def _corrections() -> dict[str, tuple[str, str, str, str]]:
@@ -194,13 +185,6 @@ def _table(columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: 
     table = Table("name", *columns, show_lines=True, caption=notation, caption_justify="left")
     for name, cells in rows.items():
         table.add_row(name, *map(escape, cells))  # rich takes brackets for markup
-    return table
-
-
-def _registry_table() -> Table:
-    table = _table(_COLUMNS, _registry(), _NOTATION)
-    for point in installed("objective"):
-        table.add_row(point.name, "a function of the rewards", "-", "-", _installed(point))
     return table
 
 

@@ -1,6 +1,4 @@
-"""Tasks, objectives and engines of the user's: classes and functions of files, and entry points of
-installed distributions.
-"""
+"""Tasks, objectives and engines of the user's: classes and functions of files and of modules."""
 
 import json
 import os
@@ -11,16 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from maxrl_fast import evaluate, objectives, train
+from maxrl_fast import evaluate, train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.config.parse import parse
-from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build import build_fingerprints
 from maxrl_fast.job.build_engine import build_engine
 from maxrl_fast.job.build_task import build_task
-from maxrl_fast.runtime import plugins
+from maxrl_fast.runtime.loading import load_code
 from tests.models import tiny_decoder
 from tests.tables import table
 from tests.test_train import base, read
@@ -31,34 +27,15 @@ ARGS = ("--task-args", '{"length": 3}')
 SIZES = [*base()[2:], "--objective", "maxrl"]  # without --maze-size
 
 
-def install(folder, name, entry_points, version="1.2"):
-    """Write the metadata of a distribution as pip does; `entry_points` are lines by group."""
-    metadata = folder / f"{name}-{version}.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    text = "\n".join(f"[{group}]\n{line}" for group, line in entry_points.items())
-    (metadata / "entry_points.txt").write_text(text)
-
-
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder on sys.path with a distribution of a task, an objective and an engine."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "sorting_plugin.py").write_text(
-        SORT.read_text()
-        + "\n\ndef centred(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
-    )
-    (folder / "naive_plugin.py").write_text(NAIVE.read_text())
-    groups = {
-        "maxrl_fast.tasks": "sorting = sorting_plugin:SortTask",
-        "maxrl_fast.objectives": "centred = sorting_plugin:centred",
-        "maxrl_fast.engines": "naive = naive_plugin:NaiveEngine",
-    }
-    install(folder, "sorting", groups)
-    monkeypatch.syspath_prepend(folder)
-    yield folder
-    plugins.load_plugin.cache_clear()
+    """A folder on sys.path with the modules of a task with an objective, and of an engine."""
+    centred = "\n\ndef centred(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
+    written(tmp_path / "sorting_plugin.py", SORT.read_text() + centred)
+    written(tmp_path / "naive_plugin.py", NAIVE.read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    load_code.cache_clear()
     for module in ("sorting_plugin", "naive_plugin"):
         sys.modules.pop(module, None)
 
@@ -122,14 +99,11 @@ def own_task(tmp_path, body):
     prompts = None | must have the method prompts\(split, start, count\), which it does not
     def prompts(self, split, start): ... | must have the method prompts\(split, start, count\), got
         prompts\(split, start\)
-    def decode(self, tokens): ... | the method decode\(tokens, with_special=False\), got
+    def decode(self, tokens): ... | the method decode\(tokens, with_special\), got
         decode\(tokens\)
     def score(self, prompts, rollouts, why): ... | the method score\(prompts, rollouts\), got
         score\(prompts, rollouts, why\)
-    stop_ids = [2] | must have the attribute stop_ids, tuple\[int, \.\.\.\], got \[2\]
-    vocab_size = True | must have the attribute vocab_size, int, got True
-    num_test_prompts = 1.5 | must have the attribute num_test_prompts, int or None, got 1\.5
-    def __init__(self): pass | must have the attribute name, str, which it does not
+    def __init__(self): pass | must have the attribute name, which it does not
     def __init__(self, size): pass | has the parameter size without a default, which nothing gives;
         --task-args gives it
     def __init__(self): self.x = {}['key'] | cannot be made: KeyError: 'key' \(own\.py, line 3\)
@@ -175,78 +149,29 @@ def test_a_task_gets_its_arguments_the_seed_and_the_model(tmp_path):
 
 def refused_model(tmp_path):
     file = own_task(tmp_path, "def __init__(self, model): ...")[1]
-    plugins.load_plugin.cache_clear()
+    load_code.cache_clear()
     with pytest.raises(InputError) as error:
         build_task(TaskOptions(task=file), seed=5)
     return str(error.value).partition("which nothing gives")[2]
 
 
-def test_installed_names_are_found_and_listed(site, capsys):
-    check(parse(["--task", "sorting", *ARGS, *"--objective centred --rollout naive".split()]))
-    assert (
-        build_task(TaskOptions(task="sorting", task_args='{"length": 3}'), seed=0).name
-        == "sort 3 digits"
-    )
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for listed in (
-        "--task sorting (sorting 1.2)",
-        "--objective centred (sorting 1.2)",
-        "--rollout naive (sorting 1.2)",
+@pytest.mark.parametrize("option", ["task", "objective", "loss", "rollout"])
+def test_a_module_that_is_absent_or_lacks_the_name_is_refused(option, site, capsys):
+    for name, why in (
+        ("absent_module:Thing", "importing absent_module failed: ModuleNotFoundError: No module"),
+        ("sorting_plugin:Thing", "sorting_plugin has no Thing"),
     ):
-        assert listed in shown
-    assert objectives.main([]) == 0
-    assert re.search(
-        r"centred +│ a function of the rewards .* installed: sorting 1\.2", capsys.readouterr().out
-    )
-
-
-def test_built_in_names_look_up_no_entry_points(monkeypatch):
-    monkeypatch.setattr(
-        plugins, "entry_points", lambda **_: pytest.fail("entry points were looked up")
-    )
-    config = parse("--task maze --objective grpo --rollout native".split())
-    check(config)
-    task = build_task(config.task, 0)
-    build_fingerprints(resolve(config, task), task)
-
-
-def test_a_name_of_two_distributions_is_refused_with_both(site, capsys):
-    install(site, "second", {"maxrl_fast.tasks": "sorting = elsewhere:Task"}, version="0.3")
-    said = refused(capsys, "--task", "sorting")
-    assert re.search(
-        r"--task sorting must be of one distribution, got (sorting 1\.2 and second 0\.3|second "
-        r"0\.3 and .*);",
-        said,
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "group"),
-    table("""
-    task | maxrl_fast.tasks
-    objective | maxrl_fast.objectives
-    rollout | maxrl_fast.engines
-    """),
-)
-def test_a_plugin_that_fails_on_import_says_whose_it_is(
-    option, group, tmp_path, monkeypatch, capsys
-):
-    install(tmp_path, "broken", {group: "bad = broken_plugin:Thing"})
-    written(tmp_path / "broken_plugin.py", "import a_module_that_is_nowhere")
-    monkeypatch.syspath_prepend(tmp_path)
-    if option == "rollout":
-        with pytest.raises(InputError) as error:
-            engine_of("bad")
-        said = str(error.value)
-    else:
-        said = refused(capsys, f"--{option}", "bad")
-    assert (
-        f"--{option} bad is of broken 1.2, whose entry point ({group}: bad = broken_plugin:Thing) "
-        "cannot be loaded: " in said
-    )
-    assert "ModuleNotFoundError: No module named 'a_module_that_is_nowhere'" in said
+        wanted = "CLASS" if option in ("task", "rollout") else "FUNCTION"
+        form = f"--{option} {name} must be package.module:{wanted}: {why}"
+        if option == "rollout":
+            with pytest.raises(InputError, match=re.escape(form)):
+                engine_of(name)
+        else:
+            assert form in refused(capsys, f"--{option}", name)
+    if option == "task":
+        assert "must be a class, got <function" in refused(
+            capsys, "--task", "sorting_plugin:centred"
+        )
 
 
 def engine_of(name, **options):
@@ -275,24 +200,27 @@ def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     base = "from examples.naive_engine import NaiveEngine\nclass Own(NaiveEngine):\n    "
     file = written(tmp_path / "own.py", base + "def generate(self, prompts, num_samples): ...\n")
     wanted = (
-        r"must have the method generate\(prompts, num_samples, sampling, \*, seed, step, "
-        r"environments=None\), got generate\(prompts, num_samples\)"
+        r"must have the method generate\(prompts, num_samples, sampling, seed, step, "
+        r"environments\), got generate\(prompts, num_samples\)"
     )
     with pytest.raises(InputError, match=wanted):
         engine_of(f"{file}:Own")
     with pytest.raises(InputError, match=r"NaiveEngine takes model, dtype, got cache_bytes"):
         engine_of(f"{NAIVE}:NaiveEngine", kv_cache_gb=1.0)
-    with pytest.raises(InputError, match=r"must be FILE\.py:CLASS: .*own\.py has no Missing"):
+    with pytest.raises(InputError, match=r"CLASS: .*own\.py has no Missing"):
         engine_of(f"{file}:Missing")
     assert (
-        "--rollout must be native, vllm, FILE.py:CLASS or the name of an installed engine, got "
-        "'vlm'" in refused(capsys, "--rollout", "vlm")
+        "--rollout must be native, vllm, FILE.py:CLASS or package.module:CLASS, got 'vlm'"
+        in refused(capsys, "--rollout", "vlm")
     )
 
 
 @pytest.mark.slow
-def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, capsys):
-    installed = "--task sorting --objective centred --rollout naive".split()
+def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
+    modules = [
+        *"--task sorting_plugin:SortTask --objective sorting_plugin:centred".split(),
+        *"--rollout naive_plugin:NaiveEngine".split(),
+    ]
     files = [
         "--task",
         f"{SORT}:SortTask",
@@ -301,7 +229,7 @@ def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, ca
         "--rollout",
         f"{NAIVE}:NaiveEngine",
     ]
-    for name, flags in (("installed", installed), ("files", files)):
+    for name, flags in (("modules", modules), ("files", files)):
         assert (
             train.main([*SIZES, "--sft-steps", "120", *flags, *ARGS, "--out", str(tmp_path / name)])
             == 0
@@ -311,23 +239,21 @@ def test_installed_plugins_train_as_their_files_do_and_resume(site, tmp_path, ca
         )
     one, other = (
         (tmp_path / name / "latest" / "model.safetensors").read_bytes()
-        for name in ("installed", "files")
+        for name in ("modules", "files")
     )
     assert one == other
     assert read(tmp_path / "files" / "metrics.jsonl")[-1]["reward_mean"] > 0
     assert json.loads((tmp_path / "files" / "config.json").read_text())["correction"] == "tis"
     more = [
         "--resume",
-        str(tmp_path / "installed"),
+        str(tmp_path / "modules"),
         *"--steps 4 --lr-schedule constant --allow-changes".split(),
     ]
     assert train.main(more) == 0
     for name in ("sorting_plugin.py", "naive_plugin.py"):
         (site / name).write_text((site / name).read_text() + "\n")
     capsys.readouterr()
-    assert (
-        train.main(["--resume", str(tmp_path / "installed"), "--task-args", '{"length": 4}']) == 2
-    )
+    assert train.main(["--resume", str(tmp_path / "modules"), "--task-args", '{"length": 4}']) == 2
     said = capsys.readouterr().err
     for changed in (
         "task_args: ",

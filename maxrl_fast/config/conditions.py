@@ -10,7 +10,7 @@ from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
 from maxrl_fast.config.metadata import When, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import JUDGE
-from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
+from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import default_loss
@@ -24,20 +24,20 @@ def _token_loss(c: Values) -> TokenLoss | None:
 
 
 def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss: a name in LOSSES, FILE.py:FUNCTION or an installed one.
+    """Return the token loss of --loss: a name in LOSSES, or one of your own.
 
     Raises:
         InputError: for an unknown loss, or it cannot be loaded.
     """
     if name in LOSSES:
         return LOSSES[name]
-    if not is_file(name) and not is_installed("loss", name):
+    if not is_code(name):
         raise InputError(
             f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got "
             f"{name!r:.80}{method_hint(name, LOSSES)}"
         )
     try:
-        return find_loss(load_plugin("loss", name, "FUNCTION"))
+        return find_loss(load_code("loss", name, "FUNCTION"))
     except ValueError as error:
         raise InputError(f"--loss {name} cannot be a token loss: {error}") from error
 

@@ -99,8 +99,8 @@ class SamplingOptions:
     max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = WORKED_OUT
     """Response limit, in tokens."""
     rollout: str = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of
-    an installed one.
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
+    your own.
     """
     kv_cache_gb: Annotated[
         Positive | None, Default("an eighth of the memory, a quarter of a GPU's")

@@ -18,7 +18,7 @@ from maxrl_fast.config.metadata import Note, Resume, as_list, names_with, option
 from maxrl_fast.config.options import Config, objective_table
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
-from maxrl_fast.runtime.plugins import is_file, is_installed
+from maxrl_fast.runtime.loading import is_code
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -240,10 +240,7 @@ def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
         for option in OPTIONS.values()
         for value in as_list(values.get(option.name))
         if Note.NAMES_CODE in option.notes
-        or (
-            Note.MAY_NAME_CODE in option.notes
-            and (is_file(str(value)) or is_installed(option.name, str(value)))
-        )
+        or (Note.MAY_NAME_CODE in option.notes and is_code(str(value)))
     ]
     whose = " and ".join(map(_user, owners))
     return (

@@ -64,7 +64,7 @@ class Note(Enum):
     # its default follows from --objective: a run that resumes with another takes that one's
     FOLLOWS_OBJECTIVE = auto()
     FOLLOWS_LOSS = auto()  # the same for --loss
-    # it may name a file, a module or an installed plug-in that the run imports
+    # it may name a file or a module that the run imports
     MAY_NAME_CODE = auto()
     NAMES_CODE = auto()  # each of its values does
     JSON = auto()  # its text is a JSON object

@@ -29,7 +29,6 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.ops.token_batch import Aggregation
 from maxrl_fast.rewards.models import SCORE
-from maxrl_fast.runtime.plugins import is_file
 from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
@@ -71,14 +70,14 @@ class ObjectiveOptions:
         Aka("verifree", value="verifree"),
     ] = "maxpo"
     """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m
-    maxrl_fast.objectives` lists them all), FILE.py:FUNCTION, your own advantage, or the name of an
-    installed one."""
+    maxrl_fast.objectives` lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your own
+    advantage."""
     options: Mapping[str, Any] = field(default_factory=dict)  # of its function, by name
 
     @property
     def short_name(self) -> str:
         """The name without a file."""
-        return self.objective.rpartition(":")[2] if is_file(self.objective) else self.objective
+        return self.objective.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class TaskOptions:
     task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
     """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set
     of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is
-    dataset with this reward; FILE.py:CLASS, your own task; or the name of an installed one."""
+    dataset with this reward; FILE.py:CLASS or package.module:CLASS, your own task."""
     maze_size: Annotated[int, when.MAZE] = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: Annotated[int, when.CHAIN] = 64
@@ -98,8 +97,7 @@ class TaskOptions:
     "max_terms": 2}.
     """
     task_args: Annotated[str, when.CUSTOM_TASK, Note.JSON] = ""
-    """Arguments of your own or an installed task's class as a JSON object, such as
-    {"length": 6}.
+    """Arguments of your own task's class as a JSON object, such as {"length": 6}.
     """
     data: Annotated[
         Path | None,
@@ -266,8 +264,8 @@ class RolloutOptions:
     rollout: Annotated[
         str, Note.MAY_NAME_CODE, Aka("use_vllm vllm vllm_mode vllm_num_engines", value="vllm")
     ] = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS, your own; or the name of
-    an installed one.
+    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
+    your own.
     """
     vllm_tensor_parallel: Annotated[
         Count,
@@ -489,9 +487,9 @@ class LossOptions:
         Aka("importance_sampling_level", value="gspo"),
     ] = WORKED_OUT
     """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m
-    maxrl_fast.objectives` lists them all), an installed loss, or FILE.py:FUNCTION. With one update
-    per step the ratio is 1, and the built-in losses have the same gradient, except for the tokens
-    that clip_cov, lp_reg and simko treat differently."""
+    maxrl_fast.objectives` lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your
+    own. With one update per step the ratio is 1, and the built-in losses have the same gradient,
+    except for the tokens that clip_cov, lp_reg and simko treat differently."""
     loss_options: Annotated[
         tuple[str, ...],
         Default("the loss's own", "NAME=VALUE ...", when.numbers_of_loss),

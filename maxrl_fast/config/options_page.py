@@ -16,7 +16,6 @@ import tyro
 from maxrl_fast.algorithms.options import Default, Option
 from maxrl_fast.config.metadata import Groups, Note, inapplicable_options, options_of, read_options
 from maxrl_fast.config.options import Config, objective_table
-from maxrl_fast.runtime.plugins import describe_installed
 
 _HEAD = """# Options
 
@@ -77,9 +76,7 @@ def show_help(
         if not any(word.startswith("--tyro") for word in arguments)
         else list(arguments),
         prog=prog,
-        description="\n\n".join(
-            filter(None, [inspect.getdoc(type(config)), others, describe_installed()])
-        ),
+        description="\n\n".join(filter(None, [inspect.getdoc(type(config)), others])),
         config=(tyro.conf.OmitArgPrefixes,),
     )
 

@@ -24,7 +24,7 @@ from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype
 from maxrl_fast.runtime.files import is_locked, temporary_path
-from maxrl_fast.runtime.plugins import is_file
+from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask

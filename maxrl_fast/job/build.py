@@ -25,7 +25,6 @@ from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine
 from maxrl_fast.rollout.names import ENGINES
-from maxrl_fast.runtime.plugins import place_of
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.gym import GymTask
@@ -235,17 +234,13 @@ def build_fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     objective = config.objective.objective
     engine = config.rollout.rollout
     loss = config.loss.loss
-
-    def file_of(option: str, name: str, is_own: bool) -> Path | None:
-        return source_file(place_of(option, name)) if is_own else None
-
     files = {
-        "objective": file_of("objective", objective, is_custom(objective)),
-        "loss": file_of("loss", loss, loss not in LOSSES),
+        "objective": source_file(objective) if is_custom(objective) else None,
+        "loss": None if loss in LOSSES else source_file(loss),
         "judge-template": config.reward.judge_template,
-        "task": file_of("task", task_name, is_plugin(task_name)),
+        "task": source_file(task_name) if is_plugin(task_name) else None,
         "environment": source_file(config.task.environment or ""),
-        "rollout": file_of("rollout", engine, engine not in ENGINES),
+        "rollout": None if engine in ENGINES else source_file(engine),
     }
     if config.loss.reference is not None:
         files["reference"] = directory_of(config.loss.reference) / "config.json"

@@ -10,7 +10,7 @@ from maxrl_fast.rollout.checked import CheckedEngine
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
-from maxrl_fast.runtime.plugins import build_plugin
+from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.logprob_parity import check_engine
@@ -67,7 +67,7 @@ def build_engine(
         # an engine without this parameter refuses it
         limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        engine = build_plugin("rollout", name, Engine, offered, limit, hint)
+        engine = build_from_code("rollout", name, Engine, offered, limit, hint)
     else:
         own: NativeEngine | TransformersEngine
         if isinstance(model, HuggingFacePolicy):

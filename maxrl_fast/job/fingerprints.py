@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.plugins import is_file
+from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.tasks import Task
 
 

@@ -1,17 +1,22 @@
-"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it
-must not import torch.
+"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Nothing is imported before it is
+used. Reward workers import this, so it must not import torch.
 """
 
 import importlib
 import importlib.util
+import inspect
 import os
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from maxrl_fast.errors import InputError
+
+NOT_MODULES = ("gym", "python")  # what stands before the colon of --task gym:NAME, and of objects
 MESSAGE_LENGTH = 500  # characters
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
@@ -19,6 +24,99 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
 
 class LoadError(Exception):
     """A name cannot be loaded. The message says why."""
+
+
+def is_file(name: str) -> bool:
+    """Whether it is FILE.py:NAME."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def is_code(name: str) -> bool:
+    """Whether it is FILE.py:NAME or package.module:NAME."""
+    module, _, attribute = name.rpartition(":")
+    words = [*module.split("."), attribute]
+    return is_file(name) or (all(map(str.isidentifier, words)) and module not in NOT_MODULES)
+
+
+@cache
+def load_code(option: str, name: str, wanted: str) -> Any:
+    """Return the object that an option's value names. `wanted`: "FUNCTION" or "CLASS"."""
+    try:
+        return load(name)[0]
+    except LoadError as error:
+        form = "FILE.py" if is_file(name) else "package.module"
+        raise InputError(f"--{option} {name} must be {form}:{wanted}: {error}") from error
+
+
+def build_from_code(
+    option: str,
+    name: str,
+    protocol: type,
+    offered: Mapping[str, Any],
+    arguments: Mapping[str, Any] | None = None,
+    hint: str = "",
+) -> Any:
+    """Construct the class that an option's value names with `arguments` and those of `offered` that
+    it has parameters for, and check the members of the object.
+
+    Args:
+        hint: ends the message about a parameter without an argument.
+    """
+    who, cls = f"--{option} {name}", load_code(option, name, "CLASS")
+    if not inspect.isclass(cls):
+        raise InputError(f"{who} must be a class, got {cls!r:.80}")
+    try:
+        parameters = inspect.signature(cls).parameters
+    except ValueError as error:  # of a class that is written in C
+        raise InputError(f"{who} has a constructor without a signature: {error}") from error
+    given = {key: value for key, value in offered.items() if key in parameters}
+    given |= arguments or {}
+    takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+    if unknown := [key for key in given if key not in parameters and not takes_all]:
+        takes = ", ".join(parameters) or "no arguments"
+        raise InputError(f"{who} takes {takes}, got {', '.join(unknown)}")
+    for key, x in parameters.items():
+        is_needed = x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        if is_needed and key not in given:
+            raise InputError(
+                f"{who} has the parameter {key} without a default, which nothing gives{hint}"
+            )
+    try:
+        built = cls(**given)
+    except Exception as error:
+        # both are reported by the command
+        if isinstance(error, (InputError, MemoryError)) or "OutOfMemory" in type(error).__name__:
+            raise
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+        raise InputError(f"{who} cannot be made: {describe_error(error, file)}") from error
+    check_members(who, built, protocol)
+    return built
+
+
+def check_members(who: str, value: object, protocol: type) -> None:
+    """Raise InputError where an object lacks a member of a protocol, or a method does not take the
+    protocol's arguments. A method that is inherited from the protocol counts as missing.
+    """
+    for name, asked in vars(protocol).items():
+        if name.startswith("_") or not inspect.isfunction(asked):
+            continue
+        own, parameters = getattr(value, name, None), inspect.signature(asked).parameters
+        wanted = f"{who} must have the method {name}({', '.join([*parameters][1:])})"
+        if not callable(own) or getattr(own, "__func__", None) is asked:
+            raise InputError(f"{wanted}, which it does not")
+        by_name = [
+            key
+            for key, x in parameters.items()
+            if x.kind is x.KEYWORD_ONLY or x.default is not x.empty
+        ]
+        try:
+            positional = [key for key in parameters if key not in by_name][1:]
+            inspect.signature(own).bind(*positional, **dict.fromkeys(by_name))
+        except TypeError:
+            raise InputError(f"{wanted}, got {name}{inspect.signature(own)}") from None
+    for name in protocol.__annotations__:
+        if not hasattr(value, name):
+            raise InputError(f"{who} must have the attribute {name}, which it does not")
 
 
 def load(name: str) -> tuple[Callable[..., Any], str]:

@@ -1,11 +1,11 @@
-"""`--task FILE.py:CLASS` or the name of an installed one: a custom task."""
+"""`--task FILE.py:CLASS` or package.module:CLASS: a custom task."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.plugins import build_plugin
+from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 
 
@@ -15,7 +15,9 @@ def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Tas
     offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
     hint = "" if model is not None else ", or --model if it is model"
     given = json_object("--task-args", arguments)
-    task: Task = build_plugin("task", name, Task, offered, given, f"; --task-args gives it{hint}")
+    task: Task = build_from_code(
+        "task", name, Task, offered, given, f"; --task-args gives it{hint}"
+    )
     return task
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from maxrl_fast.algorithms.options import nearest
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
-from maxrl_fast.runtime.plugins import is_file, is_installed
+from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"
@@ -19,16 +19,12 @@ def is_built_in(name: str) -> bool:
 
 
 def is_known(name: str) -> bool:
-    return (
-        is_built_in(name) or name.startswith(OBJECT) or is_file(name) or is_installed("task", name)
-    )
+    return is_built_in(name) or name.startswith(OBJECT) or is_code(name)
 
 
 def is_plugin(name: str) -> bool:
-    """Whether it is a class of the user's: FILE.py:CLASS, or the name of an installed one."""
-    if is_built_in(name):
-        return False
-    return _is_class(name) if is_file(name) else is_installed("task", name)
+    """Whether it is a class of the user's: FILE.py:CLASS or package.module:CLASS."""
+    return _is_class(name) if is_file(name) else is_code(name)
 
 
 def dataset_spec(name: str) -> DatasetSpec | None:
@@ -85,7 +81,6 @@ def lost_object(option: str, name: str) -> str:
 
 def unknown_task(name: str) -> str:
     wanted = (
-        f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, FILE.py:FUNCTION or the name of an "
-        "installed task"
+        f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, package.module:CLASS or FILE.py:FUNCTION"
     )
     return f"--task must be {wanted}, got {name!r}{nearest(name, TASKS)}"

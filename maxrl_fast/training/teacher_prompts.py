@@ -6,7 +6,7 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.runtime.plugins import load_plugin
+from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.policy_reward import check_answers
@@ -76,7 +76,7 @@ class TeacherPrompts:
                 return own + hint
             return [*own[:-1], {**own[-1], "content": own[-1]["content"] + hint}]
         try:
-            made = load_plugin("teacher-prompt", self.source, "FUNCTION")(**columns)
+            made = load_code("teacher-prompt", self.source, "FUNCTION")(**columns)
         except InputError:
             raise
         except Exception as error:

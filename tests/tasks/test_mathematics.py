@@ -298,8 +298,7 @@ def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):
 
 def test_invalid_task_options_are_refused(tmp_path, capsys):
     for flags, message in table("""
-        --task gsm8 | FILE.py:FUNCTION or the name of an installed task, got 'gsm8'; did you mean
-            'gsm8k'?
+        --task gsm8 | package.module:CLASS or FILE.py:FUNCTION, got 'gsm8'; did you mean 'gsm8k'?
         --task gsm8k | --task gsm8k needs --model DIR, whose tokenizer reads text
         --task math --data x --hub y | --task math takes --data or --hub, got both
         --task gym:gcd | --task gym:gcd needs --model DIR

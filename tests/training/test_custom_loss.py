@@ -1,5 +1,5 @@
-"""--loss FILE.py:FUNCTION, and an installed one: the trainer uses it, and checks it before training
-starts.
+"""--loss FILE.py:FUNCTION and package.module:FUNCTION: the trainer uses it, and checks it before
+training starts.
 """
 
 import json
@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from maxrl_fast import objectives, train
+from maxrl_fast import train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime import plugins
+from maxrl_fast.runtime.loading import load_code
 from tests.tables import table
-from tests.test_plugins import install, refused
+from tests.test_plugins import refused
 from tests.test_train import base, read
 from tests.training.test_collect import CHAIN
 
@@ -36,20 +36,19 @@ def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder on sys.path with a distribution of the loss, and the loss as a file beside it."""
+    """A folder on sys.path with the loss as a module, and as a file beside it."""
     (tmp_path / "soft_plugin.py").write_text(SOFT)
     (tmp_path / "soft.py").write_text(SOFT)
-    install(tmp_path, "softly", {"maxrl_fast.losses": "softly = soft_plugin:soft"})
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    plugins.load_plugin.cache_clear()
+    load_code.cache_clear()
 
 
 @pytest.mark.slow
-def test_a_loss_of_a_file_an_installed_one_and_sapo_train_alike_and_a_changed_file_is_refused(
+def test_a_loss_of_a_file_one_of_a_module_and_sapo_train_alike_and_a_changed_file_is_refused(
     site, tmp_path, capsys
 ):
-    names = {"file": f"{site}/soft.py:soft", "installed": "softly", "sapo": "sapo"}
+    names = {"file": f"{site}/soft.py:soft", "module": "soft_plugin:soft", "sapo": "sapo"}
     job = [*base()[2:], *CHAIN, "--objective", "grpo", "--steps", "2", "--updates-per-step", "2"]
     for name, loss in names.items():
         options = ["tau_positive=.8", "tau_negative=.8"] if name == "sapo" else ["tau=.8"]
@@ -60,25 +59,17 @@ def test_a_loss_of_a_file_an_installed_one_and_sapo_train_alike_and_a_changed_fi
             == 0
         )
         assert json.loads((tmp_path / name / "config.json").read_text())["loss"] == loss
-    file, installed, sapo = (
+    file, module, sapo = (
         (tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in names
     )
-    assert file == installed == sapo
+    assert file == module == sapo
     assert all(record["grad_norm"] > 0 for record in read(tmp_path / "file" / "metrics.jsonl"))
     capsys.readouterr()
-    for name, source in (("file", "soft.py"), ("installed", "soft_plugin.py")):
+    for name, source in (("file", "soft.py"), ("module", "soft_plugin.py")):
         (site / source).write_text(SOFT + "\n")
         assert train.main(["--resume", str(tmp_path / name), "--steps", "3"]) == 2
         assert "the file of --loss: changed" in capsys.readouterr().err
     assert train.main(["--resume", str(tmp_path / "file"), "--steps", "3", "--allow-changes"]) == 0
-
-
-def test_an_installed_loss_is_listed(site, capsys):
-    assert objectives.main([]) == 0
-    assert re.search(
-        r"softly +│ a function of Tokens .* installed: softly 1\.2", capsys.readouterr().out
-    )
-    check(parse(["--loss", "softly", "--loss-options", "tau=2"]))
 
 
 # what functions must return: tests/ops/test_users_loss.py

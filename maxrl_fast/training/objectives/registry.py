@@ -24,7 +24,7 @@ from maxrl_fast.algorithms.options import (
 )
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import own_estimator, try_out
-from maxrl_fast.runtime.plugins import is_file, is_installed, load_plugin
+from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.training.objectives.distill import DistillObjective
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective
@@ -240,7 +240,7 @@ OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
 
 
 def is_custom(name: str) -> bool:
-    return name not in OBJECTIVES and (is_file(name) or is_installed("objective", name))
+    return name not in OBJECTIVES and is_code(name)
 
 
 def objective_options(name: str) -> dict[str, Option]:
@@ -279,7 +279,7 @@ def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
 def _row(name: str) -> Estimator:
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    function = load_plugin("objective", name, "FUNCTION")
+    function = load_code("objective", name, "FUNCTION")
     if not callable(function):
         raise InputError(f"--objective {name} must be a function of rewards, got {function!r:.80}")
     try:

@@ -86,9 +86,9 @@ def maze(
     trainer = timed_trainer(config, task, model, trains=False).trainer
     trainer.objective = RandomAdvantages("grpo", {})
     collected = trainer.collector.collect(1, FIRST_PROMPT)
-    trainer.objective.begin(collected, trainer.learner)
+    step = trainer.objective.begin(collected, trainer.learner)
     (sequences,) = collected.minibatches(1)
-    advantages = trainer.objective.advantages(sequences)
+    advantages = step.advantages(sequences)
     update = partial(
         trainer.learner.update, collected, advantages, sequences, when="the profile", lr=0.0
     )

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.layouts import update_flops
 from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
@@ -24,7 +23,10 @@ from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
+from maxrl_fast.training.collect import RolloutBatch
+from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.objectives.objective import ObjectiveStep
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import StepRecord, Trainer
@@ -39,8 +41,9 @@ class RandomAdvantages(GroupObjective):
     to nothing.
     """
 
-    def advantages(self, sequences: Tensor) -> Tensor:
-        return torch.randn_like(super().advantages(sequences))
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
+        step = super().begin(batch, learner)
+        return replace(step, values=torch.randn_like(step.values))
 
 
 @dataclass

@@ -81,8 +81,8 @@ def one_update(
     samples = Samples(samples.prompts, learner.with_reference(samples))
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
     # advantages as rewards, one group alike
-    objective.begin(collected(samples, advantages.view(5, 4)), learner)
-    off_policy = objective.advantages(torch.arange(20)).clone()
+    step = objective.begin(collected(samples, advantages.view(5, 4)), learner)
+    off_policy = step.advantages(torch.arange(20))
     rewards = advantages.view(5, 4)
     correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
     weighted = correction.apply(collected(samples, rewards), learner)

@@ -50,13 +50,11 @@ def diagnostics_record(
 ) -> dict[str, Any]:
     """Return a line of diagnostics.jsonl: each prompt's index, mean over known rewards (0 if none
     is known) and gradient norm.
-
-    This calls `objective.begin`, so the caller must call it again before the step's updates.
     """
-    learned, sequences = objective.begin(batch, learner), batch.scored_indices
-    advantages = objective.advantages(sequences)
+    step, sequences = objective.begin(batch, learner), batch.scored_indices
+    advantages = step.advantages(sequences)
     norms = prompt_gradient_norms(
-        learner, learned, advantages, sequences, beat, draw=(batch.step, 0)
+        learner, step.batch, advantages, sequences, beat, draw=(batch.step, 0)
     )
     known = batch.known.double()  # a sum of large rewards overflows float32
     rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)  # [G]

@@ -66,8 +66,7 @@ class Trainer:
             InputError: if the rewards do not suit the objective.
         """
         clock = self.clock
-        learner = self.learner
-        objective = self.objective
+        learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)
         batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
         self.engine.sleep()
@@ -86,7 +85,8 @@ class Trainer:
         if diagnose is not None:
             diagnose(batch)
         with clock("advantage"):
-            batch = objective.begin(batch, learner)
+            objective_step = objective.begin(batch, learner)
+        batch = objective_step.batch
         for update, sequences in enumerate(batch.minibatches(self.updates_per_step)):
             # The algorithm: each A_i multiplies the log-probs of response i, so that one optimizer
             # step on
@@ -94,7 +94,7 @@ class Trainer:
             # (for ppo, the clipped ratio pi/pi_old in place of log pi) makes responses with A_i > 0
             # more likely.
             with clock("advantage"):
-                advantages = objective.advantages(sequences)  # [S]
+                advantages = objective_step.advantages(sequences)  # [S]
             with clock("update"):
                 updates.append(
                     learner.update(
@@ -102,7 +102,7 @@ class Trainer:
                     )
                 )
         with clock("update"):
-            own_metrics = objective.end()
+            own_metrics = objective_step.finish()
         train_seconds += clock.total("advantage", "update")
         with clock("weights to rollout"):
             self.engine.load_weights(learner.model)

@@ -233,16 +233,16 @@ def test_pacs_waits_for_the_lengths_and_its_metrics_only(gpu, updates_per_step):
         batch = collected(samples(gpu), rewards(gpu))
     objective = PacsObjective(updates_per_step=updates_per_step)
     with gpu:
-        objective.begin(batch, learning)
+        step = objective.begin(batch, learning)
     for sequences in batch.minibatches(updates_per_step):
         with gpu.watch():
-            assert objective.advantages(sequences).device == GPU
+            assert step.advantages(sequences).device == GPU
         if updates_per_step == 1:
             assert not gpu.waits, str(gpu)
             assert gpu.num_launches <= PACS_ADVANTAGES, str(gpu)
         assert len(gpu.waits) <= 1, f"micro-batches are cut by the lengths: {gpu}"
     with gpu.watch():
-        objective.end()
+        step.finish()
     assert len(gpu.waits) == 1, str(gpu)
 
 

@@ -56,10 +56,10 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
     learner = Learner(
         model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32
     )
-    objective.begin(batch, learner)
+    step = objective.begin(batch, learner)
     model.load_state_dict(weights)
     sequences = batch.scored_indices
-    advantages = objective.advantages(sequences)
+    advantages = step.advantages(sequences)
     learner.update(samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])
     return (

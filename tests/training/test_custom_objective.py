@@ -100,8 +100,8 @@ def test_samples_without_a_reward_have_no_advantage(file):
     samples = collected(
         Samples(make_prompts([[1], [2]]), Rollouts.given([[5, 6]] * 6)), rewards * valid, valid
     )
-    objective.begin(samples, None)
-    assert objective.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
+    step = objective.begin(samples, None)
+    assert step.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
 
 
 # what functions must return: tests/ops/test_register.py
@@ -256,8 +256,8 @@ def test_advantages_of_tokens_have_the_gradient_of_their_log_probs(tmp_path, nam
     objective = per_token_objective(tmp_path, name, "--loss", "reinforce")
     assert objective.needs.token_weights
     trained = learner(model, LossSettings(loss="reinforce", aggregation="token_mean"))
-    learned = objective.begin(samples, trained)
-    advantages = objective.advantages(samples.scored_indices)
+    step = objective.begin(samples, trained)
+    advantages = step.advantages(samples.scored_indices)
     wanted = [[1.0, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]]  # 0: nothing to learn
     assert advantages.view(3, 4).tolist() == wanted
 
@@ -272,7 +272,7 @@ def test_advantages_of_tokens_have_the_gradient_of_their_log_probs(tmp_path, nam
     factors = torch.tensor(by_hand) * (1 if weights is None else weights)
     num_tokens = rollouts.lengths[valid.flatten()].sum()
     expected = torch.autograd.grad(-(factors * logprobs).sum() / num_tokens, [*model.parameters()])
-    trained.update(learned, advantages, samples.scored_indices, when="step 1", lr=0.0)
+    trained.update(step.batch, advantages, samples.scored_indices, when="step 1", lr=0.0)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert gradient.abs().max() > 0
         torch.testing.assert_close(
@@ -326,9 +326,10 @@ def test_texts_and_components_are_those_of_the_responses(tmp_path):
     components = tuple({"half": x} for x in (0.5, 0.0, 0.0, 1.0, 0.0, 0.0))
     objective = per_token_objective(tmp_path, "new")
     assert (objective.needs.texts, objective.needs.components) == (True, True)
-    objective.begin(dataclasses.replace(samples, texts=texts, components=components), None)
+    samples = dataclasses.replace(samples, texts=texts, components=components)
+    step = objective.begin(samples, None)
     expected = torch.tensor([2 / 6, -1 / 3, -1 / 6, 4 / 6, -1 / 3, -2 / 3])
-    torch.testing.assert_close(objective.advantages(torch.arange(6)), expected)
+    torch.testing.assert_close(step.advantages(torch.arange(6)), expected)
 
 
 REWARD = """

@@ -179,8 +179,9 @@ def test_objectives_see_what_they_see_of_the_same_tokens_in_one_turn(name):
     found = []
     for part in (samples, one_turn(samples)):
         objective = make_objective(name, {}, NUM_ROLLOUTS)
-        batch = objective.begin(collected(part, rewards, greedy_rewards=greedy), None)
-        found.append(objective.advantages(batch.sequences).clone())
+        step = objective.begin(collected(part, rewards, greedy_rewards=greedy), None)
+        batch = step.batch
+        found.append(step.advantages(batch.sequences))
         assert (batch.rollouts.inserted is None) == (part is not samples)
         found.append(batch.rollouts.importance_weights)
     assert torch.equal(found[0], found[2])
@@ -232,7 +233,7 @@ def test_the_proxies_of_pacs_are_sums_over_sampled_tokens(is_paper):
     learner.reference = reference
     pacs = PacsObjective(0.7, updates_per_step=2, has_actor=is_paper)
     samples = Samples(samples.prompts, learner.with_reference(samples))
-    batch = pacs.begin(collected(samples, labels), learner)
+    step = pacs.begin(collected(samples, labels), learner)
     proxies = torch.stack(
         [0.7 * (own - theirs).sum() for own, theirs in zip(logprobs, of_start, strict=True)]
     ).requires_grad_()
@@ -243,7 +244,8 @@ def test_the_proxies_of_pacs_are_sums_over_sampled_tokens(is_paper):
     )
     (gradient,) = torch.autograd.grad(loss, proxies)
     expected = -0.7 * gradient - is_paper * metrics["cross_entropy"]
-    ours = pacs.advantages(batch.sequences)
+    batch = step.batch
+    ours = step.advantages(batch.sequences)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(ours, expected.detach(), rtol=1e-3, atol=1e-4)
     weighted = ImportanceWeights(0.0, 5.0, of_sequence=True, masks=False).apply(batch, learner)

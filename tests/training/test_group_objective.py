@@ -25,12 +25,11 @@ REWARDS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 def values(estimator, greedy_correct=None, **options):
     objective = GroupObjective(estimator, options)
     greedy_rewards = None if greedy_correct is None else greedy_correct.float()
-    objective.begin(
+    step = objective.begin(
         collected(Samples(make_prompts([[1], [2]]), ROLLOUTS), REWARDS, None, greedy_rewards), None
     )
-    advantages = objective.advantages(torch.arange(4))
-    assert objective.end() == {}
-    return advantages.view(2, 2)
+    assert step.finish() == {}
+    return step.advantages(torch.arange(4)).view(2, 2)
 
 
 def test_an_estimator_gets_its_inputs_from_the_rollouts():

@@ -52,7 +52,7 @@ def test_each_update_has_the_gradient_of_the_definition(name):
     rollouts = sampled(model)
     samples, learner = collected(Samples(PROMPTS, rollouts), REWARDS), make_learner(model, lr=0.005)
     objective = OffPolicyObjective(name, OPTIONS[name])
-    objective.begin(samples, learner)
+    step = objective.begin(samples, learner)
     farthest = 0.0
     for sequences in samples.minibatches(3):
         logp = sums(logprobs(model, rollouts), rollouts)
@@ -67,7 +67,7 @@ def test_each_update_has_the_gradient_of_the_definition(name):
             zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
         )
         expected = copy.deepcopy(expected)
-        advantages = objective.advantages(sequences)
+        advantages = step.advantages(sequences)
         torch.testing.assert_close(
             advantages[sequences], torch.tensor([float(x) for x in values]), rtol=1e-3, atol=1e-4
         )
@@ -75,7 +75,7 @@ def test_each_update_has_the_gradient_of_the_definition(name):
         if advantages[sequences].any():
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
     assert farthest > 0.05  # the earlier updates have moved the policy
-    metrics = objective.end()
+    metrics = step.finish()
     assert (
         metrics["sequence_ratio_min"]
         <= metrics["sequence_ratio_mean"]
@@ -98,14 +98,12 @@ def test_groups_without_advantages_need_no_forward_pass(monkeypatch):
     # one wrong of four: any two solve it
     for k, expected in ((1, [[0, 1, 2, 3, 8, 9, 10, 11]]), (2, [[0, 1, 2, 3]])):
         objective = OffPolicyObjective("maxpo_off_policy", {"k": k})
-        objective.begin(samples, make_learner(model))
-        objective.advantages(samples.scored_indices)
-        objective.end()
+        objective.begin(samples, make_learner(model)).advantages(samples.scored_indices)
         assert seen == expected
         seen.clear()
-    objective.begin(collected(samples, 0 * REWARDS), make_learner(model))
-    assert not objective.advantages(samples.scored_indices).any()
-    assert objective.end() == {}
+    step = objective.begin(collected(samples, 0 * REWARDS), make_learner(model))
+    assert not step.advantages(samples.scored_indices).any()
+    assert step.finish() == {}
     assert not seen
 
 
@@ -121,8 +119,8 @@ def test_rollouts_without_a_reward_are_left_out(name):
     samples = collected(Samples(PROMPTS, rollouts), REWARDS * valid, valid)
     options = {"order": N - 1} if name == "maxrl_off_policy" else {"k": 2}
     objective = OffPolicyObjective(name, options)
-    objective.begin(samples, make_learner(model))
-    advantages = objective.advantages(samples.scored_indices).view(3, N)
+    step = objective.begin(samples, make_learner(model))
+    advantages = step.advantages(samples.scored_indices).view(3, N)
     log_ratios = (
         sums(logprobs(model, rollouts).detach(), rollouts) - sums(rollouts.logprobs, rollouts)
     ).view(3, N)
@@ -144,10 +142,10 @@ def test_a_policy_that_is_not_finite_ends_the_update_with_its_name():
     model = tiny_decoder()
     samples, learner = collected(Samples(PROMPTS, sampled(model)), REWARDS), make_learner(model)
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
-    objective.begin(samples, learner)
+    step = objective.begin(samples, learner)
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
-    advantages = objective.advantages(samples.scored_indices)
+    advantages = step.advantages(samples.scored_indices)
     with pytest.raises(NonFiniteError, match=r"step 1: the weight model.norm.weight is not finite"):
         learner.update(samples, advantages, samples.scored_indices, when="step 1", lr=1e-3)
 
@@ -159,9 +157,9 @@ def test_advantages_that_are_too_large_name_the_step():
     objective.begin(collected(Samples(PROMPTS, rollouts), 3e37 * REWARDS), learner)
     far = dataclasses.replace(rollouts, logprobs=rollouts.logprobs - 5)
     samples = collected(Samples(PROMPTS, far), 3e37 * REWARDS, step=4)
-    objective.begin(samples, learner)
+    step = objective.begin(samples, learner)
     with refused("step 4: the advantages of maxpo_off_policy must be finite"):
-        objective.advantages(samples.scored_indices)
+        step.advantages(samples.scored_indices)
 
 
 def test_the_options_choose_the_objective():

@@ -85,20 +85,20 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
         ref_logprobs = logprobs(reference or model, rollouts)
     rollouts = learner.with_reference(Samples(PROMPTS, rollouts), num_updates=3)
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
-    pacs.begin(samples, learner)
+    step = pacs.begin(samples, learner)
     for sequences in samples.minibatches(3):
         before = copy.deepcopy(model)
         expected = whole_gradient(
             before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper
         )
-        advantages = pacs.advantages(sequences)
+        advantages = step.advantages(sequences)
         learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
             # the group without a correct response, if it comes first
             assert (advantages[sequences] == 0).all()
-    metrics = pacs.end()
+    metrics = step.finish()
     assert set(metrics) == {
         *("pacs_loss pacs_accuracy pacs_reward_proxy pacs_score_correct pacs_score_wrong").split()
     }
@@ -113,9 +113,9 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
     )
     pacs = make_pacs()
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
-    pacs.begin(samples, make_learner(model))
+    step = pacs.begin(samples, make_learner(model))
     everything = torch.arange(3 * N)
-    advantages = pacs.advantages(everything)
+    advantages = step.advantages(everything)
     expected = whole_gradient(
         model, rollouts, logprobs(model, rollouts).detach(), everything, "rloo", "balanced", False
     )
@@ -132,9 +132,8 @@ def test_baselines_leave_out_rollouts_without_a_reward():
     valid[0, 1] = valid[2, 0] = valid[2, 3] = False
     pacs = make_pacs()
     samples = collected(Samples(PROMPTS, sampled(model)), LABELS * valid, valid)
-    pacs.begin(samples, make_learner(model))
-    advantages = pacs.advantages(samples.scored_indices).view(3, N)
-    pacs.end()
+    step = pacs.begin(samples, make_learner(model))
+    advantages = step.advantages(samples.scored_indices).view(3, N)
     for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
         outcome = labels[known]
         proxies = torch.zeros(len(outcome), requires_grad=True)
@@ -170,13 +169,13 @@ def test_the_reference_and_the_optimizer_are_reset():
     rollouts = sampled(model)
     pacs = make_pacs(is_paper=True, interval=2)
     everything = torch.arange(3 * N)
-    for step in (1, 2, 3):
+    for n in (1, 2, 3):
         known = learner.with_reference(Samples(PROMPTS, rollouts))
-        samples = collected(Samples(PROMPTS, known), LABELS, step=step)
-        pacs.begin(samples, learner)
-        learner.update(samples, pacs.advantages(everything), everything, when="step", lr=1e-2)
-        pacs.end()
-        is_reset = step == 2
+        samples = collected(Samples(PROMPTS, known), LABELS, step=n)
+        step = pacs.begin(samples, learner)
+        learner.update(samples, step.advantages(everything), everything, when="step", lr=1e-2)
+        step.finish()
+        is_reset = n == 2
         weights, reference = model.state_dict(), learner.reference.state_dict()
         assert all(torch.equal(weights[name], reference[name]) for name in weights) == is_reset
         assert (len(optimizer.state) == 0) == is_reset

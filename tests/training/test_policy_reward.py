@@ -216,17 +216,16 @@ def test_an_update_has_the_gradient_of_verifree(loss):
         VerifreeObjective(),
         learner(model, LossSettings(loss=loss, aggregation="seq_mean_token_sum")),
     )
-    learned = objective.begin(samples, trained)
-    assert objective.advantages(samples.sequences).tolist() == [1.0] * 10
-    trained.update(
-        learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0
-    )
+    step = objective.begin(samples, trained)
+    advantages = step.advantages(samples.sequences)
+    assert advantages.tolist() == [1.0] * 10
+    trained.update(step.batch, advantages, samples.sequences, when="step 1", lr=0.0)
     assert max(float(gradient.abs().max()) for gradient in expected) > 1e-4
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(
             parameter.grad, gradient, rtol=1e-3, atol=3e-4 * float(gradient.abs().max())
         )
-    assert objective.end() == {}
+    assert step.finish() == {}
 
 
 def own_logprobs(model, samples):
@@ -279,7 +278,7 @@ def test_verifree_is_unbiased():
     )
     samples = collected(Samples(prompts, rollouts), scores.rewards.view(-1, 2))
     samples = replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
-    factors = VerifreeObjective().begin(samples, None).rollouts.importance_weights
+    factors = VerifreeObjective().begin(samples, None).batch.rollouts.importance_weights
     weight = torch.stack([probs[i] * probs[j] for i, j in pairs]).detach().repeat_interleave(2)
     weighted = factors * log_probs(prompts, samples.rollouts)
     total = (weighted * weight.repeat_interleave(samples.rollouts.lengths)).sum() / 2
@@ -302,15 +301,16 @@ def test_groups_with_equal_rewards_learn_the_answer_alone():
     assert samples.rollouts.tokens.tolist() == task.actions.tolist() * 4
     assert float(task.score(prompts, samples.rollouts).min()) == 1
     objective = VerifreeObjective()
-    learned = objective.begin(samples, None)
+    learned = objective.begin(samples, None).batch
     reward = own_logprobs(model, samples).view(4, 3).sum(1).exp()
     assert float(reward.min()) > 0
     torch.testing.assert_close(learned.rollouts.importance_weights, reward.repeat_interleave(3))
     # Without an answer and with equal rewards nothing is learned.
     nothing = MarkedTask([[1], [1]], marker=7, stop=2)
     samples = scored(model, nothing, [[([4, 2], [], False), ([5, 5], [], False)]] * 2, [[1], [1]])
-    assert objective.begin(samples, None).rollouts.importance_weights.tolist() == [0] * 8
-    assert objective.advantages(samples.sequences).tolist() == [0] * 4
+    step = objective.begin(samples, None)
+    assert step.batch.rollouts.importance_weights.tolist() == [0] * 8
+    assert step.advantages(samples.sequences).tolist() == [0] * 4
 
 
 def test_the_answers_of_mazes_and_of_the_chain():

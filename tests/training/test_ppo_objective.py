@@ -181,11 +181,11 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
     whitened = (raw - raw[counts].mean()) / (raw[counts].var() + 1e-8).sqrt() * counts
 
     objective = PpoObjective(0.99, 0.9)
-    learned = objective.begin(samples, one)
-    factors = learned.rollouts.importance_weights
+    step = objective.begin(samples, one)
+    factors = step.batch.rollouts.importance_weights
     assert factors.abs().max() > 1
     torch.testing.assert_close(factors.double(), whitened, rtol=1e-3, atol=1e-3)
-    advantages = objective.advantages(samples.scored_indices)
+    advantages = step.advantages(samples.scored_indices)
     assert torch.equal(advantages, torch.ones(12))
 
     batch = one_batch(PROMPTS, rollouts)
@@ -201,14 +201,14 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
         denominator=float(counts.sum()),
     )
     gradients = torch.autograd.grad(expected, [*model.parameters()])
-    one.update(learned, advantages, samples.scored_indices, when="step 1", lr=0.0)
+    one.update(step.batch, advantages, samples.scored_indices, when="step 1", lr=0.0)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(
             parameter.grad, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()) + 1e-7
         )
 
     returns = (raw + values)[counts]
-    metrics = objective.end()
+    metrics = step.finish()
     assert metrics["value_mean"] == pytest.approx(float(values[counts].mean()), rel=1e-3)
     explained = 1 - float((returns - values[counts]).var(correction=0) / returns.var(correction=0))
     assert metrics["explained_variance"] == pytest.approx(explained, rel=1e-2)
@@ -223,15 +223,15 @@ def test_the_critic_learns_once_for_each_minibatch_and_not_from_a_diagnosis():
     one = with_critic(model)
     samples, objective = collected(Samples(PROMPTS, responses(model)), REWARDS), PpoObjective()
     before = copy.deepcopy(one.critic.model.state_dict())
-    objective.begin(samples, one)
-    objective.advantages(samples.sequences)  # for the gradient of every prompt
-    objective.begin(samples, one)
+    # for the gradient of every prompt
+    objective.begin(samples, one).advantages(samples.sequences)
+    step = objective.begin(samples, one)
     for share in samples.minibatches(3):
-        objective.advantages(share)
+        step.advantages(share)
     assert all(
         torch.equal(before[name], weight) for name, weight in one.critic.model.state_dict().items()
     )
-    objective.end()
+    step.finish()
     assert {int(state["step"]) for state in one.critic.optimizer.state.values()} == {3}
     assert all(
         (before[name] != weight).any() for name, weight in one.critic.model.state_dict().items()
@@ -243,10 +243,9 @@ def test_without_a_token_nothing_is_learned():
     model = tiny_decoder()
     one = with_critic(model)
     samples = collected(Samples(PROMPTS, Rollouts.given([[]] * 12)), REWARDS)
-    objective = PpoObjective()
-    objective.begin(samples, one)
-    objective.advantages(samples.sequences)
-    assert set(objective.end().values()) == {0.0}
+    step = PpoObjective().begin(samples, one)
+    step.advantages(samples.sequences)
+    assert set(step.finish().values()) == {0.0}
     assert not one.critic.optimizer.state
 
 

@@ -30,8 +30,11 @@ REWARDS = torch.tensor(
 
 def begun(objective, rewards, valid=None):
     prompts = make_prompts([[1] for _ in rewards])
-    objective.begin(collected(Samples(prompts, None), rewards, valid), None)
-    return objective.advantages(torch.arange(rewards.numel())).view(rewards.shape)
+    return objective.begin(collected(Samples(prompts, None), rewards, valid), None)
+
+
+def advantages_of(step):
+    return step.values.view(step.batch.rewards.shape)
 
 
 def spread(values):
@@ -57,13 +60,14 @@ def paper_by_paper(rewards, keep, size, low, high):
 
 def test_a_step_without_any_score_neither_learns_nor_moves_the_quantiles():
     objective, nobody = RiskpoObjective(2), torch.zeros(8, 4, dtype=torch.bool)
-    assert not begun(objective, 0 * REWARDS, nobody).any()
-    assert objective.end() == {}  # not NaN, which is no number in metrics.jsonl
-    begun(objective, REWARDS)
-    quantiles = objective.end()
+    step = begun(objective, 0 * REWARDS, nobody)
+    assert not step.values.any()
+    assert step.finish() == {}  # not NaN, which is no number in metrics.jsonl
+    quantiles = begun(objective, REWARDS).finish()
     assert 0 < quantiles["riskpo_quantile_low"] < quantiles["riskpo_quantile_high"]
-    assert not begun(objective, 0 * REWARDS, nobody).any()
-    assert objective.end() == quantiles
+    step = begun(objective, 0 * REWARDS, nobody)
+    assert not step.values.any()
+    assert step.finish() == quantiles
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -73,7 +77,7 @@ def test_every_paper_has_the_authors_advantage(size):
     for known in (None, valid):
         keep = torch.ones_like(valid) if known is None else known
         objective = RiskpoObjective(size)
-        actual = begun(objective, REWARDS * keep, known)
+        actual = advantages_of(begun(objective, REWARDS * keep, known))
         low, high = objective.quantiles.tolist()
         has_score = keep.view(-1, size, 4).all(1)
         scores = (REWARDS * keep).view(-1, size, 4).sum(1)[has_score].double()
@@ -91,16 +95,16 @@ def test_every_paper_has_the_authors_advantage(size):
 def test_the_quantiles_follow_the_scores_by_gradient_descent():
     objective = RiskpoObjective(2)
     begun(objective, REWARDS)
-    begun(objective, REWARDS)  # as for diagnostics: only the end of a step counts
+    step = begun(objective, REWARDS)  # as for diagnostics: only the end of a step counts
     low, high = objective.quantiles.tolist()
     scores = REWARDS.view(4, 2, 4).sum(1).flatten()
-    metrics = objective.end()
+    metrics = step.finish()
     expected = [
         q + 0.1 * (level - float((scores < q).float().mean()))
         for q, level in ((low, 0.2), (high, 0.9))
     ]
     assert [*metrics.values()] == pytest.approx(expected)
-    second = begun(objective, REWARDS.flip(0))
+    second = advantages_of(begun(objective, REWARDS.flip(0)))
     torch.testing.assert_close(
         second,
         paper_by_paper(REWARDS.flip(0).tolist(), [[True] * 4] * 8, 2, *expected),
@@ -108,19 +112,19 @@ def test_the_quantiles_follow_the_scores_by_gradient_descent():
         atol=1e-5,
     )
     before = objective.quantiles.clone()
-    begun(objective, 100 + REWARDS)
+    step = begun(objective, 100 + REWARDS)
     for _ in range(10):
-        objective.end()  # all scores are above
+        step.finish()  # all scores are above
     torch.testing.assert_close(objective.quantiles - before, torch.tensor([0.2, 0.9]).double())
     nothing = RiskpoObjective(2)
-    assert not begun(nothing, 0 * REWARDS, torch.zeros(8, 4, dtype=torch.bool)).any()
+    assert not begun(nothing, 0 * REWARDS, torch.zeros(8, 4, dtype=torch.bool)).values.any()
     assert nothing.quantiles.isnan().all()
 
 
 def test_equal_scores_have_advantages_of_ordinary_size():
     objective = RiskpoObjective(4)
     begun(objective, REWARDS)
-    assert begun(objective, 0 * REWARDS).abs().max() < 10
+    assert begun(objective, 0 * REWARDS).values.abs().max() < 10
     assert objective.learns_from_equal_rewards(4)
 
 

@@ -63,16 +63,16 @@ def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy(alpha):
         keep = torch.ones_like(valid) if known is None else known
         samples = collected(Samples(PROMPTS, rollouts), REWARDS * keep, known)
         objective = ZvpObjective(alpha)
-        learned = objective.begin(samples, learner(model))
-        advantages = objective.advantages(samples.sequences)
+        step = objective.begin(samples, learner(model))
+        advantages = step.advantages(samples.sequences)
         actual = (
             advantages.double().repeat_interleave(rollouts.lengths)
-            * learned.rollouts.importance_weights
+            * step.batch.rollouts.importance_weights
         )
         expected = by_token(REWARDS, keep, entropies_of(model, rollouts), alpha)
         assert expected.abs().max() > 0.05
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert objective.end() == {}
+    assert step.finish() == {}
 
 
 @pytest.mark.parametrize("loss", ["ppo", "reinforce", "cispo"])
@@ -106,10 +106,9 @@ def test_an_update_has_the_gradient_of_advantages_per_token(loss, is_corrected):
     gradients = torch.autograd.grad(expected, [*model.parameters()])
     trained = learner(model, LossSettings(loss=loss, aggregation="token_mean"))
     objective = ZvpObjective(0.5)
-    learned = objective.begin(samples, trained)
-    trained.update(
-        learned, objective.advantages(samples.sequences), samples.sequences, when="step 1", lr=0.0
-    )
+    step = objective.begin(samples, trained)
+    advantages = step.advantages(samples.sequences)
+    trained.update(step.batch, advantages, samples.sequences, when="step 1", lr=0.0)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(
             parameter.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-7
@@ -120,10 +119,9 @@ def test_without_a_group_of_equal_rewards_it_is_grpo_and_needs_no_forward_pass()
     rewards = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
     objective = ZvpObjective()
     batch = collected(Samples(PROMPTS, sampled(tiny_decoder())), rewards)
-    assert objective.begin(batch, None) is batch
-    assert torch.equal(
-        objective.advantages(torch.arange(12)), ops.grpo_advantage(rewards).flatten()
-    )
+    step = objective.begin(batch, None)
+    assert step.batch is batch
+    assert torch.equal(step.advantages(torch.arange(12)), ops.grpo_advantage(rewards).flatten())
 
 
 def test_options():

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from maxrl_fast.ops import ESTIMATORS, group_advantage
 from maxrl_fast.records import sequence_sums
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
 
 # the others: token_mean
 AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}
@@ -28,38 +28,29 @@ class GroupObjective(Objective):
         estimator: a name in ops.ESTIMATORS, or the row of a custom function.
         options: keywords of ops.group_advantage that are constant over a run, such as k or eps.
         per_token: whether a custom function returns an advantage for each token, [T]. The learner
-        gets them as factors of the tokens, and 1 for each response that has one other than 0.
+            gets them as factors of the tokens, and 1 for each response that has one other than 0.
     """
 
     estimator: str | Estimator
     options: dict[str, Any]
-    loss: str = "ppo"
-    owns_loss: bool = False
     per_token: bool = False
-    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.estimator, str):
+            self.aggregation = AGGREGATIONS.get(self.estimator, "token_mean")
+        inputs = self.row.inputs
+        self.needs = Needs(
+            greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(inputs),
+            binary=self.row.binary,
+            parts="reward_parts" in inputs,
+            texts="texts" in inputs,
+            components="components" in inputs,
+            token_weights=self.per_token,
+        )
 
     @property
     def row(self) -> Estimator:
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
-
-    @property
-    def aggregation(self) -> str:
-        if isinstance(self.estimator, str):
-            return AGGREGATIONS.get(self.estimator, "token_mean")
-        return "token_mean"
-
-    @property
-    def needs(self) -> Needs:
-        row = self.row
-        greedy = not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs)
-        return Needs(
-            greedy=greedy,
-            binary=row.binary,
-            parts="reward_parts" in row.inputs,
-            texts="texts" in row.inputs,
-            components="components" in row.inputs,
-            token_weights=self.per_token,
-        )
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         shape = (2, num_rollouts)
@@ -82,7 +73,7 @@ class GroupObjective(Objective):
             group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any()
         )
 
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rewards, rollouts, greedy = batch.rewards, batch.rollouts, batch.greedy_rewards
         # a custom function may take failed rewards as 0
         valid = batch.valid if self.row.takes_valid else None
@@ -113,13 +104,13 @@ class GroupObjective(Objective):
             )
         if self.per_token:
             return self._weighted(batch, values, valid)
-        self._values = values if batch.valid is None else values.masked_fill(~batch.valid, 0.0)
-        return batch
+        values = values if batch.valid is None else values.masked_fill(~batch.valid, 0.0)
+        return ObjectiveStep(batch, values.flatten())
 
     def _weighted(
         self, batch: RolloutBatch, advantages: Tensor, valid: Tensor | None
-    ) -> RolloutBatch:
-        """Return the batch with advantages [T] as the factors of its tokens.
+    ) -> ObjectiveStep:
+        """Return the step of advantages [T], as the factors of the batch's tokens.
 
         A function that gets `valid` sees 0 as the lengths of rollouts without a reward, so T counts
         only the tokens of the others.
@@ -131,8 +122,7 @@ class GroupObjective(Objective):
         advantages = advantages.masked_fill(~known, 0.0)
         # NaN is not 0 either, so that the update reports it
         has_gradient = sequence_sums(advantages.abs(), lengths) != 0
-        self._values = has_gradient.to(batch.rewards).view(batch.rewards.shape)
-        return batch.weighted(advantages)
+        return ObjectiveStep(batch.weighted(advantages), has_gradient.to(batch.rewards))
 
     def options_for(self, batch: RolloutBatch) -> dict[str, Any]:
         options = dict(self.options)
@@ -141,9 +131,6 @@ class GroupObjective(Objective):
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
         return options
-
-    def advantages(self, sequences: Tensor) -> Tensor:
-        return self._values.flatten()
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

@@ -1,7 +1,7 @@
 """The interface of objectives, which choose the advantages."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -25,28 +25,48 @@ class Needs:
     logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
 
 
-class Objective(Protocol):
+@dataclass
+class ObjectiveStep:
+    """One step of an objective. Objectives whose advantages change with every update, or that train
+    something of their own, return a class of their own.
+
+    Args:
+        batch: the samples to train on. An objective with an advantage for every token, of either
+            sign, has batch.weighted(advantages [T]) and gives every response the advantage 1.
+        values: the advantages [S] of all samples.
+    """
+
+    batch: RolloutBatch
+    values: Tensor
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        """Return the advantages [S] of all samples for an update on `sequences`: whole groups'
+        samples with a reward, int64 on the host.
+
+        Samples that no update has used yet may have the advantage 0.
+        """
+        return self.values
+
+    def finish(self) -> dict[str, float]:
+        """After the last update: train what the objective trains besides the policy, and return its
+        metrics of the step.
+        """
+        return {}
+
+
+class Objective(ABC):
     """An objective of a run.
 
     The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another
     loss of the log-prob ratios with the same A_i. An objective chooses A_i.
     """
 
-    @property
-    def needs(self) -> Needs: ...
-
-    @property
-    def loss(self) -> str:
-        """The token loss, a name of ops.policy_gradient_loss; default of --loss."""
-
-    @property
-    def aggregation(self) -> str:
-        """How token losses are averaged; default of --aggregation."""
-
-    @property
-    def owns_loss(self) -> bool:
-        """Whether loss and aggregation are fixed by the objective. Then options cannot change them,
-        and importance weights do not apply."""
+    loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
+    aggregation: str = "token_mean"  # how token losses are averaged; default of --aggregation
+    # Whether loss and aggregation are fixed by the objective. Then options cannot change them, and
+    # importance weights do not apply.
+    owns_loss: bool = False
+    needs: Needs = Needs()
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -57,24 +77,8 @@ class Objective(Protocol):
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         """Return whether a group of all-0 or all-1 rewards has nonzero advantages."""
-        return False
+        return True
 
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
-        """Take a step's samples and rewards before its first update; return the batch to train on.
-
-        An objective with an advantage for every token, of either sign, returns
-        batch.weighted(advantages [T]) and gives every response the advantage 1.
-        """
-
-    def advantages(self, sequences: Tensor) -> Tensor:
-        """Return the advantages [S] of all samples for an update on `sequences`: whole groups'
-        samples with a reward, int64 on the host.
-
-        Samples that no update has used yet may have the advantage 0.
-        """
-
-    def end(self) -> dict[str, float]:
-        """After the last update: train what the objective trains besides the policy, and return its
-        metrics of the step.
-        """
-        return {}
+    @abstractmethod
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
+        """Take a step's samples and rewards before its first update."""

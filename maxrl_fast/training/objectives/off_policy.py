@@ -21,74 +21,27 @@ from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import Needs
-
-
-@dataclass
-class _Step:
-    batch: RolloutBatch
-    learner: Learner
-    options: dict[str, Any]
-    cu_seqlens: Tensor  # [S+1] of the responses, on the host
-    # [G] bool on the host: groups with an advantage other than 0; no ratio changes that
-    learns: Tensor
-    values: Tensor  # [S] advantages, filled in by each update
-    # one tensor per update, one ratio per response
-    ratios: list[Tensor] = field(default_factory=list)
+from maxrl_fast.training.objectives.objective import Needs, ObjectiveStep
 
 
 @dataclass
 class OffPolicyObjective(GroupObjective):
     """See GroupObjective; every update recomputes the advantages."""
 
-    loss: str = "reinforce"
-    owns_loss: bool = True
-    _step: _Step | None = field(default=None, repr=False, compare=False)
+    loss = "reinforce"
+    owns_loss = True
 
-    @property
-    def aggregation(self) -> str:
-        return "seq_mean_token_sum"
+    def __post_init__(self) -> None:
+        self.aggregation, self.needs = "seq_mean_token_sum", Needs(logprob_passes=1)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(logprob_passes=1)
-
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rewards, options = batch.rewards, self.options_for(batch)
-        at_one = self._estimate(batch, rewards, batch.valid, torch.zeros_like(rewards), options)
+        at_one = self.estimate(batch, rewards, batch.valid, torch.zeros_like(rewards), options)
         cu_seqlens, learns = to_host(batch.rollouts.cu_seqlens, at_one.any(1))
-        self._step = _Step(
-            batch, learner, options, cu_seqlens, learns, torch.zeros_like(rewards.flatten())
-        )
-        return batch
+        values = torch.zeros_like(rewards.flatten())
+        return _Step(batch, values, self, learner, options, cu_seqlens, learns)
 
-    def advantages(self, sequences: Tensor) -> Tensor:
-        step = self._step
-        assert step is not None, "begin comes first"
-        batch, shape = step.batch, step.batch.rewards.shape
-        sequences = sequences.cpu()
-        sequences = sequences[step.learns[sequences // batch.num_rollouts]]
-        if not len(sequences):
-            return step.values
-        groups = (sequences // batch.num_rollouts).unique()
-        logprobs = step.learner.passes.logprobs(step.learner.model, batch, sequences)
-        index, cu_seqlens, chosen, groups = to_device(
-            step.values.device, *gather_sequences(step.cu_seqlens, sequences), sequences, groups
-        )
-        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
-        if is_host_readable(own_ratios) and bool(own_ratios.isnan().any()):
-            # as on a GPU; the update then reports the non-finite value
-            step.values[chosen] = torch.nan
-            return step.values
-        log_ratios = torch.zeros_like(step.values).scatter(0, chosen, own_ratios).view(shape)
-        valid = None if batch.valid is None else batch.valid[groups]
-        step.values.view(shape)[groups] = self._estimate(
-            batch, batch.rewards[groups], valid, log_ratios[groups], step.options
-        )
-        step.ratios.append(own_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
-        return step.values
-
-    def _estimate(
+    def estimate(
         self,
         batch: RolloutBatch,
         rewards: Tensor,
@@ -103,12 +56,45 @@ class OffPolicyObjective(GroupObjective):
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}") from error
 
-    def end(self) -> dict[str, float]:
-        step, self._step = self._step, None
-        assert step is not None, "begin comes first"
-        if not step.ratios:
+
+@dataclass
+class _Step(ObjectiveStep):
+    objective: OffPolicyObjective
+    learner: Learner
+    options: dict[str, Any]
+    cu_seqlens: Tensor  # [S+1] of the responses, on the host
+    # [G] bool on the host: groups with an advantage other than 0; no ratio changes that
+    learns: Tensor
+    ratios: list[Tensor] = field(default_factory=list)  # of each update, one of each response
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        batch, values, shape = self.batch, self.values, self.batch.rewards.shape
+        sequences = sequences.cpu()
+        sequences = sequences[self.learns[sequences // batch.num_rollouts]]
+        if not len(sequences):
+            return values
+        groups = (sequences // batch.num_rollouts).unique()
+        logprobs = self.learner.passes.logprobs(self.learner.model, batch, sequences)
+        index, cu_seqlens, chosen, groups = to_device(
+            values.device, *gather_sequences(self.cu_seqlens, sequences), sequences, groups
+        )
+        own_ratios = log_ratio_reward(logprobs, batch.rollouts.logprobs[index], cu_seqlens)
+        if is_host_readable(own_ratios) and bool(own_ratios.isnan().any()):
+            # as on a GPU; the update then reports the non-finite value
+            values[chosen] = torch.nan
+            return values
+        log_ratios = torch.zeros_like(values).scatter(0, chosen, own_ratios).view(shape)
+        valid = None if batch.valid is None else batch.valid[groups]
+        values.view(shape)[groups] = self.objective.estimate(
+            batch, batch.rewards[groups], valid, log_ratios[groups], self.options
+        )
+        self.ratios.append(own_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+        return values
+
+    def finish(self) -> dict[str, float]:
+        if not self.ratios:
             return {}
-        ratios = torch.cat(step.ratios)
+        ratios = torch.cat(self.ratios)
         return host_numbers(
             {
                 "sequence_ratio_mean": ratios.mean(),

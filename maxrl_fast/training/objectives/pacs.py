@@ -17,17 +17,7 @@ from maxrl_fast.records import cumulative, gather_sequences
 from maxrl_fast.runtime.device import host_numbers, to_device
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective
-
-
-@dataclass
-class _Step:
-    batch: RolloutBatch
-    learner: Learner
-    ref_logprobs: Tensor | None  # [T]; None if the policy is its own reference
-    cu_seqlens: Tensor  # [S+1] of the responses, on the host; [0] if not needed
-    values: Tensor  # [S] advantages, filled in by each update
-    metrics: list[dict[str, Tensor]] = field(default_factory=list)  # one dict per update
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
 
 
 @dataclass
@@ -46,17 +36,18 @@ class PacsObjective(Objective):
     updates_per_step: int = 1
     has_actor: bool = False
     ref_reset_interval: int = 0
-    loss: str = "reinforce"
-    aggregation: str = "seq_mean_token_sum"
-    owns_loss: bool = True
-    _step: _Step | None = field(default=None, repr=False, compare=False)
+    loss = "reinforce"
+    aggregation = "seq_mean_token_sum"
+    owns_loss = True
 
-    @property
-    def needs(self) -> Needs:
+    def __post_init__(self) -> None:
         has_passes = self.has_actor or self.updates_per_step > 1
-        return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
+        self.needs = Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
 
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        return False
+
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         ref_logprobs, cu_seqlens = None, torch.zeros(0)
         if self.has_actor:
             ref_logprobs = batch.rollouts.ref_logprobs
@@ -66,31 +57,37 @@ class PacsObjective(Objective):
             ref_logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
         if ref_logprobs is not None:
             cu_seqlens = batch.rollouts.cu_seqlens.cpu()
-        self._step = _Step(
-            batch, learner, ref_logprobs, cu_seqlens, torch.zeros_like(batch.rewards.flatten())
-        )
-        return batch
+        values = torch.zeros_like(batch.rewards.flatten())
+        return _Step(batch, values, self, learner, ref_logprobs, cu_seqlens)
+
+
+@dataclass
+class _Step(ObjectiveStep):
+    objective: PacsObjective
+    learner: Learner
+    ref_logprobs: Tensor | None  # [T]; None if the policy is its own reference
+    cu_seqlens: Tensor  # [S+1] of the responses, on the host; [0] if not needed
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)  # one dict per update
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        step = self._step
-        assert step is not None, "begin comes first"
-        device, sequences = step.values.device, sequences.cpu()
-        groups = sequences // step.batch.num_rollouts
+        objective, device, sequences = self.objective, self.values.device, sequences.cpu()
+        groups = sequences // self.batch.num_rollouts
         _, group_sizes = groups.unique_consecutive(return_counts=True)
         offsets, chosen = to_device(device, cumulative(group_sizes), sequences)
-        if step.ref_logprobs is None:
+        if self.ref_logprobs is None:
             proxies = torch.zeros(len(sequences), device=device)
         else:
-            index, cu_seqlens = to_device(device, *gather_sequences(step.cu_seqlens, sequences))
-            logprobs = step.learner.passes.logprobs(step.learner.model, step.batch, sequences)
-            proxies = log_ratio_reward(logprobs, step.ref_logprobs[index], cu_seqlens, self.beta)
+            index, cu_seqlens = to_device(device, *gather_sequences(self.cu_seqlens, sequences))
+            logprobs = self.learner.passes.logprobs(self.learner.model, self.batch, sequences)
+            references = self.ref_logprobs[index]
+            proxies = log_ratio_reward(logprobs, references, cu_seqlens, objective.beta)
         proxies.requires_grad_()
         loss, metrics = pacs_loss(
             proxies,
-            step.batch.rewards.flatten()[chosen],
+            self.batch.rewards.flatten()[chosen],
             offsets,
-            score=self.score,
-            weight=self.class_weight,
+            score=objective.score,
+            weight=objective.class_weight,
             denominator=1.0,  # the learner divides by B
         )
         (grad_proxies,) = torch.autograd.grad(loss, proxies)
@@ -98,18 +95,16 @@ class PacsObjective(Objective):
         metrics["loss"] = loss.detach() / max(len(sequences), 1)
         # The actor term takes the log-likelihood without class weights: with them it would push
         # rare correct rollouts down by more than the critic's term pushes them up.
-        actor = -cross_entropy if self.has_actor else 0.0
-        step.values[chosen] = actor - self.beta * grad_proxies
-        step.metrics.append(metrics)
-        return step.values
+        actor = -cross_entropy if objective.has_actor else 0.0
+        self.values[chosen] = actor - objective.beta * grad_proxies
+        self.metrics.append(metrics)
+        return self.values
 
-    def end(self) -> dict[str, float]:
-        step, self._step = self._step, None
-        assert step is not None, "begin comes first"
-        interval = self.ref_reset_interval
-        if self.has_actor and interval and step.batch.step % interval == 0:
-            step.learner.restart_from_reference()
-        metrics = step.metrics
+    def finish(self) -> dict[str, float]:
+        interval = self.objective.ref_reset_interval
+        if self.objective.has_actor and interval and self.batch.step % interval == 0:
+            self.learner.restart_from_reference()
+        metrics = self.metrics
         return host_numbers(
             {
                 f"pacs_{name}": sum((m[name] for m in metrics[1:]), metrics[0][name]) / len(metrics)

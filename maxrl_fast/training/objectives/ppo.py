@@ -17,7 +17,7 @@ from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
-from maxrl_fast.training.objectives.objective import Needs, Objective
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
@@ -28,16 +28,6 @@ CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
 
 class CriticError(NonFiniteError):
     advice = "A lower --critic-lr often helps; --dtype float32 rules out rounding."
-
-
-@dataclass
-class _Step:
-    batch: RolloutBatch
-    learner: Learner
-    values: Tensor  # [T] of the critic before the step
-    returns: Tensor  # [T]
-    counts: Tensor  # bool [T], tokens of responses whose reward is known
-    minibatches: list[Tensor] = field(default_factory=list)  # the samples of each policy update
 
 
 @dataclass
@@ -54,19 +44,9 @@ class PpoObjective(Objective):
 
     gamma: float = 1.0
     gae_lambda: float = 1.0
-    loss: str = "ppo"
-    aggregation: str = "token_mean"
-    owns_loss: bool = False
-    _step: _Step | None = field(default=None, repr=False, compare=False)
+    needs = Needs(token_weights=True, critic=True)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(token_weights=True, critic=True)
-
-    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        return True
-
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rollouts = batch.rollouts
         values = state_values(learner, batch)
         _check_finite(values, batch)
@@ -74,25 +54,34 @@ class PpoObjective(Objective):
         advantages = gae_advantages(
             values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda
         )
-        self._step = _Step(batch, learner, values, (advantages + values).float(), counts)
-        return batch.weighted(whitened(advantages, counts).float())
+        return _Step(
+            batch.weighted(whitened(advantages, counts).float()),
+            torch.ones_like(batch.rewards.flatten()),
+            learner,
+            values,
+            (advantages + values).float(),
+            counts,
+        )
+
+
+@dataclass
+class _Step(ObjectiveStep):
+    learner: Learner
+    state_values: Tensor  # [T] of the critic before the step
+    returns: Tensor  # [T]
+    counts: Tensor  # bool [T], tokens of responses whose reward is known
+    minibatches: list[Tensor] = field(default_factory=list)  # the samples of each policy update
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        step = self._step
-        assert step is not None, "begin comes first"
-        step.minibatches.append(sequences.cpu())
-        return torch.ones_like(step.batch.rewards.flatten())
+        self.minibatches.append(sequences.cpu())
+        return self.values
 
-    def end(self) -> dict[str, float]:
-        step, self._step = self._step, None
-        assert step is not None, "begin comes first"
-        learner, when = step.learner, f"step {step.batch.step}"
-        update = partial(update_critic, learner, step.batch, step.values, step.returns, when=when)
-        done = [update(sequences) for sequences in step.minibatches]
-        mean = torch.where(step.counts, step.values, 0.0).sum() / step.counts.sum().clamp_min(1)
-        value_mean, explained = to_host(
-            mean, explained_variance(step.values, step.returns, step.counts)
-        )
+    def finish(self) -> dict[str, float]:
+        values, counts, when = self.state_values, self.counts, f"step {self.batch.step}"
+        update = partial(update_critic, self.learner, self.batch, values, self.returns, when=when)
+        done = [update(sequences) for sequences in self.minibatches]
+        mean = torch.where(counts, values, 0.0).sum() / counts.sum().clamp_min(1)
+        value_mean, explained = to_host(mean, explained_variance(values, self.returns, counts))
         return {
             "value_loss": sum(loss for loss, _ in done) / len(done),
             "explained_variance": float(explained),

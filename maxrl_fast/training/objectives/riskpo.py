@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.objective import Objective, ObjectiveStep
 
 LOW, HIGH = 0.2, 0.9  # the levels of the quantiles
 _LEVELS = torch.tensor([LOW, HIGH], dtype=torch.float64)
@@ -17,7 +17,7 @@ _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts
 
 
 @dataclass
-class RiskpoObjective:
+class RiskpoObjective(Objective):
     """RiskPO (arXiv:2510.00911), mixed value at risk, with the settings of the authors' script
     (RTkenny/RiskPO).
 
@@ -25,8 +25,8 @@ class RiskpoObjective:
     prompt; the paper's score s is the sum of their rewards. With the tracked quantiles a and b of
     all scores at the levels LOW and HIGH,
 
-        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW, A_i = (1.5 c + x) /
-        2.5 / (std of s over the papers of the bundle) / (std of r over the group of i),
+        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW,
+        A_i = (1.5 c + x) / 2.5 / (std of s over the bundle's papers) / (std of r over i's group),
 
     where a standard deviation of 0 counts as 1. The authors' code does so only for r, which gives a
     bundle of equal scores advantages of 1e6. The first step sets a and b to the quantiles of its
@@ -37,36 +37,24 @@ class RiskpoObjective:
     """
 
     bundle_size: int = 5
-    loss: str = "ppo"
-    aggregation: str = "token_mean"
-    owns_loss: bool = False
     quantiles: Tensor = field(
         default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False
     )
-    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
-    # [papers with a score]
-    _scores: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs()
 
     @property
     def state(self) -> dict[str, Tensor]:
         return {"quantiles": self.quantiles}
 
-    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        return True
-
-    def begin(self, batch: RolloutBatch, learner: Learner | None) -> RolloutBatch:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         # to the host: they are few, and the quantiles are there
         rewards = batch.rewards.double().cpu()
         known = batch.known.cpu()
         bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
         scores = bundles.sum(1)  # [G/B, N]
-        self._scores = scores[has_score]
-        self._start()
+        of_papers = scores[has_score]  # [papers with a score]
+        if bool(self.quantiles.isnan().any()) and len(of_papers):
+            self.quantiles.copy_(torch.quantile(of_papers, _LEVELS))
         low, high = self.quantiles
         within = ((scores - low).clamp_min(0) - (scores - high).clamp_min(0) + low - high) / (
             HIGH - LOW + _EPS
@@ -75,19 +63,17 @@ class RiskpoObjective:
         mixed = (_MIX * below + within) / (_MIX + 1) / (_spread(scores, has_score) + _EPS)
         spreads = _spread(rewards, known).view(*bundles.shape[:2], 1)  # [G/B, B, 1]
         values = (mixed[:, None] / (spreads + _EPS)).masked_fill(~has_score[:, None], 0.0)
-        self._values = values.view(rewards.shape).to(batch.rewards)
-        return batch
+        return _Step(batch, values.flatten().to(batch.rewards), of_papers, self.quantiles)
 
-    def _start(self) -> None:
-        if bool(self.quantiles.isnan().any()) and len(self._scores):
-            self.quantiles.copy_(torch.quantile(self._scores, _LEVELS))
 
-    def advantages(self, sequences: Tensor) -> Tensor:
-        return self._values.flatten()
+@dataclass
+class _Step(ObjectiveStep):
+    scores: Tensor  # [papers with a score]
+    quantiles: Tensor  # the objective's
 
-    def end(self) -> dict[str, float]:
-        if len(self._scores):
-            below = (self._scores < self.quantiles[:, None]).double().mean(1)
+    def finish(self) -> dict[str, float]:
+        if len(self.scores):
+            below = (self.scores < self.quantiles[:, None]).double().mean(1)
             self.quantiles += _RATE * (_LEVELS - below)
         low, high = self.quantiles.tolist()
         if math.isnan(low):  # no paper of the run has had a score yet

@@ -1,14 +1,13 @@
 """VeriFree: the probability of the reference answer is the reward, and is itself trained."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
 
 
 @dataclass
@@ -26,19 +25,11 @@ class VerifreeObjective(Objective):
     per token.
     """
 
-    loss: str = "reinforce"
-    aggregation: str = "seq_mean_token_sum"
-    owns_loss: bool = False
-    _values: Tensor = field(init=False, repr=False, compare=False)  # [S]
+    loss = "reinforce"
+    aggregation = "seq_mean_token_sum"
+    needs = Needs(answers=True, token_weights=True, logprob_passes=1)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(answers=True, token_weights=True, logprob_passes=1)
-
-    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        return True
-
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rollouts, answer_lengths = batch.rollouts, batch.answer_lengths
         assert answer_lengths is not None, "the collector scores by the policy"
         rewards = batch.rewards.flatten()  # [S]
@@ -46,8 +37,6 @@ class VerifreeObjective(Objective):
         # [2S]: z and y* of each response, alternating
         factors = torch.stack([advantages, rewards], 1).flatten()
         parts = torch.stack([rollouts.lengths - answer_lengths, answer_lengths], 1).flatten()
-        self._values = ((parts > 0) & (factors != 0)).view(-1, 2).any(1).float()
-        return batch.weighted(factors.repeat_interleave(parts, output_size=len(rollouts.tokens)))
-
-    def advantages(self, sequences: Tensor) -> Tensor:
-        return self._values
+        has_gradient = ((parts > 0) & (factors != 0)).view(-1, 2).any(1)
+        of_tokens = factors.repeat_interleave(parts, output_size=len(rollouts.tokens))
+        return ObjectiveStep(batch.weighted(of_tokens), has_gradient.float())

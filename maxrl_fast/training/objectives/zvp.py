@@ -1,6 +1,6 @@
 """RL-ZVP: grpo, plus entropy-based token advantages in groups whose rewards are all equal."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.training.collect import RolloutBatch, is_mixed
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
 
 
 @dataclass
@@ -28,27 +28,19 @@ class ZvpObjective(Objective):
     alpha: float = 0.1
     eps: float = 1e-6
     ddof: int = 1
-    loss: str = "ppo"
-    aggregation: str = "token_mean"
-    owns_loss: bool = False
-    _values: Tensor = field(init=False, repr=False, compare=False)  # [G, N]
+    # one pass at most: only groups with equal rewards need it
+    needs = Needs(binary=True, token_weights=True, logprob_passes=1)
 
-    @property
-    def needs(self) -> Needs:
-        # at most: only groups with equal rewards need it
-        return Needs(binary=True, token_weights=True, logprob_passes=1)
-
-    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        return True
-
-    def begin(self, batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rewards, valid = batch.rewards, batch.valid
         values = group_advantage(rewards, "grpo", valid=valid, eps=self.eps, ddof=self.ddof)
         known = batch.known
         is_alike = known & ~is_mixed(rewards.masked_fill(~known, torch.nan))[:, None]
-        self._values = torch.where(is_alike, 2 * rewards - 1, values)
+        values = torch.where(is_alike, 2 * rewards - 1, values)
         chosen = is_alike.flatten().nonzero()[:, 0]
-        return batch.weighted(self._by_entropy(batch, learner, chosen)) if len(chosen) else batch
+        if len(chosen):
+            batch = batch.weighted(self._by_entropy(batch, learner, chosen))
+        return ObjectiveStep(batch, values.flatten())
 
     def _by_entropy(self, batch: RolloutBatch, learner: Learner, sequences: Tensor) -> Tensor:
         """Return the factor of each token [T], 1 outside the chosen sequences."""
@@ -69,6 +61,3 @@ class ZvpObjective(Objective):
         return torch.ones(len(rollouts.tokens), device=entropies.device).index_copy(
             0, index, factors
         )
-
-    def advantages(self, sequences: Tensor) -> Tensor:
-        return self._values.flatten()

@@ -22,7 +22,7 @@ from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
 from maxrl_fast.runtime.version import FLAG, version_text
-from maxrl_fast.training.sharding import fills_half
+from maxrl_fast.training.sharding import needs_sharding
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], N
     model, sharding = build_policy(resolved, task, is_empty=True), resolved.run.sharding
     has_critic = objective_of(resolved).needs.critic
     is_full = sharding == "full" or (
-        sharding == "auto" and fills_half(model, machine.memory, has_critic)
+        sharding == "auto" and needs_sharding(model, machine.memory, has_critic)
     )
     resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
     teacher = build_reference(resolved, task, is_empty=True)

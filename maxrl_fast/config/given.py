@@ -17,7 +17,7 @@ from maxrl_fast.algorithms.options import Aka, Option, nearest
 from maxrl_fast.config.metadata import Note, Resume, as_list, names_with, options_of
 from maxrl_fast.config.options import Config, objective_table
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 from maxrl_fast.runtime.loading import is_code
 
 if sys.version_info >= (3, 11):
@@ -236,7 +236,7 @@ def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
     if not owners:
         return ""
     code = [
-        f"{option.name} {shown(value)}"
+        f"{option.name} {printable(value)}"
         for option in OPTIONS.values()
         for value in as_list(values.get(option.name))
         if Note.NAMES_CODE in option.notes
@@ -244,7 +244,7 @@ def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
     ]
     whose = " and ".join(map(_user, owners))
     return (
-        f"{shown(out)} belongs to {whose}, and what its options name runs with your rights: "
+        f"{printable(out)} belongs to {whose}, and what its options name runs with your rights: "
         f"{', '.join(code) or 'no code'}"
     )
 

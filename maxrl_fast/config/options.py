@@ -678,14 +678,15 @@ class EvaluationOptions:
     whole groups as far as this number goes, and many of the same prompts in each epoch of a data
     set; 0: none."""
     log_to: Annotated[
-        Literal["wandb", "trackio"] | None,
+        Literal["tensorboard", "wandb", "trackio"] | None,
         Default("none"),
         Resume.FREE,
         Note.NAMES_CODE,
         Aka("report_to logger"),
         Aka("use_wandb wandb wandb_project", value="wandb"),
     ] = None
-    """Send metrics to wandb or trackio too, in addition to TensorBoard's files."""
+    """Send metrics to TensorBoard, wandb or trackio too, each of which is an extra of the same
+    name."""
 
 
 @dataclass(frozen=True)
@@ -763,8 +764,8 @@ class RunOptions:
     ] = 3
     """Newest checkpoints to keep, besides the best one and the one after the warm start; 0: all."""
     stall_limit: Annotated[Positive, Resume.FREE, Note.SELDOM] = 1800.0
-    """Seconds that a stage of a step may take without progress; then the run prints the stacks of
-    its processes and ends.
+    """Seconds that a stage of a step may take without progress; then the run prints its stacks and
+    ends.
     """
     dry_run: Annotated[
         str | None, Note.OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")

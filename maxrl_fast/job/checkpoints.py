@@ -46,7 +46,7 @@ from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
 from maxrl_fast.runtime.files import (
     atomic_directory,
-    point,
+    replace_symlink,
     storing,
     temporary_path,
     write_checksums,
@@ -214,7 +214,7 @@ class Checkpoints:
         self.newest = directory
         if self._ranks.is_first:
             with _stored(f"{self.out / 'latest'} or config.json"):
-                point(self.out / "latest", directory)
+                replace_symlink(self.out / "latest", directory)
                 self._files.write_config()  # options may have changed on resuming
             self._remove_old()
 
@@ -245,7 +245,7 @@ class Checkpoints:
 
     def _point_best(self, directory: Path) -> None:
         with _stored(str(self.out / "best")):
-            point(self.out / "best", directory)
+            replace_symlink(self.out / "best", directory)
 
     def _remove_old(self) -> None:
         """Remove all checkpoints but the newest, the best, and the one after the warm start."""

@@ -1,7 +1,9 @@
 """Stops a run on a signal, and ends it when it is stuck."""
 
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,13 +14,11 @@ import torch
 
 from maxrl_fast.runtime.output import write_directly
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.watch import STUCK, dump_stacks
 from maxrl_fast.training.stopwatch import Stopwatch
 
 # seconds in which a repeated signal counts as one: the terminal sends it, and torchrun forwards it
 ECHO = 1.0
-# seconds for the other ranks to notice that this one is stuck, and to write their stacks
-TELL_LIMIT = 30.0
+REPORT_LIMIT = 10.0  # seconds to tell the other ranks that this one is stuck
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -84,25 +84,23 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when a stage makes no progress for `limit` seconds, after all processes
-    have written their stacks.
+    """Ends this process when a stage makes no progress for `limit` seconds, after its stacks have
+    been written to standard error, also those of threads that are blocked in C code.
 
-    `tell` sends the message to the other ranks, and waits until they have written their stacks.
-    `ends_process` is False if the process outlives the run, such as a notebook kernel.
+    `report` sends the message to the other ranks. `ends_process` is False if the process outlives
+    the run, such as a notebook kernel.
     """
 
     def __init__(
         self,
         clock: Stopwatch,
         limit: float,
-        ranks: Ranks,
-        tell: Callable[[str], object],
-        dump_workers: Callable[[], None],
+        report: Callable[[str], object] = lambda message: None,
         ends_process: bool = True,
     ):
         super().__init__(name="watchdog", daemon=True)
-        self._clock, self._limit, self._ranks = clock, limit, ranks
-        self._tell, self._dump_workers, self._ends_process = tell, dump_workers, ends_process
+        self._clock, self._limit = clock, limit
+        self._report, self._ends_process = report, ends_process
         self._stopped = threading.Event()
 
     def __enter__(self) -> "StallWatchdog":
@@ -117,20 +115,19 @@ class StallWatchdog(threading.Thread):
         while not self._stopped.wait(min(1.0, self._limit / 4)):
             stage, silence = self._clock.silence()
             if silence > self._limit:
-                message = (
-                    f"{STUCK} in {stage}: no progress for {silence:.0f} s, --stall-limit is "
-                    f"{self._limit:g} s"
+                self._report_stall(
+                    f"the run is stuck in {stage}: no progress for {silence:.0f} s, --stall-limit "
+                    f"is {self._limit:g} s"
                 )
-                advice = (
-                    "--resume continues from the last checkpoint; the stacks show where it waits"
-                )
-                write_directly(f"\nerror: {message}. {advice}.\n")
-                dump_stacks(f"rank {self._ranks.rank}")
-                self._dump_workers()
-                # it may be stuck too
-                telling = threading.Thread(target=self._tell, args=(message,), daemon=True)
-                telling.start()
-                telling.join(TELL_LIMIT)
-                if not self._ends_process:
-                    return
-                os._exit(1)  # the main thread is blocked: an exception would not reach it
+                if self._ends_process:
+                    os._exit(1)  # the main thread is blocked: an exception would not reach it
+                return
+
+    def _report_stall(self, message: str) -> None:
+        advice = "--resume continues from the last checkpoint; the stacks show where it waits"
+        write_directly(f"\nerror: {message}. {advice}.\n")
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        # the store that connects the ranks may be stuck too
+        reporting = threading.Thread(target=self._report, args=(message,), daemon=True)
+        reporting.start()
+        reporting.join(REPORT_LIMIT)

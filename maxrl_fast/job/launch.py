@@ -57,7 +57,7 @@ from maxrl_fast.training.collect import RolloutCollector, check_binary
 from maxrl_fast.training.sharding import is_sharded
 from maxrl_fast.training.stopwatch import Stopwatch
 
-NUM_PROMPTS, NUM_ROLLOUTS, MOST_TOKENS = 2, 2, 256  # of check_rewards
+NUM_PROMPTS, NUM_ROLLOUTS, MAX_TOKENS = 2, 2, 256  # of check_rewards
 WHEN = "before the first step"
 # seconds to wait for the previous process of this folder, which may still be exiting
 LOCK_LIMIT = 60.0
@@ -223,14 +223,10 @@ class Job:
         progress = saved.progress if saved else Progress()
         clock = Stopwatch(progress.seconds)
         scorer.beat = clock.beat
-        if watch:
-            watch.dump_workers = scorer.dump_stacks
-        tell = watch.say_stuck if watch else lambda message: None
+        report = watch.report_failure if watch else lambda message: None
         with (
             StopSignal(ranks, self.device) as stop,
-            StallWatchdog(
-                clock, options.stall_limit, ranks, tell, scorer.dump_stacks, self.ends_process
-            ),
+            StallWatchdog(clock, options.stall_limit, report, self.ends_process),
         ):
             checkpoints = Checkpoints(
                 files,
@@ -283,7 +279,7 @@ def check_rewards(collector: RolloutCollector) -> str:
     prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
     scorer.check(prompts)
     sampling = replace(
-        collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MOST_TOKENS)
+        collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MAX_TOKENS)
     )
     rewards = sample_and_score(
         collector.engine,

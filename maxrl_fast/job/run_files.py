@@ -1,4 +1,4 @@
-"""The files of a run: config.json, logs, TensorBoard events, curves.png and timings.json."""
+"""The files of a run: config.json, logs, curves.png and timings.json; trackers get its numbers."""
 
 import contextlib
 import hashlib
@@ -8,21 +8,21 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from maxrl_fast.config.metadata import inapplicable_options
-from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.options import Config
 from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
 from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.job.trackers import TensorBoard, Tracker
+from maxrl_fast.job.trackers import Tracker
 from maxrl_fast.job.weights import weight_of
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, open_regular, refused, storing, write_json
+from maxrl_fast.runtime.files import atomic_file, open_regular, storing, write_error, write_json
+
+if TYPE_CHECKING:
+    from maxrl_fast.job.tensorboard import TensorBoard
 
 LOGS = (
     "metrics",
@@ -81,8 +81,8 @@ class LogFile:
 class RunFiles:
     """Writes the files of one run into its folder; does nothing unless `is_writer`.
 
-    The logs are cut to their lengths at the checkpoint `saved`. `log_to` is "wandb" or "trackio",
-    in addition to TensorBoard.
+    The logs are cut to their lengths at the checkpoint `saved`. `log_to` is the tracker that gets
+    the numbers too, if any.
 
     Raises:
         InputError: if the folder cannot be written to, holds another run, or has something else in
@@ -101,6 +101,7 @@ class RunFiles:
     ):
         self.out, self.options, self._is_writer = out, options, is_writer
         self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
+        self._tracker: Tracker | TensorBoard | None = None
         self.missing: list[Path] = []  # logs that had lines at the checkpoint and no longer exist
         if not is_writer:
             return
@@ -136,19 +137,26 @@ class RunFiles:
                 log: [json.loads(line) for line in self._logs[log].kept.splitlines()]
                 for log in DRAWN
             }
-            self._tracker = None if log_to is None else Tracker(log_to, out.absolute(), options)
-            done = saved.progress if saved and saved.progress.phase == "training" else Progress()
-            is_evaluated = done.step in done.evaluations
-            start = done.step + is_evaluated
-            self._board = TensorBoard(
-                self.out / "tensorboard", _hyperparameters(options), str(out), start
-            )
-            # the evaluation is repeated; purging its events also dropped the step's metrics
-            if not is_evaluated:
-                for record in self.history["metrics"][-1:]:
-                    self._board.log(_numbers("metrics", record), record["step"])
+            if log_to is not None:
+                self._tracker = self._start_tracker(log_to, saved)
         except OSError as error:
-            raise refused(self.out, error) from error
+            raise write_error(self.out, error) from error
+
+    def _start_tracker(self, name: str, saved: Saved | None) -> "Tracker | TensorBoard":
+        if name != "tensorboard":
+            return Tracker(name, self.out.absolute(), self.options)
+        from maxrl_fast.job.tensorboard import TensorBoard, hyperparameters  # an extra
+
+        done = saved.progress if saved and saved.progress.phase == "training" else Progress()
+        is_evaluated = done.step in done.evaluations
+        start = done.step + is_evaluated
+        folder, options = self.out / "tensorboard", hyperparameters(self.options)
+        board = TensorBoard(folder, options, str(self.out), start)
+        # the evaluation is repeated; purging its events also dropped the step's metrics
+        if not is_evaluated:
+            for record in self.history["metrics"][-1:]:
+                board.log(_numbers("metrics", record), record["step"])
+        return board
 
     def _remove_beginning(self) -> None:
         """Remove the files of a run that ended before its first step."""
@@ -167,28 +175,28 @@ class RunFiles:
             write_json(self.out / "weight.json", weight_of(self.options))
 
     def write(self, log: str, record: dict[str, Any]) -> None:
-        """Append a record to a log, and to TensorBoard and the tracker."""
+        """Append a record to a log, and send its numbers to the tracker."""
         if not self._is_writer:
             return
-        with storing(f"{self.out / log}.jsonl or TensorBoard's events"):
+        with storing(f"{self.out / log}.jsonl or the tracker's files"):
             self._logs[log].write(record)
             if log in DRAWN:
                 self.history[log].append(record)
-                for tracker in (self._board, self._tracker):
-                    if tracker is not None:
-                        tracker.log(_numbers(log, record), step=record["step"])
+                if self._tracker is not None:
+                    self._tracker.log(_numbers(log, record), step=record["step"])
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
         """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
         for record in records:
             self.write("samples", record)
-        if self._is_writer:
-            with storing(f"TensorBoard's events in {self.out}"):
-                self._board.log_samples(records, step)
+        if self._tracker is not None:
+            with storing(f"the tracker's files in {self.out}"):
+                self._tracker.log_samples(records, step)
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
-        """Flush all logs to the disk; return each log's size in bytes and SHA-256."""
-        self._board.flush()
+        """Flush everything to the disk; return each log's size in bytes and SHA-256."""
+        if self._tracker is not None:
+            self._tracker.flush()
         return {log: file.mark() for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
@@ -201,7 +209,6 @@ class RunFiles:
             "curves": str(self.out / "curves.png"),
             "metrics": str(self.out / "metrics.jsonl"),
             "evaluations": str(self.out / "eval.jsonl"),
-            "TensorBoard": f"tensorboard --logdir {self.out}",
         }
 
     def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
@@ -214,9 +221,8 @@ class RunFiles:
         ):
             for file in self._logs.values():
                 last.callback(file.close)
-            if self._tracker:
-                last.callback(self._tracker.finish)
-            last.callback(self._board.close, is_done)
+            if self._tracker is not None:
+                last.callback(self._tracker.close, is_done)
             write_json(self.out / "timings.json", seconds)
             with atomic_file(self.out / "curves.png") as path:
                 draw_curves(self.history["metrics"], self.history["eval"], path)
@@ -233,15 +239,3 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_json_value(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _hyperparameters(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that apply and have a value, without those of a single start."""
-    left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
-    taken = {
-        name: value for name, value in options.items() if value is not None and name not in left_out
-    }
-    return {
-        name: json.dumps(value) if isinstance(value, list) else value
-        for name, value in taken.items()
-    }

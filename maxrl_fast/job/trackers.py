@@ -1,4 +1,4 @@
-"""TensorBoard, and wandb or trackio, which share an interface."""
+"""`--log-to wandb` and `--log-to trackio`, which share an interface."""
 
 import importlib
 import zlib
@@ -6,67 +6,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import summary_v2
-from tensorboard.plugins.text import metadata as texts
-from tensorboard.util.tensor_util import make_tensor_proto
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
-
 from maxrl_fast.errors import InputError
 
 PROJECT = "maxrl_fast"
-PASS_AT_K = r"^eval/pass_at_\d+$"  # one chart in TensorBoard's "Custom scalars", a line for each k
-MOST_CHARACTERS = 2000  # shown of a prompt or a response
-
-
-class TensorBoard:
-    """A new event file in the run's folder.
-
-    Args:
-        options: the run's hyperparameters: numbers, strings and booleans.
-        purge_step: TensorBoard drops earlier files' events from this step on.
-
-    Raises:
-        OSError: here and in all methods, if the disk refuses to write.
-    """
-
-    def __init__(self, folder: Path, options: Mapping[str, Any], name: str, purge_step: int = 0):
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-        self._add(summary_v2.hparams_pb(dict(options), trial_id=name), 0)
-        self._writer.add_custom_scalars({"evaluation": {"pass@k": ["Multiline", [PASS_AT_K]]}})
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
-
-    def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
-        """Write an evaluation's samples, records of samples.jsonl, as one text."""
-        # Not add_text, which would make it a table of one cell.
-        content = make_tensor_proto(markdown(records).encode(errors="backslashreplace"))
-        metadata = texts.create_summary_metadata(display_name="samples", description="")
-        value = Summary.Value(tag="samples", metadata=metadata, tensor=content)
-        self._add(Summary(value=[value]), step)
-
-    def _add(self, summary: Summary, step: int) -> None:
-        writer: Any = self._writer.file_writer
-        writer.add_summary(summary, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self, is_done: bool) -> None:
-        """Close the file; the hyperparameters of a run that `is_done` get its last metrics."""
-        if is_done:
-            *_, session_end = hparams({}, {})
-            self._add(session_end, 0)
-        self._writer.close()
 
 
 class Tracker:
     """A run of wandb or trackio, named after its folder `out`, also when resumed.
 
-    The tracker decides how to show repeated steps (wandb ignores steps that go backwards).
+    The tracker decides how to show repeated steps (wandb ignores steps that go backwards). It has
+    the methods of TensorBoard; samples are not sent.
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any]):
@@ -81,26 +30,13 @@ class Tracker:
                 f"--log-to {name} could not be started: {type(error).__name__}: {error}"
             ) from error
         self.log = self._module.log  # (numbers by name, step=...)
-        self.finish = self._module.finish  # waits until all numbers are sent
 
+    def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
+        pass
 
-def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """Format samples as Markdown that TensorBoard shows literally, markup included."""
-    blocks = []
-    for record in records:
-        reward = "not known" if record["reward"] is None else f"{record['reward']:g}"
-        ended = ", truncated" if record["truncated"] else ""
-        blocks += [
-            f"##### prompt {record['id']}, reward {reward}, {record['tokens']} tokens{ended}"
-        ]
-        blocks += [_code(record["prompt"]), "response:", _code(record["response"])]
-    return "\n\n".join(blocks)
+    def flush(self) -> None:
+        pass
 
-
-def _code(text: str) -> str:
-    """Return text as an indented code block, which no text can end early."""
-    if not text.strip():  # Markdown has no empty block
-        return "(empty)"
-    omitted = len(text) - MOST_CHARACTERS
-    shown = text if omitted <= 0 else f"{text[:MOST_CHARACTERS]}\n... {omitted:,} more characters"
-    return "\n".join(f"    {line}" for line in shown.splitlines())
+    def close(self, is_done: bool) -> None:
+        """Wait until all numbers are sent."""
+        self._module.finish()

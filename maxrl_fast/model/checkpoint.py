@@ -19,7 +19,7 @@ from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling, check_sizes
 from maxrl_fast.model.huggingface import HuggingFaceSizes
 from maxrl_fast.model.tokenizer import MAX_LAYERS
-from maxrl_fast.runtime.files import check_regular, read_json, shown
+from maxrl_fast.runtime.files import check_regular, printable, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # limit of one file: while one is written, the process sends no sign of life to the other ranks
@@ -130,7 +130,7 @@ def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
         }
     except RecursionError as error:
         raise InputError(
-            f"cannot read config.json or generation_config.json of {shown(directory)}: it is "
+            f"cannot read config.json or generation_config.json of {printable(directory)}: it is "
             "nested too deeply"
         ) from error
 
@@ -193,13 +193,13 @@ def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, Tens
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
     for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        message = f"has the tensor {shown(name)}, which {layers} does not"
+        message = f"has the tensor {printable(name)}, which {layers} does not"
         raise InputError(f"{files[name].path} {message}")
     for name, shape in wanted.items():
         tensor, what = files[name].tensors.get_slice(name), f"{files[name].path}: {name}"
         got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if got != shape:
-            raise InputError(f"{what} must have shape {shape}, got {shown(got)}")
+            raise InputError(f"{what} must have shape {shape}, got {printable(got)}")
         if dtype not in ("F32", "BF16", "F16"):
             raise InputError(f"{what} must be F32, BF16 or F16, got {dtype}")
 
@@ -216,7 +216,9 @@ def _open(path: Path) -> TensorFile:
         raise
     # RuntimeError: from PyTorch's mmap
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"cannot read the weights {shown(path)}: {shown(error)}") from error
+        raise InputError(
+            f"cannot read the weights {printable(path)}: {printable(error)}"
+        ) from error
 
 
 def _find_tensors(directory: Path) -> dict[str, TensorFile]:
@@ -239,7 +241,8 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
     for name, file in listed.items():
         if name not in files or files[name].path != directory / file:
             raise InputError(
-                f"{shown(directory / file)} lacks the tensor {shown(name)} that {path} says it has"
+                f"{printable(directory / file)} lacks the tensor {printable(name)} that {path} "
+                "says it has"
             )
     # Old checkpoints store inv_freq, a constant.
     return {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}

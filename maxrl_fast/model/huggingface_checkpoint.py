@@ -15,7 +15,7 @@ from maxrl_fast.model.checkpoint import INDEX, WEIGHTS, num_tensors, stored_dtyp
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 from maxrl_fast.model.tokenizer import MAX_LAYERS, check_counts
-from maxrl_fast.runtime.files import read_json, shown
+from maxrl_fast.runtime.files import printable, read_json
 
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention
 # function.
@@ -57,15 +57,15 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
         raise
     except Exception as error:  # transformers raises anything
         raise InputError(
-            f"transformers cannot load {directory}: {shown(type(error).__name__)}: "
-            f"{shown(str(error))}"
+            f"transformers cannot load {directory}: {printable(type(error).__name__)}: "
+            f"{printable(str(error))}"
         ) from error
     model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])
             what = f"{sizes.model_type}: {kind.replace('_', ' ')}"
-            raise InputError(f"{directory} does not fit {what} {shown(names)}")
+            raise InputError(f"{directory} does not fit {what} {printable(names)}")
     return policy_of(model, sizes)
 
 
@@ -111,7 +111,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     except InputError:
         raise
     except Exception as error:  # transformers raises anything
-        raise InputError(f"{path}: {type(error).__name__}: {shown(str(error))}") from error
+        raise InputError(f"{path}: {type(error).__name__}: {printable(str(error))}") from error
     return config, sizes
 
 

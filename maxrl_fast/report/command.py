@@ -9,7 +9,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.runtime.files import atomic_file, shown
+from maxrl_fast.runtime.files import atomic_file, printable
 from maxrl_fast.runtime.output import CommandParser, protect_output
 from maxrl_fast.runtime.version import FLAG, version_text
 
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with atomic_file(options.out) as temporary:
             temporary.write_text(page, encoding="utf-8")
     except OSError as error:
-        screen.error(f"cannot write --out {shown(options.out)}: {error}")
+        screen.error(f"cannot write --out {printable(options.out)}: {error}")
         return 1
     for folder in folders:
         for note in folder.notes:
-            screen.warning(f"{shown(folder.name)}: {note}")
+            screen.warning(f"{printable(folder.name)}: {note}")
     screen.info(f"report {options.out}")
     return 0
 
@@ -74,16 +74,18 @@ def _check(runs: Sequence[Path], out: Path) -> None:
     if not 1 <= len(runs) <= MOST_RUNS:
         raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(runs)}")
     if out.suffix.lower() not in (".html", ".htm"):  # a typing error must not replace a run's log
-        raise InputError(f"--out must be a file that ends in .html, got {shown(out)}")
+        raise InputError(f"--out must be a file that ends in .html, got {printable(out)}")
     try:
         if out.is_dir():
-            raise InputError(f"--out must be a file, got {shown(out)}, which is a folder")
+            raise InputError(f"--out must be a file, got {printable(out)}, which is a folder")
         if not out.parent.is_dir():
-            raise InputError(f"--out must be in an existing folder, got {shown(out)}")
+            raise InputError(f"--out must be in an existing folder, got {printable(out)}")
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"--out must be a valid file name, got {shown(out)}: {error}") from error
+        raise InputError(
+            f"--out must be a valid file name, got {printable(out)}: {error}"
+        ) from error
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

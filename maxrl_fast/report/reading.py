@@ -16,7 +16,7 @@ from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
 from maxrl_fast.report.samples import Thinned, read_samples
 from maxrl_fast.report.values import Number, finite, is_count, is_number, text_of
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, shown
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 
 FILE_BYTES = 1 << 30
 ROLLOUT_BYTES = 1 << 32
@@ -71,8 +71,8 @@ def read_folder(path: Path, name: str) -> Folder:
     try:
         if not path.is_dir():
             raise InputError(
-                f"RUN must be the folder of a run or of an evaluation, got {shown(path)}, which is "
-                "not a folder"
+                f"RUN must be the folder of a run or of an evaluation, got {printable(path)}, "
+                "which is not a folder"
             )
         folder = Folder(name)
         is_run, is_evaluation = (path / "metrics.jsonl").exists(), (path / "eval.json").exists()
@@ -83,12 +83,13 @@ def read_folder(path: Path, name: str) -> Folder:
         else:
             wanted = "metrics.jsonl of a run or eval.json of an evaluation"
             raise InputError(
-                f"RUN must be a folder that holds {wanted}, got {shown(path)}, which has neither"
+                f"RUN must be a folder that holds {wanted}, got {printable(path)}, "
+                "which has neither"
             )
         _read_samples(path, folder)
         return folder
     except OSError as error:
-        raise InputError(f"cannot read {shown(path)}: {error}") from error
+        raise InputError(f"cannot read {printable(path)}: {error}") from error
 
 
 def _read_run(path: Path, folder: Folder) -> None:
@@ -100,7 +101,7 @@ def _read_run(path: Path, folder: Folder) -> None:
     folder.steps, folder.metrics, _ = _columns(path / "metrics.jsonl", folder)
     if not folder.steps:
         raise InputError(
-            f"{shown(path / 'metrics.jsonl')} must hold at least one step, and has none"
+            f"{printable(path / 'metrics.jsonl')} must hold at least one step, and has none"
         )
     folder.eval_steps, folder.eval_metrics, records = _columns(
         path / "eval.jsonl", folder, ("pass_at_k",)
@@ -130,8 +131,8 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
     if not rows:
         why = f" ({folder.notes[-1]})" if folder.notes else ""
         raise InputError(
-            f"{shown(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, and "
-            f"does not{why}"
+            f"{printable(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, "
+            f"and does not{why}"
         )
     folder.coverage = [{"step": None, "rows": rows}]
     options = record.get("options")

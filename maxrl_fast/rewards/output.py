@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from threading import Lock, Thread
 
-from maxrl_fast.runtime.files import open_regular, refused
+from maxrl_fast.runtime.files import open_regular, write_error
 
 FILE_NAME, MOST_BYTES = "reward_output.log", 10_000_000
 FULL = b"\n[more was printed: this file is full]\n"
@@ -43,7 +43,7 @@ class RewardOutput:
             file = open_regular(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.ftruncate(file, os.fstat(file).st_size if is_resumed else 0)
         except OSError as error:
-            raise refused(folder, error) from error
+            raise write_error(folder, error) from error
         with self._lock:
             self._file, kept = file, self._kept
             self._left, self._kept = MOST_BYTES - os.fstat(file).st_size, b""

@@ -83,7 +83,7 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def point(link: Path, target: Path) -> None:
+def replace_symlink(link: Path, target: Path) -> None:
     """Create or replace a relative symbolic link."""
     temporary = temporary_path(link)
     temporary.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
             time.sleep(0.2)
 
 
-def refused(folder: Path, error: OSError) -> InputError | StorageError:
+def write_error(folder: Path, error: OSError) -> InputError | StorageError:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (StorageError if is_full else InputError)(f"cannot write to --out {folder}: {error}")
 
@@ -198,7 +198,7 @@ def locked(
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise refused(folder, error) from error
+        raise write_error(folder, error) from error
     try:
         try:
             _flock(descriptor, folder, limit, tell)
@@ -211,7 +211,7 @@ def locked(
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             _try_writing(folder)
         except OSError as error:
-            raise refused(folder, error) from error
+            raise write_error(folder, error) from error
         yield
     finally:
         os.close(descriptor)
@@ -263,10 +263,10 @@ def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) ->
             stat.S_IFSOCK: "a socket",
         }
         got = kind.get(stat.S_IFMT(status.st_mode), "something else")
-        raise InputError(f"{shown(path)} must be a regular file, got {got}")
+        raise InputError(f"{printable(path)} must be a regular file, got {got}")
     if most_bytes is not None and status.st_size > most_bytes:
         raise InputError(
-            f"{shown(path)} must have at most {most_bytes} bytes, got {status.st_size}"
+            f"{printable(path)} must have at most {most_bytes} bytes, got {status.st_size}"
         )
 
 
@@ -280,13 +280,13 @@ def read_json(path: Path) -> dict[str, Any]:
         if isinstance(error, InputError):
             raise
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise InputError(f"cannot read the checkpoint's {shown(path)}: {why}") from error
+        raise InputError(f"cannot read the checkpoint's {printable(path)}: {why}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{shown(path)} must hold a JSON object, got {content!r:.80}")
+        raise InputError(f"{printable(path)} must hold a JSON object, got {content!r:.80}")
     return content
 
 
-def shown(name: object) -> str:
+def printable(name: object) -> str:
     """Return a name on one line, and shortened if long."""
     text = str(name)
     text = text if text.isprintable() else repr(text)

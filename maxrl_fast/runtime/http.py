@@ -10,7 +10,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from maxrl_fast.runtime.files import shown
+from maxrl_fast.runtime.files import printable
 
 # statuses of a server that is busy or not ready
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -74,7 +74,7 @@ def request_json(
     if len(content) > most_bytes:
         message = f"answered {path} with more than {most_bytes / 1e6:.0f} MB"
         raise RequestError("invalid", message)
-    text = shown(content[:SHOWN].decode(errors="replace"))
+    text = printable(content[:SHOWN].decode(errors="replace"))
     if reply.status != 200:
         after = reply.getheader("Retry-After", "")
         pause = float(after) if after.isdecimal() else 0.0  # it may be a date

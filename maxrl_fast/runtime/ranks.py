@@ -11,7 +11,6 @@ import datetime
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
@@ -143,8 +142,8 @@ class Ranks:
         store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
         # communicators connect through the store at their first use
         store.set_timeout(COLLECTIVE_LIMIT)
-        shared = PrefixStore("maxrl_fast", store)
-        name = f"maxrl_fast/{rendezvous_id(shared, self.rank, self.size, START_LIMIT)}"
+        # torchrun may start the ranks again with the same store, in which old keys stay
+        name = f"maxrl_fast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         watch = RankMonitor(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
         watch.start()
         try:
@@ -160,11 +159,11 @@ class Ranks:
             yield watch
             dist.barrier()
         except InputError as error:
-            watch.say_failed(str(error))
+            watch.report_failure(str(error))
             raise
         except BaseException as error:
             # A collective mostly fails because another rank has failed and has already said why.
-            cause = watch.say_failed(f"{type(error).__name__}: {error}")
+            cause = watch.report_failure(f"{type(error).__name__}: {error}")
             if cause is None and not _is_lost_connection(error):
                 raise
             cause = (
@@ -229,32 +228,3 @@ def rank0_reports(ranks: Ranks) -> Iterator[None]:
             if error.code:  # wait: torchrun ends the first rank as soon as this one has ended
                 time.sleep(FIRST_RANK_GRACE_SECONDS)
             raise
-
-
-PAUSE = 0.05  # seconds between polls of the store
-
-
-def rendezvous_id(store: Store, rank: int, size: int, limit: float) -> str:
-    """Return a key prefix that only the ranks of this start use, the same on all of them, once all
-    have arrived. Every rank makes up a name. The first rank publishes the names it finds, its own
-    first, until every rank has found its name in the list. So ranks need not agree on how often
-    they were started, which torchrun counts differently on different machines."""
-    own, end = uuid.uuid4().hex, time.monotonic() + limit
-    others = range(1, size)
-    if rank:
-        store.set(f"name/{rank}", own)
-    while time.monotonic() < end:
-        if rank == 0:
-            if store.check([f"{own}/came/{other}" for other in others]):
-                return own
-            names = [
-                store.get(f"name/{other}").decode()
-                for other in others
-                if store.check([f"name/{other}"])
-            ]
-            store.set("names", " ".join([own, *names]))
-        elif store.check(["names"]) and own in (names := store.get("names").decode().split()):
-            store.set(f"{names[0]}/came/{rank}", "")
-            return names[0]
-        time.sleep(PAUSE)
-    raise RuntimeError(f"rank {rank} has waited {limit:.0f} s for the other processes to start")

@@ -10,7 +10,7 @@ from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import why_unreachable
-from maxrl_fast.runtime.files import check_regular, shown
+from maxrl_fast.runtime.files import check_regular, printable
 from maxrl_fast.tasks.dataset_specs import keys_of
 
 # limit of one line; the longest prompts of mathematics and code have a tenth of it
@@ -53,10 +53,11 @@ def _read_objects(path: Path, option: str) -> list[Line]:
         lines = [(location, _checked_object(fields, location)) for location, fields in read(path)]
     except OSError as error:
         raise InputError(
-            f"{option} must be a readable JSON Lines or Parquet file, got {shown(path)}: {error}"
+            f"{option} must be a readable JSON Lines or Parquet file, got {printable(path)}: "
+            f"{error}"
         ) from error
     if not lines:
-        raise InputError(f"{shown(path)} must have a JSON object on each line, got none")
+        raise InputError(f"{printable(path)} must have a JSON object on each line, got none")
     return lines
 
 
@@ -96,7 +97,7 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
         for i, line in enumerate(file, start=1):
-            location = f"{shown(path)}, line {i}"
+            location = f"{printable(path)}, line {i}"
             if not line.strip():
                 continue
             try:
@@ -118,7 +119,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         from pyarrow.types import is_dictionary
     except ImportError as error:
         raise InputError(
-            f"reading {shown(path)} needs pyarrow: pip install 'maxrl_fast[data]' ({error})"
+            f"reading {printable(path)} needs pyarrow: pip install 'maxrl_fast[data]' ({error})"
         ) from error
 
     def rows() -> Iterable[Any]:
@@ -132,17 +133,17 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
                     )
                     if remaining < 0:
                         raise InputError(
-                            f"{shown(path)} must not unpack to more than {UNPACKED_RATIO} times "
-                            "its size"
+                            f"{printable(path)} must not unpack to more than {UNPACKED_RATIO} "
+                            "times its size"
                         )
                     yield from batch.to_pylist()
         except InputError:  # it is a ValueError too
             raise
         except (ArrowException, ValueError) as error:
-            raise InputError(f"{shown(path)} must be a Parquet file: {error}") from error
+            raise InputError(f"{printable(path)} must be a Parquet file: {error}") from error
 
     for i, row in enumerate(rows(), start=1):
-        yield f"{shown(path)}, row {i}", row
+        yield f"{printable(path)}, row {i}", row
 
 
 def _checked(fields: dict[str, Any], location: str, prompt_key: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from maxrl_fast.training.passes import run_batch
 LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
 ENGINE_LIMIT = 0.3  # nats per token on average; bfloat16 and routers account for a tenth of this
 LONGEST = 600  # tokens of a sequence, if the model's window is shorter
-FEWEST = 24
+MIN_TOKENS = 24
 
 
 def check_exact(policy: HuggingFacePolicy) -> str:
@@ -132,10 +132,10 @@ def _length(policy: HuggingFacePolicy) -> int:
     config = policy.hf.config
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     longest = max((int(x) for x in windows if isinstance(x, int)), default=0)
-    beyond = longest * 3 // 2 + FEWEST
+    beyond = longest * 3 // 2 + MIN_TOKENS
     if beyond <= LONGEST:
         return beyond
-    return FEWEST if longest > LONGEST else LONGEST
+    return MIN_TOKENS if longest > LONGEST else LONGEST
 
 
 @torch.no_grad()

@@ -19,16 +19,16 @@ def is_sharded(
     sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False
 ) -> bool:
     """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if
-    `fills_half` holds on any rank.
+    `needs_sharding` holds on any rank.
     """
     if ranks.size == 1 or sharding == "none":
         return False
     if sharding == "full" or device.type != "cuda":
         return sharding == "full"
-    return ranks.any(fills_half(model, memory_bytes(device), has_critic), device)
+    return ranks.any(needs_sharding(model, memory_bytes(device), has_critic), device)
 
 
-def fills_half(model: PolicyModel, gpu_bytes: int, has_critic: bool = False) -> bool:
+def needs_sharding(model: PolicyModel, gpu_bytes: int, has_critic: bool = False) -> bool:
     """Return whether training would take more than half of a GPU's memory without sharding.
 
     Counted are the float32 weights, gradients and moments of the policy and of the critic if there

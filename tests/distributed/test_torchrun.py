@@ -12,16 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 
 from maxrl_fast import train
-from maxrl_fast.runtime.ranks import Ranks, rendezvous_id
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.sharding import is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
@@ -395,22 +393,6 @@ def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
     assert (out / "latest" / "model.safetensors").exists()
 
 
-def test_restarted_ranks_do_not_see_the_keys_of_an_earlier_start():
-    server = TCPStore("127.0.0.1", 0, is_master=True)
-    for _ in range(3):
-        with ThreadPoolExecutor(3) as ranks:
-            names = [
-                ranks.submit(rendezvous_id, server.clone(), rank, 3, 60.0) for rank in range(3)
-            ]
-            (name,) = {name.result() for name in names}
-        assert not server.check([f"{name}/failed"])
-        server.set(f"{name}/failed", "")
-    with pytest.raises(
-        RuntimeError, match="rank 1 has waited 1 s for the other processes to start"
-    ):
-        rendezvous_id(server.clone(), 1, 3, 1.0)  # alone
-
-
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -557,9 +539,8 @@ def test_a_silent_rank_and_a_frozen_store_end_the_others_within_a_minute(tmp_pat
         assert re.search(r"rank 1 has not been heard of for 4\d s; rank 0 stops", error)
         _, error = second.communicate(timeout=60)
         assert second.returncode == 1
-        said = r"the store that connects the ranks, .* has not answered for 4\d s; rank 1 stops"
-        assert re.search(said, error)
-        assert "stacks of rank 1" in error
+        assert "Timeout (0:00:40)!" in error
+        assert re.search(r"watch.py\", line \d+ in run\n", error)
     finally:
         for process in (process for pair in pairs for process in pair):
             process.kill()

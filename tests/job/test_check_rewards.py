@@ -33,7 +33,7 @@ def reward(tmp_path):
 def job(reward, out, objective="rloo"):
     flags = [
         *base(),
-        *"--sft-steps 2 --steps 1 --objective".split(),
+        *"--sft-steps 2 --steps 1 --log-to tensorboard --objective".split(),
         objective,
         "--reward",
         f"{reward}:score",

@@ -477,7 +477,7 @@ def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeyp
         ("runtime.files.os.pwrite", 1, errno.ENOSPC),
         ("job.run_files.write_json", 2, errno.EROFS),
         ("job.run_files.LogFile", 1, errno.ENOSPC),
-        ("job.run_files.TensorBoard", 2, errno.EROFS),
+        ("job.tensorboard.TensorBoard", 2, errno.EROFS),
     ],
 )
 def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(
@@ -489,7 +489,8 @@ def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(
         raise error
 
     monkeypatch.setattr(f"maxrl_fast.{write}", refuse)
-    assert run(tmp_path / "run", *OBJECTIVES["maxpo"].split()) == code
+    flags = [*OBJECTIVES["maxpo"].split(), "--log-to", "tensorboard"]
+    assert run(tmp_path / "run", *flags) == code
     assert capfd.readouterr().err == f"error: cannot write to --out {tmp_path / 'run'}: {error}\n"
 
 

@@ -17,7 +17,7 @@ from maxrl_fast import train
 from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.job.run_files import LogFile
-from maxrl_fast.job.trackers import TensorBoard
+from maxrl_fast.job.tensorboard import TensorBoard
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
@@ -39,6 +39,7 @@ METRICS_PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
     more = "--diagnose-every 2 --steps 4 --eval-every 2 --eval-samples 3 --eval-prompts 12".split()
+    more += ["--log-to", "tensorboard"]
     assert train.main([*SMALL, *more, "--out", str(out)]) == 0
     return out
 
@@ -288,7 +289,7 @@ def test_diagnostics_leave_out_unknown_rewards(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_the_same_numbers_as_tensorboard(tmp_path, monkeypatch, name):
+def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, monkeypatch, name):
     calls = []
     module = types.ModuleType(name)
     module.__spec__ = types.SimpleNamespace(name=name)

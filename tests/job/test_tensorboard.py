@@ -18,7 +18,7 @@ from tensorboard.plugins.text.text_plugin import TextPlugin
 from werkzeug.test import Client
 
 from maxrl_fast import train
-from maxrl_fast.job.trackers import TensorBoard
+from maxrl_fast.job.tensorboard import TensorBoard
 from tests.test_train import SMALL, read
 
 PLUGINS = (HParamsPlugin, TextPlugin, CustomScalarsPlugin, ScalarsPlugin)
@@ -28,7 +28,7 @@ PLUGINS = (HParamsPlugin, TextPlugin, CustomScalarsPlugin, ScalarsPlugin)
 def runs(tmp_path_factory):
     """Return a folder of two runs, one of which was stopped and resumed."""
     folder = tmp_path_factory.mktemp("runs")
-    flags = [*SMALL, *"--sft-steps 2 --eval-every 2".split()]
+    flags = [*SMALL, *"--sft-steps 2 --eval-every 2 --log-to tensorboard".split()]
     assert train.main([*flags, "--out", str(folder / "first")]) == 0
     assert (
         train.main(

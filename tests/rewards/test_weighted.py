@@ -200,7 +200,7 @@ def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(
 ):
     out = tmp_path / "run"
     job = f"--objective rloo --steps 2 --reward {functions}:length {functions}:summed"
-    flags = job.split()
+    flags = [*job.split(), "--log-to", "tensorboard"]
     assert train.main([*base(), *flags, "--reward-weights", "1", "0.1", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "reward: 1 length + 0.1 summed" in said

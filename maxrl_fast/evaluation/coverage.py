@@ -6,7 +6,6 @@ size-k subsets of its samples, drawn without replacement, in float64.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +17,8 @@ from maxrl_fast.algorithms.estimators.tables import subset_ratios
 NUM_DRAWS = 500
 ROUNDING = 1e-12  # two estimates of the same number may differ by this much
 RESAMPLED = 1 << 24  # largest number of prompts that the bootstrap draws at once: 128 MB
+
+Interval = dict[str, float]  # "mean", "low" and "high", as in eval.json
 
 
 def powers_of_two(largest: int) -> list[int]:
@@ -83,7 +84,7 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
     correct samples counts.
 
     Args:
-        answers: int64 [P, n], the number of each sample's answer: equal answers to a prompt have
+        answers: integers [P, n], the number of each sample's answer: equal answers to a prompt have
         equal numbers; -1: no answer. is_correct: bool [P, n]. ks: each from 1 to n. seed: seed of
         the random subsets.
 
@@ -101,7 +102,7 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
     for prompt, (own, right) in enumerate(
         zip(answers.cpu(), is_correct.cpu().double(), strict=True)
     ):
-        own = own + 1  # 0: no answer
+        own = own.long() + 1  # 0: no answer
         sizes = torch.bincount(own)
         worth = torch.bincount(own, weights=right) / sizes.clamp_min(1)  # [A+1]
         # [D, n]; a row's first k are a subset
@@ -127,13 +128,6 @@ def _check_k(what: str, num_samples: int, k: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Interval:
-    mean: float
-    low: float
-    high: float
-
-
 def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> list[Interval]:
     """Return means over prompts, with percentile intervals from a bootstrap over prompts (Efron and
     Tibshirani 1993, ch. 13).
@@ -156,28 +150,23 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
     tail = (1 - confidence) / 2
     low, high = np.quantile(torch.cat(means).numpy(), [tail, 1 - tail], axis=0)
     return [
-        Interval(float(m), float(a), float(b))
+        {"mean": float(m), "low": float(a), "high": float(b)}
         for m, a, b in zip(values.mean(0), low, high, strict=True)
     ]
 
 
-@dataclass(frozen=True)
-class Support:
-    """Numbers of prompts by which policy solved them at least once in n samples (Wu et al. 2025,
-    empirical support).
+def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> dict[str, int]:
+    """Count prompts by which policy solved them at least once in n samples (Wu et al. 2025,
+    empirical support), from the numbers of correct samples int [P] of each policy.
     """
-
-    preserved: int  # solved by both
-    expanded: int  # solved by this policy only
-    shrunk: int  # solved by the baseline only
-    out_of_support: int  # solved by neither
-
-
-def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> Support:
-    """Count prompts by class, from the numbers of correct samples int [P] of each policy."""
     own, base = num_correct > 0, num_correct_of_baseline > 0
-    counts = (own & base, own & ~base, ~own & base, ~own & ~base)
-    return Support(*(int(count.sum()) for count in counts))
+    classes = {
+        "preserved": own & base,
+        "expanded": own & ~base,
+        "shrunk": ~own & base,
+        "out_of_support": ~own & ~base,
+    }
+    return {name: int(members.sum()) for name, members in classes.items()}
 
 
 def samples_to_match(num_samples: int, num_correct: Tensor, target: float) -> int | None:

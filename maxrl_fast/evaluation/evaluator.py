@@ -1,7 +1,8 @@
-"""Evaluation on held-out prompts: unbiased pass@k."""
+"""Evaluation on held-out prompts: the rewards of all samples, from which every estimate follows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,20 +17,9 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 
 CPU = torch.device("cpu")
+MOST_PROMPTS = 4096  # in a record of pass_rates.jsonl, about 50 kB
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    pass_at_k: dict[int, float]  # by k, mean over prompts
-    response_length_mean: float  # tokens
-    truncated: float  # fraction of responses cut off at the length limit
-    num_tokens: int  # number of sampled tokens
-    num_prompts: int
-    reward_errors: float = 0.0  # fraction of responses whose reward failed, which count as wrong
-
-    @classmethod
-    def of_json(cls, fields: dict[str, Any]) -> "Evaluation":
-        return cls(**{**fields, "pass_at_k": {int(k): p for k, p in fields["pass_at_k"].items()}})
+Keep = Callable[[Samples, Tensor, Sequence[dict[str, float]]], None]
 
 
 def is_correct(rewards: Tensor) -> Tensor:
@@ -38,8 +28,49 @@ def is_correct(rewards: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """The samples of all ranks: P prompts in their order, n samples of each."""
+
+    ids: Tensor  # [P] int64
+    rewards: Tensor  # [P, n] float32 on the host, NaN where scoring failed
+    num_tokens: int  # sampled
+    num_truncated: int  # responses cut off at the length limit
+
+    @cached_property
+    def num_correct(self) -> Tensor:  # [P] int64
+        return is_correct(self.rewards).sum(1)
+
+    @cached_property
+    def pass_at_k(self) -> dict[int, float]:
+        """The mean of pass@k over prompts, for k = 1, 2, 4, ... up to n."""
+        n = self.rewards.shape[1]
+        return {k: float(pass_at_k(n, self.num_correct, k).mean()) for k in powers_of_two(n)}
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers of eval.jsonl; failed rewards count as wrong."""
+        return {
+            "pass_at_k": {str(k): p for k, p in self.pass_at_k.items()},
+            "response_length_mean": self.num_tokens / self.rewards.numel(),
+            "truncated": self.num_truncated / self.rewards.numel(),
+            "num_tokens": self.num_tokens,
+            "num_prompts": len(self.rewards),
+            "reward_errors": float(self.rewards.isnan().double().mean()),
+        }
+
+    def pass_counts(self) -> dict[str, Any]:
+        """Return the correct samples by ascending prompt id, for pass_rates.jsonl."""
+        ids, order = self.ids.sort(stable=True)
+        return {
+            "num_samples": self.rewards.shape[1],
+            "num_prompts": len(ids),
+            "ids": ids[:MOST_PROMPTS].tolist(),
+            "num_correct": self.num_correct[order[:MOST_PROMPTS]].tolist(),
+        }
+
+
+@dataclass(frozen=True)
 class Evaluator:
-    """Samples responses to the first prompts of a split, and estimates pass@k from them.
+    """Samples responses to the first prompts of a split, and scores them.
 
     The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the
     sample, so two policies are evaluated with the same random numbers. A rank samples `chunk`
@@ -61,58 +92,50 @@ class Evaluator:
     shares_engine: bool = False
 
     def evaluate(
-        self,
-        progress: Callable[[int], None] = lambda done: None,
-        keep: Callable[[Samples, Tensor, Sequence[dict[str, float]]], None] | None = None,
+        self, progress: Callable[[int], None] = lambda done: None, keep: Keep | None = None
     ) -> Evaluation:
-        """Return pass@k for k = 1, 2, 4, ... up to `num_samples`.
+        """Evaluate the engine's policy; all ranks must call this.
 
-        `progress` is called with the number of prompts done, and may raise. `keep` is called with
-        every chunk of this rank's samples, their rewards [S], NaN where scoring failed, and the
-        components [S].
+        Args:
+            progress: called with the number of prompts done; may raise.
+            keep: called with every chunk of this rank's samples, their rewards [S], NaN where
+                scoring failed, and the components of these [S].
         """
-        ranks, num_samples = self.ranks, self.num_samples
-        correct, lengths, truncated, failed = [], [], [], []
+        ranks, none = self.ranks, torch.zeros(0, dtype=torch.int64, device=self.device)
+        places, ids, rewards = [none], [none], [none.float()]  # of this rank's prompts and samples
+        counts = torch.zeros(1, 2, dtype=torch.int64, device=self.device)  # tokens and truncated
         for start in range(0, self.num_prompts, self.chunk * ranks.size):
             count = min(self.chunk * ranks.size, self.num_prompts - start)
-            own_start, own_count = ranks.part(count)
+            first, own = ranks.part(count)
+            first += start
             prompts = Prompts.none(self.device)
-            if own_count:
-                prompts = self.task.prompts(self.split, start + own_start, own_count).to(
-                    self.device
-                )
-            if own_count or self.shares_engine:
+            if own:
+                prompts = self.task.prompts(self.split, first, own).to(self.device)
+            if own or self.shares_engine:
                 sampled = sample_and_score(
                     self.engine,
                     self.task,
                     self.scorer,
                     prompts,
-                    num_samples,
+                    self.num_samples,
                     self.sampling,
                     seed=self.seed,
                     step=0,
                 )
-                rewards, rollouts = sampled.rewards, sampled.rollouts
-                if own_count and keep:
-                    keep(sampled, rewards, sampled.components)
-                correct.append(is_correct(rewards).view(-1, num_samples).sum(1))
-                failed.append(rewards.isnan())
-                lengths.append(rollouts.lengths)
-                truncated.append(rollouts.truncated)
+                if own and keep:
+                    keep(sampled, sampled.rewards, sampled.components)
+                places.append(torch.arange(first, first + own, device=self.device))
+                ids.append(prompts.ids)
+                rewards.append(sampled.rewards)
+                counts[0, 0] += len(sampled.rollouts.tokens)
+                counts[0, 1] += sampled.rollouts.truncated.sum()
             progress(start + count)
-        none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        num_correct, num_tokens, num_truncated, num_failed = (
-            ranks.concatenate(torch.cat([none, *(x.long() for x in parts)]))
-            for parts in (correct, lengths, truncated, failed)
-        )
+        order = ranks.concatenate(torch.cat(places)).argsort().cpu()
+        whole = ranks.concatenate(torch.cat(rewards)).view(-1, self.num_samples).cpu()
+        num_tokens, num_truncated = ranks.concatenate(counts).sum(0).tolist()
         return Evaluation(
-            pass_at_k={
-                k: float(pass_at_k(num_samples, num_correct, k).mean())
-                for k in powers_of_two(num_samples)
-            },
-            response_length_mean=float(num_tokens.double().mean()),
-            truncated=float(num_truncated.double().mean()),
-            num_tokens=int(num_tokens.sum()),
-            num_prompts=self.num_prompts,
-            reward_errors=float(num_failed.double().mean()),
+            ids=ranks.concatenate(torch.cat(ids)).cpu()[order],
+            rewards=whole[order],
+            num_tokens=num_tokens,
+            num_truncated=num_truncated,
         )

@@ -1,13 +1,13 @@
-"""The tables and the coverage plot of evaluations."""
+"""The tables and the coverage plot of evaluations. Estimates are as in eval.json, by k."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from torch import Tensor
 
-from maxrl_fast.evaluation.coverage import Interval
+from maxrl_fast.evaluation.coverage import Interval, powers_of_two
 from maxrl_fast.evaluation.outcome import Outcome
 
 
@@ -20,50 +20,40 @@ def new_table(*columns: str) -> Table:
 
 
 def _shown(interval: Interval, form: str = ".3f") -> str:
-    return f"{interval.mean:{form}} ({interval.low:{form}}, {interval.high:{form}})"
+    return f"{interval['mean']:{form}} ({interval['low']:{form}}, {interval['high']:{form}})"
 
 
-def coverage_table(
-    passes: dict[int, Interval],
-    best: dict[int, Interval],
-    majority: dict[int, Interval],
-    baseline: dict[int, Interval] | None,
-    confidence: float,
-) -> Table:
-    """Return pass@k with its interval, max@k, maj@k, and the baseline's pass@k, one row per k."""
-    table = new_table(
-        "k",
-        f"pass@k ({confidence:.0%} interval)",
-        "max@k",
-        "maj@k",
-        *(["baseline"] if baseline else []),
-    )
-    for k, interval in passes.items():
-        theirs = [f"{baseline[k].mean:.3f}"] if baseline else []
-        table.add_row(
-            str(k), _shown(interval), f"{best[k].mean:.3f}", f"{majority[k].mean:.3f}", *theirs
+def summary_tables(
+    content: dict[str, Any], own: Outcome, other: Outcome | None, confidence: float
+) -> list[Table]:
+    """Return the tables of an evaluation; content: of eval.json."""
+    baseline = content["baseline"]
+    columns = ["k", f"pass@k ({confidence:.0%} interval)", "max@k", "maj@k"]
+    table = new_table(*columns, *(["baseline"] if other else []))
+    others = [content["max_at_k"], content["maj_at_k"]]
+    others += [baseline["pass_at_k"]] if other else []
+    for k, interval in content["pass_at_k"].items():
+        table.add_row(str(k), _shown(interval), *(f"{x[k]['mean']:.3f}" for x in others))
+    if other is None:
+        return [table, numbers_table(outcome_rows([own]), [""])]
+    gain = f"pass@k - baseline's ({confidence:.0%})"
+    gains = new_table("k", gain, "samples to match", "fewer by")
+    for k, interval in baseline["gain"].items():
+        match = baseline["samples_to_match"].get(k)  # None: the baseline has nothing to match
+        needed, ratio = (match["samples"], match["ratio"]) if match else ("", None)
+        gains.add_row(
+            str(k),
+            _shown(interval, "+.3f"),
+            f"> {own.num_samples}" if needed is None else str(needed),
+            "" if ratio is None else f"{ratio:.2f}x",
         )
-    return table
-
-
-def baseline_table(
-    gains: dict[int, Interval], matches: dict[int, int | None], num_samples: int, confidence: float
-) -> Table:
-    """Return the gain over the baseline's pass@k and the samples that match it, by k."""
-    table = new_table(
-        "k", f"pass@k - baseline's ({confidence:.0%})", "samples to match", "fewer by"
-    )
-    for k, gain in gains.items():
-        match = matches.get(k, 0)  # 0: the baseline has nothing to match
-        needed, ratio = (
-            (f"> {num_samples}", "")
-            if match is None
-            else (str(match), f"{k / match:.2f}x")
-            if match
-            else ("", "")
-        )
-        table.add_row(str(k), _shown(gain, "+.3f"), needed, ratio)
-    return table
+    classes = {name.replace("_", " "): [count] for name, count in baseline["support"].items()}
+    return [
+        table,
+        gains,
+        numbers_table(outcome_rows([own, other]), ["this", "baseline"]),
+        numbers_table(classes, ["prompts"]),
+    ]
 
 
 def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]) -> Table:
@@ -85,9 +75,7 @@ def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None
     ]
     return {
         "prompts solved at least once": [x.solved for x in outcomes],
-        "response length, tokens": [
-            outcome.numbers["response_length_mean"] for outcome in outcomes
-        ],
+        "response length, tokens": [x.numbers["response_length_mean"] for x in outcomes],
         "truncated": [x.numbers["truncated"] for x in outcomes],
         "failed rewards": [x.numbers["reward_errors"] for x in outcomes],
         "diversity of correct responses": diversity,
@@ -103,10 +91,10 @@ def comparison_table(
     table = new_table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
     for k, first in passes[0].items():
         changes = [
-            f"{own[k].mean - first.mean:+.3f}" if gain is None else _shown(gain[k], "+.3f")
+            f"{own[k]['mean'] - first['mean']:+.3f}" if gain is None else _shown(gain[k], "+.3f")
             for own, gain in zip(passes[1:], gains, strict=True)
         ]
-        table.add_row(str(k), *(f"{own[k].mean:.3f}" for own in passes), *changes)
+        table.add_row(str(k), *(f"{own[k]['mean']:.3f}" for own in passes), *changes)
     return table
 
 
@@ -119,25 +107,15 @@ def draw_coverage(
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for i, (name, curve, intervals) in enumerate(curves):
-        color = f"C{i}"
-        ks = list(intervals)
+        color, ks = f"C{i}", [*intervals]
+        mean, low, high = ([x[of] for x in intervals.values()] for of in ("mean", "low", "high"))
         # Escaped, because Matplotlib would typeset text between dollar signs as mathematics.
-        axes.plot(
-            range(1, len(curve) + 1), curve.tolist(), color=color, label=name.replace("$", r"\$")
-        )
-        axes.plot(
-            ks,
-            [intervals[k].mean for k in ks],
-            color=color,
-            marker="o",
-            markersize=4,
-            linestyle="none",
-        )
-        low, high = [intervals[k].low for k in ks], [intervals[k].high for k in ks]
+        label = name.replace("$", r"\$")
+        axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=label)
+        axes.plot(ks, mean, color=color, marker="o", markersize=4, linestyle="none")
         axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
-    largest = max(len(curve) for _, curve, _ in curves)
+    ticks = powers_of_two(max(len(curve) for _, curve, _ in curves))
     axes.set_xscale("log", base=2)
-    ticks = [2**i for i in range(int(math.log2(largest)) + 1)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set(

@@ -1,4 +1,4 @@
-"""Collects the numbers that `python -m maxrl_fast.evaluate` estimates from a policy's samples."""
+"""What `python -m maxrl_fast.evaluate` reads from responses besides their rewards."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,26 +16,24 @@ from maxrl_fast.tasks.texts import response_texts
 
 
 class SampleTally:
-    """Collects numbers from chunks of samples; `write` gets each line of samples.jsonl."""
+    """Numbers the answers to each prompt, measures the diversity of its correct responses, and
+    passes each line of samples.jsonl to `write`.
+    """
 
     def __init__(
         self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None
     ) -> None:
         self._task, self._diversity, self._write = task, diversity, write
         self.measure = diversity.name
-        self._rewards: list[Tensor] = []
-        self._answers: list[list[int]] = []
-        self.ids: list[int] = []
-        self.diversities: list[float | None] = []
+        self.answers: list[Tensor] = []  # of each prompt [n] int32, equal where the answers are
+        self.diversities: list[float | None] = []  # None: fewer than two correct responses
 
     def __call__(
         self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
     ) -> None:
         """Add a chunk of samples; this is the `keep` of Evaluator.evaluate."""
-        prompts, rollouts, num_samples = samples.prompts, samples.rollouts, samples.num_rollouts
-        check_finite(rollouts, prompts, step=0)
-        self._rewards.append(rewards.view(-1, num_samples).cpu())
-        self.ids += prompts.ids.tolist()
+        rollouts, num_samples = samples.rollouts, samples.num_rollouts
+        check_finite(rollouts, samples.prompts, step=0)
         if self._write:
             for record in sample_records(self._task, samples, rewards, components):
                 self._write(json.dumps(record) + "\n")
@@ -46,26 +44,12 @@ class SampleTally:
             own = range(start, start + num_samples)
             numbers = {"": -1}  # by answer, counted from 0; -1: no answer
             answers = [self._task.answer(responses[s]) for s in own]
-            self._answers.append(
-                [numbers.setdefault(answer, len(numbers) - 1) for answer in answers]
-            )
+            numbered = [numbers.setdefault(answer, len(numbers) - 1) for answer in answers]
+            self.answers.append(torch.tensor(numbered, dtype=torch.int32))
             correct = [s for s in own if right[s]]
-            texts = [responses[s] for s in correct]
-            is_enough = len(correct) >= 2
-            self.diversities.append(
-                self._diversity([tokens[s] for s in correct], texts) if is_enough else None
-            )
-
-    @property
-    def rewards(self) -> Tensor:  # [P, n], NaN where scoring failed
-        return torch.cat(self._rewards)
-
-    @property
-    def answers(self) -> Tensor:  # [P, n] int64
-        return torch.tensor(self._answers)
-
-    @property
-    def mean_diversity(self) -> float | None:
-        """The mean over the prompts with at least two correct responses; None if there are none."""
-        known = [value for value in self.diversities if value is not None]
-        return sum(known) / len(known) if known else None
+            measured = None
+            if len(correct) >= 2:
+                measured = self._diversity(
+                    [tokens[s] for s in correct], [responses[s] for s in correct]
+                )
+            self.diversities.append(measured)

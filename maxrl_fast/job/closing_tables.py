@@ -1,15 +1,16 @@
 """The tables at the end of a run."""
 
+from typing import Any
+
 from rich.table import Table
 
-from maxrl_fast.evaluation.evaluator import Evaluation
 from maxrl_fast.evaluation.tables import new_table
 from maxrl_fast.job.screen import Screen
 
 
 def closing_tables(
     screen: Screen,
-    evaluations: list[Evaluation],
+    evaluations: list[dict[str, Any]],
     seconds: dict[str, float],
     tokens: dict[str, int],
     files: dict[str, str],
@@ -28,19 +29,13 @@ def closing_tables(
         screen.info(f"{name:<12}{path}")
 
 
-def _evaluation_table(before: Evaluation, after: Evaluation) -> Table:
+def _evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     table = new_table("held-out prompts", "before", "after", "change")
-    rows = {
-        f"pass@{k}": (before.pass_at_k[k], after.pass_at_k[k], ".3f")
-        for k in before.pass_at_k
-        if k in after.pass_at_k
-    }
-    rows["response length, tokens"] = (
-        before.response_length_mean,
-        after.response_length_mean,
-        ".1f",
-    )
-    rows["truncated"] = (before.truncated, after.truncated, ".3f")
-    for name, (x, y, form) in rows.items():
-        table.add_row(name, f"{x:{form}}", f"{y:{form}}", f"{y - x:+{form}}")
+    for k, x in before["pass_at_k"].items():
+        if (y := after["pass_at_k"].get(k)) is not None:
+            table.add_row(f"pass@{k}", f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
+    x, y = before["response_length_mean"], after["response_length_mean"]
+    table.add_row("response length, tokens", f"{x:.1f}", f"{y:.1f}", f"{y - x:+.1f}")
+    x, y = before["truncated"], after["truncated"]
+    table.add_row("truncated", f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
     return table

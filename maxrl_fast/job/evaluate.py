@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import maxrl_fast
 from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, resolve
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import powers_of_two
+from maxrl_fast.evaluation.coverage import Interval, bootstrap, powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
-from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
+from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
-    Resampling,
     contents_of,
     differences,
-    is_finished,
     read_outcome,
     settings_of,
 )
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
-from maxrl_fast.evaluation.summary import Summary
+from maxrl_fast.evaluation.summary import Resample, baseline_summary, points, summary
 from maxrl_fast.evaluation.tables import (
     comparison_table,
     draw_coverage,
     numbers_table,
     outcome_rows,
+    summary_tables,
 )
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.job.build_engine import build_engine
@@ -77,84 +77,103 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     """
     task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward)
     config = resolve(parsed, source, task, screen.warning)
+    measure, out, clock = config.measure, config.place.out, Stopwatch()
     torch.set_num_threads(config.place.threads)
-    contents = contents_of(task, config.measure.split, config.measure.eval_prompts)
+    contents = contents_of(task, measure.split, measure.eval_prompts)
     settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
     policy = _policy(config, source, task, None)
     baseline = _baseline(config, settings, policy)
-    embeddings = config.measure.embeddings
-    device = torch.device(config.place.device)
-    dtype = getattr(torch, config.place.dtype)
-    diversity: Diversity = (
-        NGramDiversity() if embeddings is None else EmbeddingDiversity(embeddings, device)
-    )
-    out, clock = config.place.out, Stopwatch()
+    diversity: Diversity = NGramDiversity()
+    if measure.embeddings is not None:
+        diversity = EmbeddingDiversity(measure.embeddings, torch.device(config.place.device))
     with (
-        closing_task(task),
-        contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
+        _scorer(config, task) as scorer,
         locked(out),
         # Renamed in the reverse order: where eval.json is, everything is.
         stored(out / RESULTS) as results,
         stored(out / PICTURE) as picture,
         stored(out / SAMPLES) as samples,
     ):
-        scorer.check(task.prompts(config.measure.split, 0, 1))
+        scorer.check(task.prompts(measure.split, 0, 1))
         for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
             if line:
                 screen.info(line)
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
-        own = _outcome(source.name, settings, evaluation, tally)
+        own = Outcome.of(source.name, settings, evaluation, tally)
         other = baseline if isinstance(baseline, Outcome) else None
         if isinstance(baseline, Policy):
-            with (
-                closing_task(baseline.task),
-                contextlib.closing(
-                    build_scorer(config.reward, baseline.task, device, dtype)
-                ) as its_scorer,
-                clock("baseline"),
-            ):
-                baseline_tally = SampleTally(baseline.task, diversity)
-                evaluated = _sample(
-                    config, baseline, its_scorer, baseline_tally, screen, "baseline"
-                )
-            other = _outcome(baseline.source.name, settings, evaluated, baseline_tally)
+            with _scorer(config, baseline.task) as its_scorer, clock("baseline"):
+                theirs = SampleTally(baseline.task, diversity)
+                evaluated = _sample(config, baseline, its_scorer, theirs, screen, "baseline")
+            other = Outcome.of(baseline.source.name, settings, evaluated, theirs)
         with clock("estimates"):
-            summary = Summary.of(own, other, tally, config.measure.k, _resampling(config))
-        for table in summary.tables(config.measure.confidence):
+            content, curves = _estimates(config, own, other, evaluation, tally)
+        for table in summary_tables(content, own, other, measure.confidence):
             screen.console.print(table)
-        draw_coverage(summary.curves(), config.measure.confidence, picture)
-        estimates = summary.content(diversity, tally, evaluation.num_tokens) | {
-            "num_distinct_prompts": num_distinct
+        draw_coverage(curves, measure.confidence, picture)
+        content = {
+            # what was evaluated, how, and with which versions
+            "checkpoint": str(source.checkpoint),
+            "name": source.name,
+            "run": None if source.run is None else str(source.run),
+            "task": task.name,
+            "options": config.flat(),
+            "settings": settings,
+            "versions": versions(),
+            "command": sys.argv,
+            "seconds": clock.seconds,
+            **content,
+            "num_distinct_prompts": num_distinct,
+            **scorer.pop_metrics().over(Ranks()),
         }
-        estimates |= scorer.pop_metrics().over(Ranks())
-        content = _provenance(config, source, task, settings, clock) | estimates
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
     return 0
 
 
-def _provenance(
+@contextlib.contextmanager
+def _scorer(config: ResolvedEvaluationConfig, task: Task) -> Iterator[Scorer]:
+    """Yield the scorer of a policy's responses; close it and the task."""
+    device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
+    with (
+        closing_task(task),
+        contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
+    ):
+        yield scorer
+
+
+def _estimates(
     config: ResolvedEvaluationConfig,
-    source: Source,
-    task: Task,
-    settings: dict[str, Any],
-    clock: Stopwatch,
-) -> dict[str, Any]:
-    """Return for eval.json what was evaluated, how, and with which versions."""
-    return {
-        "checkpoint": str(source.checkpoint),
-        "name": source.name,
-        "run": None if source.run is None else str(source.run),
-        "task": task.name,
-        "options": config.flat(),
-        "settings": settings,
-        "versions": versions(),
-        "command": sys.argv,
-        "seconds": clock.seconds,
-    }
+    own: Outcome,
+    other: Outcome | None,
+    evaluation: Evaluation,
+    tally: SampleTally,
+) -> tuple[dict[str, Any], list[tuple[str, Tensor, dict[int, Interval]]]]:
+    """Return the estimates of eval.json, and the curves of the plot."""
+    ks, seed, resample = config.measure.k, config.sampling.seed or 0, _resample(config)
+    outcomes = [own, *([other] if other else [])]
+    coverage = [resample(x.passes(points(own.num_samples, ks))) for x in outcomes]
+    content = summary(own, coverage[0], evaluation, tally, ks, resample, seed)
+    names = [own.name]
+    if other:
+        content["baseline"] = baseline_summary(own, other, coverage[1], ks, resample)
+        names.append(f"{other.name} (baseline)")
+    return content, list(zip(names, [x.curve for x in outcomes], coverage, strict=True))
+
+
+def _resample(config: EvaluationConfig) -> Resample:
+    """Return the bootstrap of values [P] by k over the prompts."""
+    resamples, confidence = config.measure.bootstrap, config.measure.confidence
+
+    def resample(values: dict[int, Tensor]) -> dict[int, Interval]:
+        columns = torch.stack([*values.values()], 1)
+        intervals = bootstrap(columns, resamples, confidence, config.sampling.seed or 0)
+        return dict(zip(values, intervals, strict=True))
+
+    return resample
 
 
 def _policy(
@@ -169,10 +188,8 @@ def _policy(
         prompt_length=task.prompt_length,
         max_new_tokens=sampling.max_new_tokens,
     )
-    if (
-        like is not None
-        and dataclasses.replace(like.model.config, dtype=model.config.dtype) == model.config
-    ):
+    own = model.config
+    if like is not None and dataclasses.replace(like.model.config, dtype=own.dtype) == own:
         return Policy(source, task, model, like.engine)
     compare_policy(model.to(config.place.device))
     engine = build_engine(
@@ -195,45 +212,35 @@ def _baseline(
 
     Raises InputError if it is neither, or has other prompts, samples or sampling.
     """
-    path, measure = config.measure.baseline, config.measure
+    path, measure, evaluated = config.measure.baseline, config.measure, policy.source.checkpoint
     if path is None:
         return None
     baseline: Policy | Outcome
-    if is_finished(Path(path)):
+    if (Path(path) / RESULTS).exists():
         baseline = read_outcome(Path(path))
-        found = differences(baseline.settings, settings)
+        theirs = baseline.settings
     else:
         source = find_source(path, "--baseline")
-        if source.checkpoint == policy.source.checkpoint:
-            raise InputError(
-                f"--baseline must be another checkpoint than {policy.source.checkpoint}, which is "
-                "evaluated"
-            )
+        if source.checkpoint == evaluated:
+            wanted = f"--baseline must be another checkpoint than {evaluated}"
+            raise InputError(f"{wanted}, which is evaluated")
         task = build_task(config.task, config.place.task_seed, source.checkpoint, config.reward)
-        found = differences(
-            settings_of(config.flat(), contents_of(task, measure.split, measure.eval_prompts)),
-            settings,
-        )
+        contents = contents_of(task, measure.split, measure.eval_prompts)
+        theirs = settings_of(config.flat(), contents)
         baseline = _policy(config, source, task, policy)
-        if _have_equal_weights(policy.model, baseline.model):
-            raise InputError(
-                f"--baseline must be another policy than {policy.source.checkpoint}, got "
-                f"{source.checkpoint}, which has the same weights"
-            )
-    if found:
+        ours, other = policy.model.state_dict(), baseline.model.state_dict()
+        if ours.keys() == other.keys() and all(
+            x.shape == other[name].shape and torch.equal(x, other[name].to(x))
+            for name, x in ours.items()
+        ):
+            wanted = f"--baseline must be another policy than {evaluated}"
+            raise InputError(f"{wanted}, got {source.checkpoint}, which has the same weights")
+    if found := differences(theirs, settings):
         raise InputError(
             f"--baseline {path} must be of the same prompts, samples and sampling; it differs in "
             f"{'; '.join(found)}"
         )
     return baseline
-
-
-def _have_equal_weights(one: PolicyModel, other: PolicyModel) -> bool:
-    ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(
-        x.shape == theirs[name].shape and torch.equal(x, theirs[name].to(x))
-        for name, x in ours.items()
-    )
 
 
 def _introduction(
@@ -243,30 +250,23 @@ def _introduction(
     num_distinct: int,
 ) -> Iterator[str]:
     source, sampling, measure = policy.source, config.sampling, config.measure
-    yield (
-        f"maxrl_fast {maxrl_fast.__version__}: {source.describe()}; task {policy.task.name}, seed "
-        f"{sampling.seed}"
-    )
+    what = f"{source.describe()}; task {policy.task.name}, seed {sampling.seed}"
+    yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
     if source.run is not None:
         yield (
             f"the task's options and seed are those of the run {source.run}, but for what flags say"
         )
-    limits = [
-        f"{name} {value:g}"
-        for name, value in (("top-k", sampling.top_k), ("min-p", sampling.min_p))
-        if value
-    ]
-    limits += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    limits += [f"at most {sampling.max_new_tokens} tokens"]
-    how = ", ".join([f"temperature {sampling.temperature:g}", *limits])
-    distinct = (
-        ""
-        if num_distinct == measure.eval_prompts
-        else f" ({num_distinct} distinct: intervals take all for distinct)"
-    )
+    how = [f"temperature {sampling.temperature:g}"]
+    how += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+    how += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
+    how += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    how += [f"at most {sampling.max_new_tokens} tokens"]
+    distinct = ""
+    if num_distinct < measure.eval_prompts:
+        distinct = f" ({num_distinct} distinct: intervals take all for distinct)"
     yield (
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
-        f"{how}; {policy.engine.describe()}"
+        f"{', '.join(how)}; {policy.engine.describe()}"
     )
     if baseline is not None:
         named = baseline.source.describe() if isinstance(baseline, Policy) else measure.baseline
@@ -313,28 +313,6 @@ def _sample(
         return evaluator.evaluate(after_chunk, tally)
 
 
-def _outcome(
-    name: str, settings: dict[str, Any], evaluation: Evaluation, tally: SampleTally
-) -> Outcome:
-    numbers = {
-        key: vars(evaluation)[key] for key in ("response_length_mean", "truncated", "reward_errors")
-    }
-    return Outcome(
-        name=name,
-        num_samples=settings["samples"],
-        num_correct=is_correct(tally.rewards).sum(1),
-        settings=settings,
-        numbers=numbers | {"diversity": tally.mean_diversity},
-        measure=tally.measure,
-    )
-
-
-def _resampling(config: EvaluationConfig) -> Resampling:
-    return Resampling(
-        config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0
-    )
-
-
 def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
     """Compare finished evaluations in a table and a plot.
 
@@ -350,7 +328,7 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
         raise InputError(
             f"k must be from 1 to {smallest}, the fewest samples of these evaluations, got {ks[-1]}"
         )
-    out, resampling = free_folder(config.place.out, "compare"), _resampling(config)
+    out, resample = free_folder(config.place.out, "compare"), _resample(config)
     letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
     for letter, folder in zip(letters, folders, strict=True):
         screen.info(f"{letter}  {folder}")
@@ -363,22 +341,18 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
                 f"{'; '.join(found)}"
             )
         are_paired = len(outcome.num_correct) == len(first.num_correct) and not found
-        gains.append(resampling.of_each(outcome.gains(first, ks)) if are_paired else None)
-    passes = [resampling.of_each(outcome.passes(ks)) for outcome in outcomes]
+        gains.append(resample(outcome.gains(first, ks)) if are_paired else None)
+    passes = [resample(outcome.passes(ks)) for outcome in outcomes]
     screen.console.print(comparison_table(letters, passes, gains))
     screen.console.print(numbers_table(outcome_rows(outcomes), letters))
     names = [outcome.name for outcome in outcomes]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     with locked(out), stored(out / PICTURE) as picture:
-        drawn = [
-            (
-                name,
-                outcome.curve,
-                resampling.of_each(outcome.passes(powers_of_two(outcome.num_samples))),
-            )
-            for name, outcome in zip(names, outcomes, strict=True)
+        curves = [
+            (name, x.curve, resample(x.passes(powers_of_two(x.num_samples))))
+            for name, x in zip(names, outcomes, strict=True)
         ]
-        draw_coverage(drawn, config.measure.confidence, picture)
+        draw_coverage(curves, config.measure.confidence, picture)
     screen.info(f"{'coverage':<12}{out / PICTURE}")
     return 0

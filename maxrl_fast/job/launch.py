@@ -376,10 +376,10 @@ def close(
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
     evaluations = list(progress.evaluations.values())
-    whole = max((evaluation.num_prompts for evaluation in evaluations), default=0)
+    whole = max((evaluation["num_prompts"] for evaluation in evaluations), default=0)
     closing_tables(
         screen,
-        [x for x in evaluations if x.num_prompts == whole],
+        [x for x in evaluations if x["num_prompts"] == whole],
         clock.seconds,
         progress.tokens,
         files.listing(),

@@ -1,21 +1,16 @@
 """The loop around the training step: warm start, steps, evaluations, checkpoints, logs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import Tensor
 
 from maxrl_fast.config.resolve import EvaluationSchedule
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
-from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.records import Samples
 from maxrl_fast.runtime.output import take_errors
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.collect import RolloutBatch
@@ -159,13 +154,7 @@ class RunLoop:
             self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage,
         ):
             scorer.pop_metrics()
-            kept, counts = KeptSamples(evaluator.task, step), PassCounts(evaluator.num_samples)
-
-            def keep(
-                samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
-            ) -> None:
-                kept.take(samples, rewards, components)
-                counts.take(samples, rewards)
+            kept = KeptSamples(evaluator.task, step)
 
             def after_chunk(done: int) -> None:
                 stage.advance(done)
@@ -173,17 +162,16 @@ class RunLoop:
                     self.screen.warning(warning)
                 self.checkpoints.stop_point(self.progress, learner)
 
-            evaluation = evaluator.evaluate(after_chunk, keep)
+            evaluation = evaluator.evaluate(after_chunk, kept.take)
         if not self.progress.evaluations and self.ranks.is_first:
             for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
                 self.files.write("eval_prompts", prompt)
-        self.progress.evaluations[step] = evaluation
+        record = self.progress.evaluations[step] = evaluation.record()
         rates = scorer.pop_metrics().over(self.ranks)
-        self.files.write("eval", {"step": step, **vars(evaluation), **rates})
-        counted = counts.record(self.ranks, evaluator.device)  # all ranks take part
+        self.files.write("eval", {"step": step, **record, **rates})
         is_whole = evaluator.num_prompts == self.evaluator.num_prompts
         if is_whole:  # those of a part are not compared by prompt
-            self.files.write("pass_rates", {"step": step, **counted})
+            self.files.write("pass_rates", {"step": step, **evaluation.pass_counts()})
         self.files.write_samples(kept.records, step)
         self.screen.info(
             f"step {step}: "

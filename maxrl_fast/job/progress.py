@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxrl_fast.evaluation.evaluator import Evaluation
-
 Phase = Literal["warm start", "training"]
 
 
@@ -16,7 +14,8 @@ class Progress:
     # so far, by stage
     tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})
     seconds: dict[str, float] = field(default_factory=dict)  # so far, by stage
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by step
+    # by step, each as Evaluation.record
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -33,19 +32,16 @@ class Progress:
         """Return whether the evaluation at `step` has a higher pass@1 than every earlier one. One
         on a part of the prompts is not comparable, and never the best.
         """
-        own = self.evaluations[step]
-        earlier = [evaluation for at, evaluation in self.evaluations.items() if at < step]
-        return all(
-            own.num_prompts >= other.num_prompts
-            and (own.pass_at_k[1] > other.pass_at_k[1] or own.num_prompts > other.num_prompts)
-            for other in earlier
-        )
+        size, rate = self._size_and_rate(step)
+        earlier = [self._size_and_rate(at) for at in self.evaluations if at < step]
+        return all(size > other[0] or (size == other[0] and rate > other[1]) for other in earlier)
+
+    def _size_and_rate(self, step: int) -> tuple[int, float]:
+        record = self.evaluations[step]
+        return record["num_prompts"], record["pass_at_k"]["1"]
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Progress":
         """Read the JSON of dataclasses.asdict."""
-        evaluations = {
-            int(step): Evaluation.of_json(evaluation)
-            for step, evaluation in fields["evaluations"].items()
-        }
+        evaluations = {int(step): record for step, record in fields["evaluations"].items()}
         return cls(**{**fields, "evaluations": evaluations})

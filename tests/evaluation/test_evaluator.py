@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 
 import pytest
 import torch
 
+from maxrl_fast.evaluation import evaluator
 from maxrl_fast.evaluation.diversity import NGramDiversity
-from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import Rollouts, Samples
@@ -25,24 +28,24 @@ class Oracle:
     """
 
     def __init__(self, task, solved, split="test"):
-        self.task, self.solved, self.split = task, solved, split
+        self.task, self.num_solved, self.split = task, lambda index: solved, split
 
     def generate(self, prompts, num_samples, sampling, *, seed, step):
         answers = []
         for index in prompts.ids.tolist():
             path = [*shortest_path(self.task.maze(self.split, index)), DONE]
             answers += [
-                path if sample < self.solved else [UP, DONE] for sample in range(num_samples)
+                path if sample < self.num_solved(index) else [UP, DONE]
+                for sample in range(num_samples)
             ]
         return Rollouts.given(answers)
 
 
 def evaluated(engine, task, progress=lambda done: None, keep=None, **options):
     sampling = Sampling(1.0, 20, task.stop_ids)
-    evaluator = Evaluator(
-        engine, task, Scorer(task, None), sampling, num_prompts=40, num_samples=8, **options
-    )
-    return evaluator.evaluate(progress, keep)
+    sizes = {"num_prompts": 40, "num_samples": 8}
+    evaluation = Evaluator(engine, task, Scorer(task, None), sampling, **sizes, **options)
+    return evaluation.evaluate(progress, keep)
 
 
 def test_evaluation_counts_what_is_solved():
@@ -51,8 +54,9 @@ def test_evaluation_counts_what_is_solved():
     for k in (1, 2, 4, 8):
         assert result.pass_at_k[k] == pytest.approx(float(brute_force.pass_at_k(8, 3, k)))
     assert done == [32, 40]
-    assert result.truncated == 0
-    assert result.num_tokens == pytest.approx(result.response_length_mean * 320)
+    record = result.record()
+    assert record["truncated"] == 0
+    assert result.num_tokens == pytest.approx(record["response_length_mean"] * 320)
 
 
 def test_keep_gets_every_chunk_once():
@@ -68,7 +72,49 @@ def test_keep_gets_every_chunk_once():
     assert torch.cat([samples.prompts.ids for samples, _, _ in kept]).tolist() == list(range(40))
     assert torch.cat([rewards for _, rewards, _ in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
     assert sum(len(samples.rollouts.tokens) for samples, _, _ in kept) == result.num_tokens
-    assert evaluated(Oracle(task, 3), task) == result
+    again = evaluated(Oracle(task, 3), task)
+    assert torch.equal(again.rewards, result.rewards)
+    assert again.record() == result.record()
+
+
+def test_the_matrix_is_in_the_order_of_the_prompts_on_any_number_of_ranks(monkeypatch):
+    """Threads stand in for ranks, each of which evaluates its share."""
+    task = MazeTask(7)
+    # the number solved varies with the prompt, so that the order shows
+    engine = Oracle(task, 3)
+    engine.num_solved = lambda index: index % 8
+    alone, barrier = evaluated(engine, task), threading.Barrier(3, timeout=60)
+    parts = [None] * 3
+
+    def concatenate(ranks, x):
+        if ranks.size == 1:
+            return x
+        parts[ranks.rank] = x
+        barrier.wait()
+        whole = torch.cat(parts)
+        barrier.wait()
+        return whole
+
+    monkeypatch.setattr(Ranks, "concatenate", concatenate)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(
+            pool.map(lambda r: evaluated(engine, task, ranks=Ranks(r, 3), chunk=4), range(3))
+        )
+    for result in results:
+        assert torch.equal(result.rewards, alone.rewards)
+        assert result.ids.tolist() == list(range(40))
+        assert result.record() == alone.record()
+        assert result.pass_counts() == alone.pass_counts()
+
+
+def test_pass_counts_are_by_id_and_bounded(monkeypatch):
+    rewards = torch.tensor([[1, 0], [math.nan, 0], [1, 1]])
+    evaluation = Evaluation(torch.tensor([7, 2, 3]), rewards, num_tokens=9, num_truncated=1)
+    counts = {"num_samples": 2, "num_prompts": 3, "ids": [2, 3, 7], "num_correct": [0, 2, 1]}
+    assert evaluation.pass_counts() == counts
+    monkeypatch.setattr(evaluator, "MOST_PROMPTS", 2)
+    cut = counts | {"ids": [2, 3], "num_correct": [0, 2]}
+    assert evaluation.pass_counts() == cut
 
 
 def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engine(monkeypatch):
@@ -80,7 +126,7 @@ def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engin
     oracle.generate = lambda prompts, *a, **options: (
         counts.append(len(prompts)) or generate(prompts, *a, **options)
     )
-    monkeypatch.setattr(Ranks, "concatenate", lambda self, x: x if len(x) else x.new_zeros(8))
+    monkeypatch.setattr(Ranks, "concatenate", lambda self, x: x)
     for shares_engine in (False, True):
         evaluated(oracle, task, ranks=Ranks(0, 3), chunk=13, shares_engine=shares_engine)
     assert counts == [13, 13, 0]
@@ -179,14 +225,11 @@ def test_the_tally_numbers_answers_and_measures_correct_responses():
     ]
     rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
     tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards, [{}] * 8)
-    assert tally.answers.tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
-    assert tally.rewards.shape == (2, 4)
+    assert torch.stack(tally.answers).tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
     assert len(lines) == 8
     # (down), (done), (down done) against (left), (done), (left done); one correct response has no
     # pair.
     assert tally.diversities == [pytest.approx(2 / 3), None]
-    assert tally.mean_diversity == pytest.approx(2 / 3)
-    assert tally.ids == [0, 1]
 
 
 def test_log_probs_that_are_not_finite_are_refused():

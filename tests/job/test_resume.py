@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -725,7 +724,7 @@ def test_the_best_evaluation_is_the_earliest_with_the_highest_pass_at_1():
     passes = {0: 0.5, 2: 0.5, 3: 0.9, 4: 0.7, 5: 0.95, 6: 0.6, 8: 0.7}
     progress = Progress(
         evaluations={
-            step: SimpleNamespace(pass_at_k={1: p}, num_prompts=8 if step in (3, 5) else 16)
+            step: {"pass_at_k": {"1": p}, "num_prompts": 8 if step in (3, 5) else 16}
             for step, p in passes.items()
         }
     )

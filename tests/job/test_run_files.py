@@ -15,12 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from maxrl_fast import train
 from maxrl_fast.evaluation.kept_samples import prompt_records
-from maxrl_fast.evaluation.pass_counts import PassCounts
 from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.job.tensorboard import TensorBoard
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from maxrl_fast.training.diagnostics import diagnostics_record, prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdatePlan
@@ -90,37 +88,6 @@ def test_the_text_of_the_held_out_prompts_is_written_once(finished, monkeypatch)
     assert list(prompt_records(task, "test", 12)) == [
         {"id": i, "prompt": texts[i][:9]} for i in range(3)
     ]
-
-
-def test_counts_are_those_of_all_ranks_by_id_and_bounded(monkeypatch):
-    class TwoRanks(Ranks):
-        def concatenate(self, x):
-            # the other rank has the next ids, and one more correct sample
-            return torch.cat([x, x + 1])
-
-    counts = PassCounts(num_samples=2)
-    rollouts = Rollouts.given([[1]] * 4)
-    counts.take(
-        Samples(make_prompts([[1], [2]]).select(torch.tensor([1, 0])), rollouts),
-        torch.tensor([1, 0, float("nan"), 0]),
-    )
-    cpu = torch.device("cpu")
-    assert counts.record(Ranks(), cpu) == {
-        "num_samples": 2,
-        "num_prompts": 2,
-        "ids": [0, 1],
-        "num_correct": [0, 1],
-    }
-    assert counts.record(TwoRanks(), cpu)["ids"] == [0, 1, 1, 2]
-    assert counts.record(TwoRanks(), cpu)["num_correct"] == [0, 1, 1, 2]
-    monkeypatch.setattr("maxrl_fast.evaluation.pass_counts.MOST_PROMPTS", 3)
-    assert counts.record(TwoRanks(), cpu) == {
-        "num_samples": 2,
-        "num_prompts": 4,
-        "ids": [0, 1, 1],
-        "num_correct": [0, 1, 1],
-    }
-    assert PassCounts(2).record(Ranks(), cpu)["num_prompts"] == 0  # a rank without prompts
 
 
 def test_diagnostics_cover_every_prompt_of_the_step(finished):

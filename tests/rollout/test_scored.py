@@ -192,13 +192,13 @@ def test_evaluation_counts_failed_episodes_as_wrong():
     right = [[num_turns(i, n) / 3 > 0.5 and (i, n) != (2, 0) for n in range(2)] for i in range(5)]
     assert result.pass_at_k[1] == pytest.approx(sum(map(sum, right)) / 10)
     assert result.pass_at_k[2] == pytest.approx(sum(map(any, right)) / 5)
-    assert result.reward_errors == 0.1
+    assert result.record()["reward_errors"] == 0.1
     assert task.events == ["finish"] * 3
     episodes = [played(i, n, 3) for i in range(5) for n in range(2)]
     assert [x for samples, _, _ in kept for x in samples.rollouts.turns()] == episodes
     sampled = [sum(map(len, parts[::2])) for parts in episodes]
     assert result.num_tokens == sum(sampled)
-    assert result.response_length_mean == pytest.approx(sum(sampled) / 10)
+    assert result.record()["response_length_mean"] == pytest.approx(sum(sampled) / 10)
     assert [parts for _, _, own in kept for parts in own][1]["turns"] == 2.0
     assert scorer.failures(Ranks(), "now")[0]["exception"] == 1
 

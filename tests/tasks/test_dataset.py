@@ -307,7 +307,7 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     assert {record["prompt"] for record in records} == {
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     }
-    assert tally.answers.tolist() == [[0, 1, 0, 1]]
+    assert [answers.tolist() for answers in tally.answers] == [[0, 1, 0, 1]]
 
 
 REWARD = """

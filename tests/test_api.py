@@ -184,7 +184,7 @@ def test_a_task_object_trains_as_its_name_does(tmp_path, capsys):
     # another process does not have the object
     assert main(["--resume", str(tmp_path / "given")]) == 2
     assert (
-        "--task python:MazeTask is a Python object that was given to maxrl_fast.train"
+        "--task python:MazeTask is a Python object that was given to maxrl_fast.run"
         in capsys.readouterr().err
     )
     assert (
@@ -220,7 +220,7 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
     )
     assert main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 2
     assert (
-        "--reward python:score is a Python object that was given to maxrl_fast.train"
+        "--reward python:score is a Python object that was given to maxrl_fast.run"
         in capsys.readouterr().err
     )
 

@@ -301,6 +301,7 @@ def test_the_options_page_has_the_order_of_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")  # wider terminals get two columns of options
     (tmp_path / "DIR").mkdir()
     (tmp_path / "DIR" / "config.json").write_text("{}")
     listed = [row.flag.split("`")[1] for _, _, rows in groups() for row in rows]

@@ -9,7 +9,7 @@ from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"
-# of a task or a reward that was given to maxrl_fast.train as a Python object, and has no other name
+# of a task or a reward that was given to maxrl_fast.run as a Python object, and has no other name
 OBJECT = "python:"
 TASKS = ("maze", "chain", "guess", *DATASETS)
 
@@ -71,9 +71,9 @@ def needs_data(name: str) -> str:
 
 
 def lost_object(option: str, name: str) -> str:
-    """Another process has given this Python object to maxrl_fast.train."""
+    """Another process has given this Python object to maxrl_fast.run."""
     what = (
-        f"--{option} {name} is a Python object that was given to maxrl_fast.train, which only its "
+        f"--{option} {name} is a Python object that was given to maxrl_fast.run, which only its "
         "caller has"
     )
     return f"{what}; give it there again, as {option}=..."

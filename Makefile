@@ -29,7 +29,7 @@ PEER_PACKAGES := torch numpy safetensors tyro docstring-parser rich matplotlib t
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train test test-all lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup train test test-all size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,10 @@ setup: $(STAMP)  ## make .venv with all that tests and linters need, build the e
 train: $(BUILT)  ## train with the defaults: MaxPO on mazes, on any machine
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
 
-lint: $(STAMP)  ## ruff, clang-format and mypy
+size: $(STAMP)  ## bytes of package, csrc and tests beside their budgets
+	$(RUN) tests/size.py
+
+lint: $(STAMP) size  ## ruff, clang-format, mypy and the budgets of bytes
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)

@@ -5,7 +5,8 @@ OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in
                                                           its dtype
     adapter/                    with --lora-rank: the adapters in peft's format
-    state/*.safetensors         float32 weights, Adam's moments, the critic, the reference policy
+    state/*.safetensors         float32 weights, Adam's moments, the critic, the reference policy:
+                                with sharded weights (FSDP2) a file or more of each rank
     progress.json               step, next prompt, random states, lengths of the logs,
                                 configuration, sizes of the decoder
     checksums.json              size and SHA-256 of every file
@@ -15,14 +16,13 @@ OUT/latest, OUT/best            links to the newest checkpoint and to the one wi
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
@@ -33,15 +33,14 @@ from maxrl_fast.job.learner_state import (
     learner_tensors,
     load_learner,
     random_states,
-    save_shards,
-    save_tensors,
+    save_state,
     set_random_states,
 )
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.model.checkpoint import write_policy
-from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
+from maxrl_fast.model.linear import save_adapters
 from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
 from maxrl_fast.runtime.files import (
@@ -133,8 +132,8 @@ class Checkpoints:
 
         The state is copied to the host, and a thread writes the copy while training continues. At
         most one save is pending: the next save, a stop and the end of the run wait for it. With
-        sharded weights (FSDP2) the ranks write together, with collectives that must not overlap the
-        next step's, so this returns only when the checkpoint is written.
+        sharded weights (FSDP2) the ranks write together, and this returns when the checkpoint is
+        written.
 
         Raises:
             StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.
@@ -148,12 +147,10 @@ class Checkpoints:
             self._check_finite(progress, learner)
             self._begun = directory
             record = self._record(directory, progress, learner.model.config)
-            if learner.passes.shares_weights:
-                with _stored(f"the checkpoint {directory}"):
-                    self._write_together(directory, record, learner)
-                self._finish(directory)
+            snapshot = Snapshot.of(learner, self._ranks.is_first)
+            if snapshot.is_sharded:
+                self._write(directory, record, snapshot)
             elif self._ranks.is_first:
-                snapshot = Snapshot.of(learner)
                 self._background.submit(lambda: self._write(directory, record, snapshot))
             else:
                 self.newest = directory
@@ -183,49 +180,29 @@ class Checkpoints:
             return json.dumps(fields)
 
     def _write(self, directory: Path, record: str, snapshot: Snapshot) -> None:
-        """Write a checkpoint, in the background thread."""
-        with _stored(f"the checkpoint {directory}"), atomic_directory(directory) as temporary:
-            save_tensors(temporary / "state", snapshot.tensors)
-            save_adapters(temporary / "adapter", snapshot.adapter_config, snapshot.adapters)
-            self._write_policy(temporary, record, snapshot.dtype, snapshot.weights)
+        """Write a checkpoint: the first rank in the background thread, or all ranks together."""
+        what, saved = f"the checkpoint {directory}", snapshot
+        with _stored(what), self._folder(directory, saved.is_sharded) as folder:
+            save_state(folder / "state", saved.tensors, self._ranks.rank)
+            if self._ranks.is_first:
+                save_adapters(folder / "adapter", saved.adapter_config, saved.adapters)
+                write_policy(folder, saved.dtype, saved.weights, self._policy_files)
+                (folder / "progress.json").write_text(record)
         self._finish(directory)
 
-    def _write_policy(
-        self, temporary: Path, record: str, dtype: str, weights: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        write_policy(temporary, dtype, weights, self._policy_files)
-        (temporary / "progress.json").write_text(record)
-        write_checksums(temporary)
-
-    def _write_together(self, directory: Path, record: str, learner: Learner) -> None:
-        # all ranks must iterate: each weight is gathered collectively
-        weights = learner.model.weights()
-        low_rank = dict(adapters(learner.model))
-        with self._temporary(directory) as temporary:
-            save_shards(temporary / "state", learner)
-            if self._ranks.is_first:
-                save_adapters(temporary / "adapter", adapter_config(learner.model), low_rank)
-                self._write_policy(temporary, record, learner.model.config.dtype, weights)
-            else:
-                for _ in weights:
-                    pass
-
-    def _finish(self, directory: Path) -> None:
-        self.newest = directory
-        if self._ranks.is_first:
-            with _stored(f"{self.out / 'latest'} or config.json"):
-                replace_symlink(self.out / "latest", directory)
-                self._files.write_config()  # options may have changed on resuming
-            self._remove_old()
-
     @contextmanager
-    def _temporary(self, directory: Path) -> Iterator[Path]:
-        """Yield a folder that the first rank creates and renames; all ranks write into it."""
-        with (
-            atomic_directory(directory)
-            if self._ranks.is_first
-            else nullcontext(temporary_path(directory)) as folder
-        ):
+    def _folder(self, directory: Path, is_shared: bool) -> Iterator[Path]:
+        """Yield the temporary folder of a checkpoint, which the first rank creates, and renames
+        when all ranks have written into it.
+        """
+        if not is_shared:
+            with atomic_directory(directory) as folder:
+                yield folder
+                write_checksums(folder)
+            return
+        is_first = self._ranks.is_first
+        own = atomic_directory(directory) if is_first else nullcontext(temporary_path(directory))
+        with own as folder:
             self._ranks.wait_for_all()
             if not folder.is_dir():
                 raise StorageError(
@@ -234,6 +211,16 @@ class Checkpoints:
                 )
             yield folder
             self._ranks.wait_for_all()
+            if is_first:
+                write_checksums(folder)
+
+    def _finish(self, directory: Path) -> None:
+        self.newest = directory
+        if self._ranks.is_first:
+            with _stored(f"{self.out / 'latest'} or config.json"):
+                replace_symlink(self.out / "latest", directory)
+                self._files.write_config()  # options may have changed on resuming
+            self._remove_old()
 
     def mark_best(self, progress: Progress, learner: Learner) -> None:
         """Save this step's policy as the best if its evaluation has the highest pass@1 so far."""

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import DTYPES
 from maxrl_fast.model.linear import adapter_config, adapters
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
@@ -22,6 +23,7 @@ from maxrl_fast.training.learner import Learner
 OBJECTIVE = "objective."  # prefix of the objective's tensors
 CRITIC = "critic."
 FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
+OFFSETS = "DCP_SHARDING_INFO"  # in the metadata of a file, as torch.distributed.checkpoint has it
 
 
 def random_states() -> dict[str, Any]:
@@ -96,20 +98,34 @@ def _with_moments(
 
 @dataclass(frozen=True)
 class Snapshot:
+    """What a checkpoint stores of a learner."""
+
     tensors: dict[str, Tensor]  # from learner_tensors
-    # from PolicyModel.weights; share memory with `tensors`, unless merged or converted
+    # the policy's whole weights, from PolicyModel.weights, on the first rank; they share memory
+    # with `tensors`, unless sharded, merged or converted
     weights: list[tuple[str, Tensor]]
     dtype: str  # of the policy's weights in the checkpoint
     adapters: dict[str, Tensor]  # from linear.adapters
     adapter_config: dict[str, Any]
+    is_sharded: bool  # each rank has its part of `tensors`, which are not copies
 
     @classmethod
-    def of(cls, learner: Learner) -> "Snapshot":
-        """Copy a learner without sharded weights, which may change as soon as this returns."""
-        own = learner_tensors(learner)
+    def of(cls, learner: Learner, is_first: bool = True) -> "Snapshot":
+        """Copy a learner, which may change as soon as this returns. With sharded weights all ranks
+        must call this, and only whole weights are copied.
+        """
+        model, own = learner.model, learner_tensors(learner)
+        low_rank = {name: host_copy(weight) for name, weight in adapters(model)}
+        rest = model.config.dtype, low_rank, adapter_config(model)
+        if learner.passes.shares_weights:
+            gathered = (
+                (name, weight.to("cpu", DTYPES[model.config.dtype]) if is_first else weight)
+                for name, weight in model.weights()
+            )
+            return cls(own, [pair for pair in gathered if is_first], *rest, is_sharded=True)
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         weights = []
-        for name, weight in learner.model.weights():
+        for name, weight in model.weights():
             # A transformers model is the module `hf` of its policy. A weight that is merged with an
             # adapter, or converted, has separate memory.
             copied = [
@@ -118,12 +134,9 @@ class Snapshot:
                 if x in own and weight.is_set_to(own[x])
             ]
             weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
-        low_rank = {name: host_copy(weight) for name, weight in adapters(learner.model)}
-        if learner.model.lm_head.weight.is_cuda:
+        if model.lm_head.weight.is_cuda:
             torch.cuda.synchronize()
-        return cls(
-            tensors, weights, learner.model.config.dtype, low_rank, adapter_config(learner.model)
-        )
+        return cls(tensors, weights, *rest, is_sharded=False)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -134,47 +147,69 @@ def host_copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor, non_blocking=True)
 
 
-def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    folder.mkdir()
-    parts = _parts(tensors)
-    for i, names in enumerate(parts, start=1):
-        save_file(
-            {name: tensors[name] for name in names},
-            folder / f"state-{i:05d}-of-{len(parts):05d}.safetensors",
-        )
+def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of a tensor, in its memory, and the index of the first of them. Only
+    rows are sharded (FSDP2): as many on each rank, except the last ones.
+    """
+    if not hasattr(tensor, "to_local"):
+        return tensor, 0
+    shards: Any = tensor
+    (placement,), mesh = shards.placements, shards.device_mesh
+    assert placement.is_shard(0)
+    start = mesh.get_local_rank() * -(-len(tensor) // mesh.size())
+    return shards.to_local(), min(start, len(tensor))
 
 
-def save_shards(folder: Path, learner: Learner) -> None:
-    """Write the tensors of a learner with sharded weights; all ranks must call this."""
-    # imported here: it takes two seconds
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+def save_state(folder: Path, tensors: dict[str, Tensor], rank: int = 0) -> None:
+    """Write this rank's rows of the tensors into files of at most FILE_BYTES; a larger tensor gets
+    its own file. The first rank writes what is not sharded.
 
-    tensors = learner_tensors(learner)
-    where = {name: i for i, names in enumerate(_parts(tensors), start=1) for name in names}
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=where, save_distributed=True
-    )
-    try:
-        save(tensors, storage_writer=writer)
-    except CheckpointException as error:  # a BaseException; it holds the error of each rank
-        raise OSError(
-            "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        ) from error
-
-
-def _parts(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Divide the names into files of at most FILE_BYTES each; a larger tensor gets its own file."""
-    parts: list[list[str]] = [[]]
+    A file's metadata says where its rows begin, as that of torch.distributed.checkpoint's
+    HuggingFaceStorageWriter does. DCP itself is not used: its default format is pickled, importing
+    it takes two seconds, and it sends pickled plans between the ranks.
+    """
+    folder.mkdir(exist_ok=True)
+    files: list[dict[str, Tensor]] = [{}]
+    offsets: dict[str, dict[str, list[int]]] = {}
     size = 0
     for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > FILE_BYTES:
-            parts.append([])
+        own, start = own_rows(tensor)
+        if rank and (own is tensor or not len(own)):
+            continue
+        if files[-1] and size + own.nbytes > FILE_BYTES:
+            files.append({})
             size = 0
-        parts[-1].append(name)
-        size += tensor.nbytes
-    return parts
+        files[-1][name], size = own.contiguous(), size + own.nbytes
+        offsets[name] = {"saved_offsets": [start, *[0] * (own.dim() - 1)][: own.dim()]}
+    for i, content in enumerate(files):
+        metadata = {OFFSETS: json.dumps({name: offsets[name] for name in content})}
+        save_file(content, folder / f"state-{rank:05d}-{i:05d}.safetensors", metadata)
+
+
+def load_state(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Read this rank's rows of the tensors, whatever number of ranks wrote them. Raises InputError
+    if a shape differs."""
+    num_rows = dict.fromkeys(tensors, 0)
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            # a version without it wrote whole tensors if there was one rank
+            offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
+            for name in file.keys() & tensors.keys():
+                saved, (own, start) = file.get_slice(name), own_rows(tensors[name])
+                shape, wanted = saved.get_shape(), [*tensors[name].shape]
+                if len(shape) != len(wanted) or shape[1:] != wanted[1:]:
+                    raise InputError(f"{path}: {name} must have shape {wanted}, got {shape}")
+                if not shape:
+                    own.copy_(file.get_tensor(name))
+                    continue
+                first = offsets[name]["saved_offsets"][0] if offsets else 0
+                num_rows[name] += shape[0]
+                low, high = max(first, start), min(first + shape[0], start + len(own))
+                if low < high:
+                    own[low - start : high - start].copy_(saved[low - first : high - first])
+    for name, count in num_rows.items():
+        if tensors[name].dim() and count != len(tensors[name]):
+            raise InputError(f"{folder}: {name} must have {len(tensors[name])} rows, got {count}")
 
 
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
@@ -207,16 +242,13 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
             "another model or optimizer"
         )
     if learner.passes.shares_weights:
-        _load_parts(folder, tensors, no_dist=False)
+        load_state(folder, tensors)
         _share_frozen(learner)
-        _start_critic(learner, names)
-        return
-    if ranks.is_first and any(folder.glob("shard-*")):
-        _load_parts(folder, tensors, no_dist=True)
-    elif ranks.is_first:
-        _load_whole(folder, tensors)
-    for tensor in tensors.values():
-        ranks.from_first(tensor)
+    else:
+        if ranks.is_first:
+            load_state(folder, tensors)
+        for tensor in tensors.values():
+            ranks.from_first(tensor)
     _start_critic(learner, names)
 
 
@@ -261,22 +293,3 @@ def _names(folder: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
     return names
-
-
-def _load_parts(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=no_dist)
-
-
-def _load_whole(folder: Path, tensors: dict[str, Tensor]) -> None:
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys() & tensors.keys():
-                shape = tuple(file.get_slice(name).get_shape())
-                if shape != tensors[name].shape:
-                    raise InputError(
-                        f"{path}: {name} must have shape {tuple(tensors[name].shape)}, got {shape}"
-                    )
-                tensors[name].copy_(file.get_tensor(name))

@@ -322,7 +322,7 @@ def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(
     flags += "--prompts 8 --rollouts 4".split()
     run_job(tmp_path / "alone", 1, *flags)
     run_job(out, 2, *flags, *"--sharding full --steps 2".split())
-    assert len(list((out / "latest" / "state").glob("shard-*"))) == 2
+    assert len(list((out / "latest" / "state").iterdir())) == 2
     for num_ranks, steps, sharding in resumed:
         assert "will not be bitwise identical" in resume_job(out, num_ranks, steps, sharding)
     assert_same_metrics(tmp_path / "alone", out)

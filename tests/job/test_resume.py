@@ -66,7 +66,7 @@ def assert_same(one, two):
     ).split():
         assert without_timings(one / log) == without_timings(two / log), log
     assert read(one / "rollouts.jsonl") == read(two / "rollouts.jsonl") != []
-    for name in ("model.safetensors", "state/state-00001-of-00001.safetensors"):
+    for name in ("model.safetensors", "state/state-00000-00000.safetensors"):
         expected, tensors = load_file(one / "latest" / name), load_file(two / "latest" / name)
         assert expected.keys() == tensors.keys()
         for key, tensor in expected.items():
@@ -139,14 +139,14 @@ def test_a_stopped_run_resumes_bitwise(tmp_path, monkeypatch, name):
 
 def slowed(monkeypatch, name, wait):
     """Let the writing of one checkpoint call `wait` first."""
-    write = state.save_tensors
+    write = state.save_state
 
-    def slow(folder, tensors):
+    def slow(folder, tensors, rank):
         if name in str(folder):
             wait()
-        write(folder, tensors)
+        write(folder, tensors, rank)
 
-    monkeypatch.setattr("maxrl_fast.job.checkpoints.save_tensors", slow)
+    monkeypatch.setattr("maxrl_fast.job.checkpoints.save_state", slow)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
@@ -343,7 +343,7 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-STATE = "state/state-00001-of-00001.safetensors"
+STATE = "state/state-00000-00000.safetensors"
 
 
 def halve(path):
@@ -456,7 +456,7 @@ def test_options_of_a_resume_that_saved_nothing_are_forgotten(whole, tmp_path, m
     assert_same(whole, out)
 
 
-@pytest.mark.parametrize("name", ["point", "RunFiles.write_config", "RunFiles.log_marks"])
+@pytest.mark.parametrize("name", ["replace_symlink", "RunFiles.write_config", "RunFiles.log_marks"])
 def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeypatch, capsys, name):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,0 +1,70 @@
+"""The files of a learner's tensors, of this version and of earlier ones."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from maxrl_fast.job import learner_state
+from maxrl_fast.job.learner_state import load_state, save_state
+from tests.tables import refused
+
+TENSORS = {
+    "weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(0)),
+    "step": torch.tensor(3.0),
+    "quantiles": torch.arange(4, dtype=torch.float64),
+    "none": torch.zeros(0, 2),
+}
+
+
+def loaded(folder):
+    tensors = {name: torch.full_like(tensor, 9) for name, tensor in TENSORS.items()}
+    load_state(folder, tensors)
+    return tensors
+
+
+def assert_equal(tensors):
+    for name, tensor in TENSORS.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("file_bytes", [1, 10**9])
+def test_tensors_are_read_as_they_were_written_also_by_pytorch(tmp_path, monkeypatch, file_bytes):
+    monkeypatch.setattr(learner_state, "FILE_BYTES", file_bytes)
+    save_state(tmp_path, TENSORS)
+    assert len(list(tmp_path.iterdir())) == (1 if file_bytes > 1 else 4)
+    assert_equal(loaded(tmp_path))
+    theirs = {name: torch.full_like(tensor, 9) for name, tensor in TENSORS.items()}
+    load(theirs, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert_equal(theirs)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    """One rank wrote whole tensors, several wrote with torch.distributed.checkpoint."""
+    save_file(TENSORS, tmp_path / "state-00001-of-00001.safetensors")
+    assert_equal(loaded(tmp_path))
+    folder = tmp_path / "shards"
+    writer = HuggingFaceStorageWriter(str(folder), dict.fromkeys(TENSORS, 1), save_distributed=True)
+    save(TENSORS, storage_writer=writer, no_dist=True)
+    assert_equal(loaded(folder))
+
+
+def test_rows_of_several_ranks_are_put_together_and_must_be_complete(tmp_path):
+    whole = {name: tensor for name, tensor in TENSORS.items() if name != "weight"}
+    rows = '{"weight": {"saved_offsets": [3, 0]}}'
+    save_file(
+        {"weight": TENSORS["weight"][3:].contiguous()},
+        tmp_path / "state-00001-00000.safetensors",
+        {learner_state.OFFSETS: rows},
+    )
+    with refused(r"weight must have 5 rows, got 2"):
+        loaded(tmp_path)
+    save_state(tmp_path, {**whole, "weight": TENSORS["weight"][:3].clone()})
+    assert_equal(loaded(tmp_path))
+    with refused(r"weight must have shape \[5, 4\], got \[\d, 3\]"):
+        load_state(tmp_path, {"weight": torch.zeros(5, 4)})

@@ -23,9 +23,9 @@ CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -
 PIP_INSTALL := install --disable-pip-version-check
 GPU_PYTHON ?= 3.12
 GPU_PYTHON_PATH ?= python$(GPU_PYTHON)
-GPU_WHEELS := tyro typeguard docstring-parser typing-extensions rich markdown-it-py mdurl pygments liger-kernel \
+GPU_WHEELS := typing-extensions rich markdown-it-py mdurl pygments liger-kernel \
   trl datasets "dill<0.4.2" "multiprocess<0.70.20" pytest-xdist execnet
-PEER_PACKAGES := torch numpy safetensors tyro docstring-parser rich matplotlib trl pytest
+PEER_PACKAGES := torch numpy safetensors rich matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 

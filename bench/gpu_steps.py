@@ -117,7 +117,7 @@ def gpu_steps() -> dict[str, list[Step]]:
     """Return the steps by part, the most important first."""
     qwen = "--device cuda --layouts shared padded --rounds 3 --cases"
     step17 = "--device cuda --cases step17 --rounds 5"
-    no_options = missing("tyro", "docstring_parser")  # the trainer's options need them
+    no_options = missing("rich")  # the trainer's options need them
     return {
         "figures": [
             build(60),
@@ -161,7 +161,7 @@ def gpu_steps() -> dict[str, list[Step]]:
             sanitizer("racecheck", 210),
             sanitizer("synccheck", 120),
         ],
-        "maze": [build(60), maze(480, missing("tyro", "docstring_parser", "rich", "matplotlib"))],
+        "maze": [build(60), maze(480, missing("rich", "matplotlib"))],
     }
 
 

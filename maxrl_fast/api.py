@@ -189,7 +189,8 @@ def run(
     parsed = parse_options({**given, **names})
     check(parsed)
     if parsed.run.dry_run is not None:
-        raise InputError("dry_run is of the command alone: python -m maxrl_fast.train --dry-run")
+        command = "python -m maxrl_fast.train --dry-run"
+        raise InputError(f"dry_run works only on the command line: {command}")
     ranks = Ranks.of_environment()
     device, screen = resolve_device(parsed.run.device), _screen(ranks)
     with ranks.connected(device) as watch:

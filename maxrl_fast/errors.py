@@ -1,12 +1,20 @@
 """Errors that end a run with a message instead of a traceback. `advice` tells the user what to
-do.
+do. Every function that reads the user's input may raise InputError.
 """
 
 
 class InputError(ValueError):
     """The user's input is invalid. The message says what was expected and what was given; exit code
     2.
+
+    Args:
+        options: names of the options that the message is about; the command adds the lines of the
+            --config file that give them.
     """
+
+    def __init__(self, message: str, *options: str) -> None:
+        super().__init__(message)
+        self.options = options
 
 
 class UnsupportedModelError(InputError):
@@ -34,7 +42,7 @@ class EngineError(RuntimeError):
     says which and how; exit code 1.
     """
 
-    advice = "Restart the server or mend the engine, then continue with --resume."
+    advice = "Restart the server or fix the engine, then continue with --resume."
 
 
 class RewardError(RuntimeError):
@@ -45,7 +53,7 @@ class RewardError(RuntimeError):
     def __init__(
         self,
         message: str,
-        advice: str = "Mend the reward and continue with --resume --allow-changes, or raise "
+        advice: str = "Fix the reward and continue with --resume --allow-changes, or raise "
         "--max-reward-error-rate and continue with --resume.",
     ) -> None:
         super().__init__(message)

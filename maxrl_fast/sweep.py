@@ -15,7 +15,7 @@ from typing import Any
 
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.sweep_grid import Run, options_of, sweep_grid
+from maxrl_fast.config.sweep_grid import Run, sweep_grid, values_of
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
 from maxrl_fast.job.control import SIGNALS
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can "
                 "start"
             )
-        runs = sweep_grid(options_of(rest), out)
+        runs = sweep_grid(values_of(rest), out)
         if own.dry_run:
             for run in runs:
                 screen.info(shlex.join(run.command))
@@ -108,7 +108,7 @@ class Sweep:
             # else the run had ended by a mistake in its options
             has_begun = (run.folder / "config.json").exists()
             found = changes(self._states[run.folder.name]["options"] if has_begun else {}, options)
-            if changed := [*found.policy, *found.mathematics]:
+            if changed := [*found.policy, *found.semantic]:
                 raise InputError(
                     f"{run.folder} was begun with other options ({'; '.join(changed)}); use "
                     "another --out"

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun
         # ends the others.
         time.sleep(0 if ranks.is_first else FIRST_RANK_GRACE_SECONDS)
-        sentence = f"{error}{source_location(str(error), arguments)}"
+        sentence = f"{error}{source_location(error, arguments)}"
         Screen().error(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         code = 2
     return code if ranks.size == 1 else exit_process(code)

@@ -151,7 +151,7 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
             {"resume": "/nowhere"},
             "--resume must be the folder of a run, got /nowhere, which does not exist",
         ),
-        ({"dry_run": True}, "dry_run is of the command alone"),
+        ({"dry_run": True}, "dry_run works only on the command line"),
         ({"reward": 3}, "reward must be a name or a function, got 3"),
         ({"task": object()}, "task object must have the method"),
         (

@@ -313,7 +313,7 @@ def test_the_options_page_has_the_order_of_help(
         assert found == [flag for flag in listed if flag in found]
         assert flags or len(found) <= 60  # in the default job
         shown |= set(found)
-    seldom = {f"--{name.replace('_', '-')}" for name in names_with(Config, Note.SELDOM)}
+    seldom = {f"--{name.replace('_', '-')}" for name in names_with(Config, Note.ADVANCED)}
     assert shown.isdisjoint(seldom)
     assert shown | seldom == set(listed)
     assert "| `--k` | `k` | `INT` | 4, or the largest that fits N | Size of max@k" in page()

@@ -385,10 +385,10 @@ REFUSALS = {
     ),
     "a file": (("{untrained}/config.json",), "which is not a directory"),
     "an empty folder": (("{tmp}",), "which has no config.json"),
-    "no task": (("{untrained}",), "a checkpoint that is not in the folder of a run needs --task,"),
+    "no task": (("{untrained}",), "that is not in the folder of a run requires --task:"),
     "no samples": (("{run}", "--samples", "0"), "samples must be at least 1, got 0"),
     "no prompts": (("{run}", "--eval-prompts", "0"), "eval_prompts must be at least 1, got 0"),
-    "k too large": (("{run}", "--k", "1", "7"), "k must be from 1 to the 6 samples, got 7"),
+    "k too large": (("{run}", "--k", "1", "7"), "k must be from 1 to the 6 samples, got [1, 7]"),
     "greedy samples": (
         ("{run}", "--temperature", "0"),
         "greedy decoding gives one response: samples must be 1 at temperature 0, got 6",

@@ -329,7 +329,7 @@ def test_the_learner_gets_the_objectives_advantages(tmp_path, monkeypatch, flags
     --layers 1000000000 | GB of weights, this machine
     --hidden-size 8000000000000000000 | got
     --kv-cache-gb 1e-6 | kv_cache_gb must hold the longest prompt and a response
-    --model /nowhere | --model needs --task, which says what it shall answer: gsm8k,
+    --model /nowhere | --model requires --task: gsm8k,
     --task maze --model /nowhere | --model must be the folder of a checkpoint, got /nowhere, which
         is not there
     """),

@@ -2,6 +2,7 @@
 results.
 """
 
+import inspect
 import json
 import math
 import re
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -27,6 +27,9 @@ from rich.progress import (
 )
 from torch import Tensor
 
+from maxrl_fast.config.metadata import read_options
+from maxrl_fast.config.options_page import help_row, print_help, split_help
+from maxrl_fast.config.sources import convert, read_flags, refuse_unknown
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file
@@ -62,9 +65,9 @@ def run(
     Return the exit code: 0, 2 for bad input, 130 after Ctrl-C. `experiment` raises InputError for
     settings that make no sense, before any work.
     """
-    settings = tyro.cli(settings_type, args=arguments, description=settings_type.__doc__)
     start = time.perf_counter()
     try:
+        settings = read_settings(name, settings_type, arguments)
         if settings.threads < 1:
             raise InputError(f"--threads must be at least 1, got {settings.threads}")
         try:
@@ -94,6 +97,22 @@ def run(
         figure.savefig(temporary, dpi=110, format="png")
     print(f"{record['seconds']:.0f} s; written {settings.out / name}.json and .png")
     return 0
+
+
+def read_settings(
+    name: str, settings_type: type[Settings], arguments: Sequence[str] | None
+) -> Settings:
+    """Return the settings that flags give; --help prints them, and exits."""
+    kind: Any = settings_type
+    options = {option.name: option for option in read_options(kind)}
+    words, asks_for_help = split_help(sys.argv[1:] if arguments is None else arguments)
+    if asks_for_help:
+        rows = [help_row(option, {}) for option in options.values()]
+        print_help(f"{name}.py", inspect.getdoc(settings_type) or "", [("options", "", rows)])
+        sys.exit(0)
+    flags, others = read_flags(words, options)
+    refuse_unknown(flags, others, options)
+    return settings_type(**{key: convert(options[key], x) for key, x in flags.items()})
 
 
 def rounded(value: Any) -> Any:

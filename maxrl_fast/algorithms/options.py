@@ -13,14 +13,16 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from string import Formatter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number
+from maxrl_fast.errors import InputError
 
 AnyNote = TypeVar("AnyNote")
 # a default that depends on other options; resolving the configuration replaces it
-WORKED_OUT: Any = None
+DERIVED: Any = None
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,23 @@ class Default:
     chosen: Callable[[Mapping[str, Any]], str] | None = None
 
 
-class Aka:
-    """What TRL, the Trainer of transformers, verl, OpenRLHF and slime call an option, without their
-    prefixes (actor_rollout_ref.rollout.n is n).
+@dataclass(frozen=True)
+class Refusal:
+    """Options that do not go together; it stands at the row of one of them, or of a method.
 
     Args:
-        names: separated by spaces.
-        value: of our option, which their names stand for.
+        message: a format of the options by name. Those that it shows are the wrong ones.
+        holds: whether these options by name are refused.
     """
 
-    def __init__(self, *names: str, value: str = ""):
-        self.names, self.value = " ".join(names).split(), value
+    message: str
+    holds: Callable[[Mapping[str, Any]], Any]
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raise InputError where the options are refused."""
+        if self.holds(options):
+            shown = [name for _, name, *_ in Formatter().parse(self.message) if name]
+            raise InputError(self.message.format_map(options), *shown)
 
 
 @dataclass(frozen=True)

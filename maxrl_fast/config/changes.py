@@ -13,13 +13,13 @@ class Changes:
     """Options that differ, each as "lr: 0.1 before, 0.2 now"."""
 
     policy: tuple[str, ...]  # of the policy's shape
-    mathematics: tuple[str, ...]
+    semantic: tuple[str, ...]  # of what is computed
     rounding: tuple[str, ...]
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Return the options whose values changed between a run and its resumption."""
-    said = {name: _said(name, before, now) for name in _differing(before, now)}
+    said = {name: _describe(name, before, now) for name in _differing(before, now)}
     if now["lr_schedule"] == "constant":
         said.pop("steps", None)  # otherwise the learning rate depends on the number of steps
     elif "steps" in said:
@@ -30,7 +30,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     for name, text in said.items():
         kinds[_meaning(name)].append(text)
     return Changes(
-        *(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.MATHEMATICS, Resume.ROUNDING))
+        *(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.SEMANTIC, Resume.ROUNDING))
     )
 
 
@@ -38,24 +38,24 @@ def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start, and on those that now
     have other values.
     """
-    others = "; ".join(_said(name, before, now) for name in _differing(before, now))
+    others = "; ".join(_describe(name, before, now) for name in _differing(before, now))
     return "options: the run's own, from its config.json" + (
         f", but for {others}" if others else ""
     )
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    common = (name for name in now if name in before and _meaning(name) != Resume.START)
+    common = (name for name in now if name in before and _meaning(name) != Resume.NOT_COMPARED)
     return [name for name in common if before[name] != now[name]]
 
 
 def _meaning(name: str) -> Resume:
-    """Return what a change of an option means; an option of another version changes the
-    mathematics.
+    """Return what a change of an option means; an option of another version changes what
+    is computed.
     """
     option = options_of(Config).get(name)
-    return (option and option.find(Resume)) or Resume.MATHEMATICS
+    return (option and option.find(Resume)) or Resume.SEMANTIC
 
 
-def _said(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{name}: {before[name]} before, {now[name]} now"

@@ -2,7 +2,6 @@
 the resolved ones.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,29 +12,32 @@ import torch
 
 from maxrl_fast.algorithms.options import (
     AT_LEAST_1,
-    WORKED_OUT,
-    Aka,
+    DERIVED,
     BetweenZeroAndOne,
     Count,
     CountOrZero,
     Default,
     NotNegative,
     Positive,
+    Refusal,
     Seed,
     Share,
     UnitInterval,
 )
-from maxrl_fast.config import given as training
-from maxrl_fast.config.checks import (
-    TASK_IS_MISSING,
-    check_environment,
-    check_reward_weights,
-    check_task,
+from maxrl_fast.config.checks import check_task
+from maxrl_fast.config.metadata import (
+    Groups,
+    Note,
+    check_limits,
+    check_refusals,
+    options_of,
+    read_options,
 )
-from maxrl_fast.config.metadata import Groups, Note, check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
 from maxrl_fast.config.options_page import show_help, split_help
+from maxrl_fast.config.parse import TASK_IS_MISSING, configure
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
+from maxrl_fast.config.sources import convert, read_flags, read_run, refuse_unknown
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
@@ -43,6 +45,8 @@ from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks import Task
 
 PROG = "python -m maxrl_fast.evaluate"
+# options that an evaluation takes from the run
+OF_RUN = [option.name for group in (TaskOptions, RewardOptions) for option in read_options(group)]
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,26 @@ class MeasureOptions:
 
     checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
     """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
-    eval_prompts: Annotated[Count, Default("256, or all that are held out"), Aka("prompts")] = (
-        WORKED_OUT
-    )
+    eval_prompts: Annotated[Count, Default("256, or all that are held out")] = DERIVED
     """Number of prompts: the first of the split."""
-    samples: Annotated[int, AT_LEAST_1, Aka("rollouts eval_samples")] = 256
+    samples: Annotated[
+        int,
+        AT_LEAST_1,
+        Refusal(
+            "greedy decoding gives one response: samples must be 1 at temperature {temperature:g}, "
+            "got {samples}",
+            lambda c: c["temperature"] == 0 and c["samples"] > 1,
+        ),
+    ] = 256
     """Responses to each prompt (n)."""
-    k: Annotated[tuple[int, ...], Default("1 2 4 ... up to --samples", "INT ...")] = ()
+    k: Annotated[
+        tuple[int, ...],
+        Default("1 2 4 ... up to --samples", "INT ..."),
+        Refusal(
+            "k must be from 1 to the {samples} samples, got {k}",
+            lambda c: any(not 1 <= k <= (k if c["compare"] else c["samples"]) for k in c["k"]),
+        ),
+    ] = ()
     """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
@@ -96,7 +113,7 @@ class SamplingOptions:
     """Min-p sampling: sample from tokens with at least this fraction of the most probable token's
     probability.
     """
-    max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = WORKED_OUT
+    max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = DERIVED
     """Response limit, in tokens."""
     rollout: str = "native"
     """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
@@ -107,7 +124,7 @@ class SamplingOptions:
     ] = None
     """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do
     not fit wait for others to end."""
-    seed: Annotated[Seed, Default("the run's, else 0")] = WORKED_OUT
+    seed: Annotated[Seed, Default("the run's, else 0")] = DERIVED
     """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number
     alone (vllm: on the batch).
     """
@@ -117,15 +134,15 @@ class SamplingOptions:
 class PlaceOptions:
     """Where it is computed and written."""
 
-    out: Annotated[Path, Default("evaluations/<name>-<time>", "DIR")] = WORKED_OUT
+    out: Annotated[Path, Default("evaluations/<name>-<time>", "DIR")] = DERIVED
     """Folder of results, new or empty."""
-    task_seed: Annotated[Seed, Default("the run's, else 0")] = WORKED_OUT
+    task_seed: Annotated[Seed, Default("the run's, else 0")] = DERIVED
     """Seed of the mazes and of the order of training prompts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
-    threads: Annotated[Count, Default("those this process may use")] = WORKED_OUT
+    threads: Annotated[Count, Default("those this process may use")] = DERIVED
     """Number of CPU threads."""
 
 
@@ -138,14 +155,11 @@ class EvaluationConfig(Groups):
     best pass@1. Of a run, and of a checkpoint in its folder, the task's options are the run's,
     unless others are given.
 
-    Examples: python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
-
-    python -m maxrl_fast.evaluate runs/maxpo-... --baseline runs/maxpo-.../checkpoints/step-000000
-
-    python -m maxrl_fast.evaluate DIR --task dataset --data prompts.jsonl --reward reward.py:score
-    --temperature .6 --top-p .95
-
-    python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
+    Examples:
+        python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
+        python -m maxrl_fast.evaluate runs/A --baseline runs/A/checkpoints/step-000000
+        python -m maxrl_fast.evaluate DIR --task gsm8k --temperature .6 --top-p .95
+        python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
     """
 
     measure: MeasureOptions = MeasureOptions()
@@ -171,37 +185,19 @@ class ResolvedEvaluationConfig(EvaluationConfig):
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     """Return what flags and the run's folder give. --help prints the options that this task uses,
     and exits.
-
-    Raises:
-        InputError: where CHECKPOINT is missing or not a checkpoint, and on an option that is
-        unknown or that the task does not
-            use.
     """
-    options = options_of(EvaluationConfig)
-    if flag := next(
-        (
-            argument
-            for argument in arguments
-            if argument.partition("=")[0] in ("--model", "--checkpoint")
-        ),
-        None,
-    ):
-        raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag:.80}")
-    words, asks_for_help = split_help(arguments)
-    flags, words = training.read_flags(words, options)
-    if (
-        not words
-        and "reward" in flags
-        and len(rewards := flags["reward"].value) > 1
-        and ":" not in rewards[-1]
-    ):
+    options, (words, asks_for_help) = options_of(EvaluationConfig), split_help(arguments)
+    flags, words = read_flags(words, options)
+    if flag := flags.get("model", flags.get("checkpoint")):
+        raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag.name}")
+    rewards = flags["reward"].value if "reward" in flags else []
+    if not words and len(rewards) > 1 and ":" not in rewards[-1]:
         words = [rewards.pop()]  # a CHECKPOINT after the rewards, each of which has a colon
-    training.refuse_unknown(flags, words[1:], options)
-    values = {name: training.convert(options[name], x) for name, x in flags.items()}
-    config = EvaluationConfig().replace(**values, checkpoint=words[0] if words else None)
-    if asks_for_help:
-        show_help(config, options, arguments, PROG)
-    if config.measure.compare:
+    refuse_unknown(flags, words[1:], options)
+    if asks_for_help or "compare" in flags:
+        config = configure(EvaluationConfig(), options, flags, flags)
+        if asks_for_help:
+            show_help(config, options, PROG)
         if words or config.measure.baseline is not None:
             raise InputError(
                 "--compare compares finished evaluations, without CHECKPOINT and --baseline"
@@ -213,55 +209,35 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
             "--compare)"
         )
     source = find_source(words[0])
-    if source.run is None and "task" not in values:
-        raise InputError(f"a checkpoint that is not in the folder of a run needs {TASK_IS_MISSING}")
-    of_run = {} if source.run is None else training.read_run(source.run, flags)
-    names = [name for group in (TaskOptions, RewardOptions) for name in vars(group())]
-    taken = {name: of_run[name] for name in (*names, "max_new_tokens", "seed") if name in of_run}
+    if source.run is None and "task" not in flags:
+        raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
+    of_run = {} if source.run is None else read_run(source.run, flags)
+    of_run = {name: of_run[name] for name in (*OF_RUN, "max_new_tokens", "seed") if name in of_run}
     run = Config().replace(
-        **{name: training.convert(training.OPTIONS[name], x) for name, x in taken.items()}
+        **{name: convert(options_of(Config)[name], x) for name, x in of_run.items()}
     )
-    if values.get("task", run.task.task) == run.task.task:  # another task uses none of its options
-        config = config.replace(**{**vars(run.task), **vars(run.reward), **values})
-    hidden = inapplicable_options(EvaluationConfig, config.flat())
-    for name in [name for name in values if name in hidden]:
-        raise InputError(f"{flags[name].name} {hidden[name]}")
-    seed, task_seed, limit = (
-        config.sampling.seed,
-        config.place.task_seed,
-        config.sampling.max_new_tokens,
-    )
+    shared = {name: x for name, x in of_run.items() if name in OF_RUN}
+    if "task" in flags and flags["task"].value != run.task.task:
+        shared = {}  # another task uses none of its options
+    config = configure(EvaluationConfig(), options, {**shared, **flags}, flags)
+    limit = config.sampling.max_new_tokens
     if limit is None and config.task == run.task:
         limit = run.rollout.max_new_tokens
-    config = config.replace(
+    seed, task_seed = config.sampling.seed, config.place.task_seed
+    return config.replace(
         checkpoint=str(source.checkpoint),
         max_new_tokens=limit,
         seed=run.run.seed if seed is None else seed,
         task_seed=run.run.seed if task_seed is None else task_seed,
-    )
-    return config, source
+    ), source
 
 
 def check(config: EvaluationConfig) -> None:
-    """Refuse everything that can be known to be wrong before any work.
-
-    Raises:
-        InputError: with an expected/got message.
-    """
-    measure, sampling, options = config.measure, config.sampling, config.flat()
-    check_limits(EvaluationConfig, options)
-    for k in measure.k:
-        if not 1 <= k <= (sys.maxsize if measure.compare else measure.samples):
-            raise InputError(f"k must be from 1 to the {measure.samples} samples, got {k}")
-    if sampling.temperature == 0 and measure.samples > 1:
-        raise InputError(
-            "greedy decoding gives one response: samples must be 1 at temperature 0, got "
-            f"{measure.samples}"
-        )
+    """Refuse everything that can be known to be wrong before any work."""
+    check_limits(EvaluationConfig, config.flat())
+    check_refusals(EvaluationConfig, config.flat())
     check_task(config.task.task)
-    check_environment(options)
-    check_engine_name(sampling.rollout)
-    check_reward_weights(options)
+    check_engine_name(config.sampling.rollout)
 
 
 def resolve(

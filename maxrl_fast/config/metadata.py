@@ -1,16 +1,18 @@
 """What an option says of itself in the `Annotated[...]` of its field, and the one pass that reads
 it.
 
-    vllm_tensor_parallel: Annotated[Count, when.VLLM, Resume.ROUNDING, Aka("tensor_parallel_size")]
-    = 1
+    vllm_tensor_parallel: Annotated[Count, when.VLLM, Resume.ROUNDING] = 1
 
 A `Limit`, here that of Count, bounds its numbers; a `When` says which runs use it; a `Resume` what
-a change means for a run that resumes; `Aka` what other libraries call it; `Default` how --help
-shows a default that is worked out when the run starts; `LessMemory` how it reduces the memory; and
-a `Note` what else is special about it.
+a change means for a run that resumes; a `Refusal` what it does not go with; `Default` how --help
+shows a default that is derived when the run starts; `LessMemory` how it reduces the memory; and a
+`Note` what else is special about it.
 """
 
+import ast
 import dataclasses
+import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,9 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import docstring_parser
-
-from maxrl_fast.algorithms.options import Limit, Option, make_option
+from maxrl_fast.algorithms.options import Limit, Option, Refusal, make_option
 from maxrl_fast.errors import InputError
 
 AnyGroups = TypeVar("AnyGroups", bound="Groups")
@@ -32,7 +32,8 @@ class When:
 
     Args:
         otherwise: what to say of the option in other runs: a format of the options by name, or a
-        function of them. holds: whether a run of these options by name uses it.
+            function of them.
+        holds: whether a run of these options by name uses it.
     """
 
     otherwise: str | Callable[[Mapping[str, Any]], str]
@@ -40,15 +41,15 @@ class When:
 
 
 class Resume(Enum):
-    """What it means that a run resumes with another value. Without a note it changes the
-    mathematics, or, as eval_prompts and eval_samples do, what is measured: the evaluation after the
+    """What it means that a run resumes with another value. Without a note it changes what is
+    computed, or, as eval_prompts and eval_samples do, what is measured: the evaluation after the
     checkpoint is made again, and `best` compares evaluations."""
 
-    MATHEMATICS = auto()  # needs --allow-changes
+    SEMANTIC = auto()  # needs --allow-changes
     ROUNDING = auto()  # the numbers are no longer bitwise identical, which is a warning
     FREE = auto()  # nothing that is learned depends on it
     POLICY = auto()  # it fixes the shape of the policy and cannot change
-    START = auto()  # it says how a run was started, and is not compared
+    NOT_COMPARED = auto()  # it says how a run was started
 
 
 class LessMemory:
@@ -71,7 +72,7 @@ class Note(Enum):
     NOT_IN_A_FILE = auto()  # a flag without a key of --config
     POSITIONAL = auto()  # a word of the command without a flag
     OPTIONAL_VALUE = auto()  # its flag may stand alone, which gives ""
-    SELDOM = auto()  # --help has only its name; docs/options.md has all of it
+    ADVANCED = auto()  # --help has only its name; docs/options.md has all of it
 
 
 @dataclass(frozen=True)
@@ -124,16 +125,22 @@ def options_of(config: Any) -> dict[str, Option]:
 @lru_cache
 def read_options(group: Any) -> tuple[Option, ...]:
     """Return the options of a group."""
-    hints = get_type_hints(group, include_extras=True)
-    helps = {
-        text.arg_name: text.description or ""
-        for text in docstring_parser.parse_from_object(group).params
-    }
+    hints, helps = get_type_hints(group, include_extras=True), {}
+    for cls in group.__mro__[-2::-1]:  # without object
+        (definition,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, text_below in itertools.pairwise(definition.body):
+            match statement, text_below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    helps[name] = text
     fields = [
         field for field in dataclasses.fields(group) if field.default is not dataclasses.MISSING
     ]
     return tuple(
-        make_option(field.name, hints[field.name], field.default, helps[field.name])
+        make_option(field.name, hints[field.name], field.default, helps.get(field.name, ""))
         for field in fields
     )
 
@@ -144,13 +151,18 @@ def names_with(config: type, note: Note | Resume) -> tuple[str, ...]:
 
 
 def check_limits(config: type, values: Mapping[str, Any]) -> None:
-    """Raise InputError naming the first option whose value is out of its limits; None is a value
-    not given.
-    """
+    """Refuse the first option whose value is out of its limits; None is a value not given."""
     for name, option in options_of(config).items():
         for limit in option.of(Limit):
             if values.get(name) is not None and not limit.holds(values[name]):
-                raise InputError(f"{name} must be {limit.wanted}, got {values[name]}")
+                raise InputError(f"{name} must be {limit.wanted}, got {values[name]}", name)
+
+
+def check_refusals(config: type, values: Mapping[str, Any]) -> None:
+    """Refuse the first options that do not go together."""
+    for option in options_of(config).values():
+        for refusal in option.of(Refusal):
+            refusal.check(values)
 
 
 def inapplicable_options(config: type, values: Mapping[str, Any]) -> dict[str, str]:

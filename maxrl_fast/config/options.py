@@ -2,6 +2,7 @@
 as resolved.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -9,8 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from maxrl_fast.algorithms.options import (
-    WORKED_OUT,
-    Aka,
+    DERIVED,
     BelowOne,
     Count,
     CountOrZero,
@@ -19,12 +19,13 @@ from maxrl_fast.algorithms.options import (
     NotNegative,
     Option,
     Positive,
+    Refusal,
     Seed,
     Share,
     UnitInterval,
 )
 from maxrl_fast.config import conditions as when
-from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, options_of
+from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, as_list, options_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.ops.token_batch import Aggregation
@@ -60,15 +61,7 @@ def numbers_by_name(option: str, texts: Iterable[str]) -> dict[str, float]:
 class ObjectiveOptions:
     """What is maximised. Only the options that the objective uses are shown."""
 
-    objective: Annotated[
-        str,
-        Note.MAY_NAME_CODE,
-        Aka(
-            "advantage_estimator adv_estimator algorithm algo estimator rl_algorithm advantage "
-            "scale_rewards"
-        ),
-        Aka("verifree", value="verifree"),
-    ] = "maxpo"
+    objective: Annotated[str, Note.MAY_NAME_CODE] = "maxpo"
     """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m
     maxrl_fast.objectives` lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your own
     advantage."""
@@ -99,39 +92,21 @@ class TaskOptions:
     task_args: Annotated[str, when.CUSTOM_TASK, Note.JSON] = ""
     """Arguments of your own task's class as a JSON object, such as {"length": 6}.
     """
-    data: Annotated[
-        Path | None,
-        Default("none", "FILE"),
-        when.DATASET,
-        Aka("train_file train_files prompt_data train_data dataset_path"),
-    ] = None
+    data: Annotated[Path | None, Default("none", "FILE"), when.DATASET] = None
     """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments
     of the reward function.
     """
-    test_data: Annotated[
-        Path | None,
-        Default("none, a tenth of --data", "FILE"),
-        when.DATASET,
-        Aka("val_files val_file eval_dataset eval_data eval_prompt_data validation_file test_file"),
-    ] = None
+    test_data: Annotated[Path | None, Default("none, a tenth of --data", "FILE"), when.DATASET] = (
+        None
+    )
     """JSON Lines or Parquet file of held-out prompts."""
-    hub: Annotated[
-        str | None,
-        Default("the task's", "NAME[:CONFIG]"),
-        when.DATASET,
-        Aka("dataset_name dataset dataset_config"),
-    ] = None
+    hub: Annotated[str | None, Default("the task's", "NAME[:CONFIG]"), when.DATASET] = None
     """Data set of the Hugging Face hub in place of --data; its train split is used."""
     prompt_key: Annotated[
-        str | None,
-        Default("prompt; question for gsm8k, problem for math"),
-        when.DATASET,
-        Aka("input_key prompt_column prompt_field"),
+        str | None, Default("prompt; question for gsm8k, problem for math"), when.DATASET
     ] = None
     """Key of the prompt in a line."""
-    answer_key: Annotated[
-        str | None, Default("answer"), when.WITH_ANSWERS, Aka("label_key answer_column")
-    ] = None
+    answer_key: Annotated[str | None, Default("answer"), when.WITH_ANSWERS] = None
     """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth."""
     prompt_suffix: Annotated[
         str | None, Default("the papers' for gsm8k and math"), when.READS_TEXT
@@ -141,29 +116,19 @@ class TaskOptions:
     """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
     template.
     """
-    max_prompt_tokens: Annotated[
-        Count,
-        when.READS_TEXT,
-        Aka("max_prompt_length prompt_max_len max_prompt_len rollout_max_prompt_len"),
-    ] = 1024
+    max_prompt_tokens: Annotated[Count, when.READS_TEXT] = 1024
     """Longer prompts are left out."""
     allow_special_tokens: Annotated[bool, when.READS_TEXT] = False
     """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise
     they are refused.
     """
     environment: Annotated[
-        str | None,
-        Default("none", "FILE:CLASS"),
-        when.DATASET,
-        Note.MAY_NAME_CODE,
-        Aka("environment_factory env_class"),
+        str | None, Default("none", "FILE:CLASS"), when.DATASET, Note.MAY_NAME_CODE
     ] = None
     """Class of environments with tools, as TRL's environment_factory takes it, for episodes of
     several turns: reset(**columns), public methods as tools, get_reward(); in --reward-workers
     processes (docs/episodes.md)."""
-    max_turns: Annotated[
-        Count, when.WITH_ENVIRONMENT, Aka("max_tool_calling_iterations max_steps_per_episode")
-    ] = 8
+    max_turns: Annotated[Count, when.WITH_ENVIRONMENT] = 8
     """Most turns of an episode; --max-new-tokens limits all of its tokens, those of the environment
     included.
     """
@@ -178,25 +143,28 @@ class RewardOptions:
         Default("the task's own", "FILE:FUNCTION ..."),
         when.TASK_IS_NO_REWARD,
         Note.NAMES_CODE,
-        Aka(
-            "reward_funcs reward_function custom_reward_function reward_fn remote_rm_url "
-            "reward_pretrain",
-            "custom_rm_path reward_model_path rm_type reward_model_name_or_path",
-        ),
     ] = ()
     """Python functions(prompt, response, **columns) -> float that score responses, as
     rewards.py:length or package.module:f, in separate processes; hf:DIR, a reward model (a
     Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an HTTP server with
     OpenAI's interface."""
     reward_weights: Annotated[
-        tuple[float, ...], Default("1 for each", "FLOAT ..."), when.WITH_REWARDS
+        tuple[float, ...],
+        Default("1 for each", "FLOAT ..."),
+        when.WITH_REWARDS,
+        Refusal(
+            "reward_weights must be a number for each reward, got {reward_weights} for {reward}",
+            lambda c: len(as_list(c["reward_weights"])) not in (0, len(as_list(c["reward"]))),
+        ),
+        Refusal(
+            "reward_weights must be finite, got {reward_weights}",
+            lambda c: not all(map(math.isfinite, as_list(c["reward_weights"]))),
+        ),
     ] = ()
     """Weights of the functions in the reward, which is their weighted sum."""
     reward_threshold: Annotated[Finite | None, Default("none"), when.NOT_0_OR_1] = None
     """Rewards above this become 1, all others 0."""
-    reward_workers: Annotated[
-        Count, when.IN_PROCESSES, Resume.FREE, Aka("num_workers reward_num_workers")
-    ] = 2
+    reward_workers: Annotated[Count, when.IN_PROCESSES, Resume.FREE] = 2
     """Number of processes that run each function."""
     reward_concurrency: Annotated[Count, when.IN_PROCESSES, Resume.FREE] = 16
     """Calls of an async function that one process makes at a time; requests to a judge at a
@@ -220,9 +188,16 @@ class RewardOptions:
     """
     reward_memory_gb: Annotated[Positive, when.IN_PROCESSES, Resume.FREE] = 2.0
     """Memory that one process may allocate after loading the function, in 1e9 bytes."""
-    reward_isolation: Annotated[Literal["process", "call"], when.IN_PROCESSES, Resume.FREE] = (
-        "process"
-    )
+    reward_isolation: Annotated[
+        Literal["process", "call"],
+        when.IN_PROCESSES,
+        Resume.FREE,
+        Refusal(
+            "--reward-isolation must be process with --environment {environment}, whose objects "
+            "live from call to call, got {reward_isolation}",
+            lambda c: c["environment"] is not None and c["reward_isolation"] == "call",
+        ),
+    ] = "process"
     """process: a process makes calls until one fails; call: each call has a fresh process, which no
     other call can change.
     """
@@ -239,21 +214,15 @@ class RewardOptions:
 class ShapingOptions:
     """Reward shaping, in training only."""
 
-    reward_source: Annotated[
-        Literal["given", "vote", "logprob", "mean_logprob", "rlpr"],
-        Aka("srt ttrl majority_vote self_reward", value="vote"),
-        Aka("rlpr probability_reward", value="rlpr"),
-    ] = "given"
+    reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
     """given: responses have the reward of the task or of --reward; vote: 1 for the answer that most
     responses to the prompt give, 0 for others, without any label (SRT, TTRL); logprob: the policy's
     log-prob of the reference answer, given the response's reasoning; mean_logprob: its mean over
     the answer's tokens; rlpr: the reward of RLPR."""
-    overlong_buffer: Annotated[
-        CountOrZero, Aka("overlong_buffer_len overlong_buffer_cfg soft_punish_cache")
-    ] = 0
+    overlong_buffer: CountOrZero = 0
     """DAPO's overlong punishment: responses lose reward in the last tokens before --max-new-tokens,
     this many, the more the longer they are; 0: none."""
-    overlong_penalty: Annotated[Positive, when.WITH_BUFFER, Aka("overlong_penalty_factor")] = 1.0
+    overlong_penalty: Annotated[Positive, when.WITH_BUFFER] = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
 
 
@@ -261,67 +230,50 @@ class ShapingOptions:
 class RolloutOptions:
     """How responses are sampled."""
 
-    rollout: Annotated[
-        str, Note.MAY_NAME_CODE, Aka("use_vllm vllm vllm_mode vllm_num_engines", value="vllm")
-    ] = "native"
+    rollout: Annotated[str, Note.MAY_NAME_CODE] = "native"
     """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
     your own.
     """
     vllm_tensor_parallel: Annotated[
-        Count,
-        when.VLLM,
-        when.NO_VLLM_SERVER,
-        Resume.ROUNDING,
-        LessMemory("a higher {}", "start"),
-        Aka("vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size"),
+        Count, when.VLLM, when.NO_VLLM_SERVER, Resume.ROUNDING, LessMemory("a higher {}", "start")
     ] = 1
     """vLLM tensor-parallel size; must divide the world size."""
     vllm_url: Annotated[
-        str | None,
-        Default("vLLM runs in the trainer's processes", "URL"),
-        when.VLLM,
-        Resume.FREE,
-        Aka("vllm_server_base_url vllm_server_host"),
+        str | None, Default("vLLM runs in the trainer's processes", "URL"), when.VLLM, Resume.FREE
     ] = None
     """Address of a vLLM server that samples, such as http://127.0.0.1:8000; it must see this
     machine's TMPDIR.
     """
     prompts: Annotated[
         Count,
-        Aka(
-            "per_device_train_batch_size train_batch_size batch_size rollout_batch_size "
-            "global_batch_size",
-            "prompts_per_step num_prompts generation_batch_size",
+        Refusal(
+            "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}",
+            lambda c: c["prompts"] * c["rollouts"] >= 2**31,
+        ),
+        Refusal(
+            "prompts must be a multiple of updates_per_step, got {prompts} and {updates_per_step}",
+            lambda c: c["prompts"] % c["updates_per_step"],
         ),
     ] = 32
     """Prompts per step (G)."""
-    rollouts: Annotated[
-        Count,
-        Aka(
-            "num_generations n rollout_n n_samples_per_prompt num_rollouts group_size "
-            "samples_per_prompt",
-            "n_rollouts num_samples num_return_sequences rollouts_per_prompt samples "
-            "rollouts_per_example",
-        ),
-    ] = 16
+    rollouts: Count = 16
     """Rollouts per prompt (N)."""
-    dynamic_sampling: Annotated[CountOrZero, Aka("dynamic_filtering filter_groups")] = 0
+    dynamic_sampling: CountOrZero = 0
     """Sample up to this many batches of prompts a step, to replace groups whose rewards are all
     equal (DAPO); 0: one batch.
     """
-    max_new_tokens: Annotated[
-        Count,
-        Default("the task's; 32 for 9x9 mazes"),
-        Aka(
-            "max_completion_length max_response_length generate_max_len max_tokens max_length "
-            "response_length",
-            "rollout_max_response_len max_gen_len max_completion_tokens",
-        ),
-    ] = WORKED_OUT
+    max_new_tokens: Annotated[Count, Default("the task's; 32 for 9x9 mazes")] = DERIVED
     """Response limit, in tokens."""
-    temperature: Annotated[Positive, Aka("rollout_temperature sampling_temperature")] = 1.0
+    temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
-    top_p: Share = 1.0
+    top_p: Annotated[
+        Share,
+        # vLLM has no log-probs before top-p at another temperature
+        Refusal(
+            "--rollout vllm with --top-p {top_p} needs --temperature 1, got {temperature:g}",
+            lambda c: c["rollout"] == "vllm" and c["top_p"] < 1 and c["temperature"] != 1,
+        ),
+    ] = 1.0
     """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
     probability; 1: from all.
     """
@@ -331,7 +283,6 @@ class RolloutOptions:
         when.NO_VLLM_SERVER,
         Resume.ROUNDING,
         LessMemory("a lower {}", "start", "rollout"),
-        Aka("vllm_gpu_memory_utilization gpu_memory_utilization"),
     ] = None
     """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding
     step; samples that do not fit wait for others to end."""
@@ -339,13 +290,7 @@ class RolloutOptions:
         CorrectionName,
         Default("none with native or the objective's own loss, else tis"),
         Note.FOLLOWS_OBJECTIVE,
-        Aka(
-            "rollout_is rollout_rs vllm_importance_sampling_mode "
-            "vllm_importance_sampling_correction use_tis",
-            "rollout_correction",
-        ),
-        Aka("off_policy_mask_threshold use_opsm opsm_delta", value="sequence_mask"),
-    ] = WORKED_OUT
+    ] = DERIVED
     """What corrects for a rollout engine whose probabilities are not the trainer's: none, tis,
     tis_sequence, icepop, mis or sequence_mask (`python -m maxrl_fast.objectives` has their
     formulas)."""
@@ -354,10 +299,6 @@ class RolloutOptions:
         Default("2 for tis and tis_sequence"),
         when.TAKES_CAP,
         Note.FOLLOWS_OBJECTIVE,
-        Aka(
-            "vllm_importance_sampling_cap vllm_importance_sampling_clip_max tis_imp_ratio_cap",
-            "importance_sampling_cap rollout_is_threshold",
-        ),
     ] = None
     """Largest importance weight, of a token for tis and of a response for tis_sequence; without
     --correction it asks for tis, and 0 for none."""
@@ -366,7 +307,6 @@ class RolloutOptions:
         Default("the correction's own", "NAME=VALUE ...", when.numbers_of_correction),
         when.TAKES_NUMBERS,
         Note.FOLLOWS_OBJECTIVE,
-        Aka("rollout_rs_threshold vllm_importance_sampling_clip_min"),
     ] = ()
     """Numbers of the correction: low and high of icepop and mis, delta of sequence_mask."""
 
@@ -392,15 +332,15 @@ class WarmStartOptions:
     response; or messages, of which the last is the assistant's."""
     sft_steps: Annotated[
         CountOrZero, Default("100; with --sft-data an epoch; with --model alone 0")
-    ] = WORKED_OUT
+    ] = DERIVED
     """Number of steps of supervised learning; 0: none."""
     sft_batch: Count = 32
     """Solutions per step."""
     sft_lr: Annotated[Positive, Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4")] = (
-        WORKED_OUT
+        DERIVED
     )
     """Peak learning rate; 10 steps of linear warm-up, then a cosine to a tenth."""
-    sft_beta2: Annotated[BelowOne, Default("--beta2"), Note.SELDOM] = WORKED_OUT
+    sft_beta2: Annotated[BelowOne, Default("--beta2"), Note.ADVANCED] = DERIVED
     """AdamW's decay of the second moment in the warm start."""
 
 
@@ -408,67 +348,29 @@ class WarmStartOptions:
 class OptimizerOptions:
     """Reinforcement learning updates (AdamW, float32 weights and moments)."""
 
-    steps: Annotated[
-        CountOrZero,
-        Aka(
-            "max_steps num_train_epochs total_training_steps total_epochs num_episodes epochs "
-            "num_epochs num_steps",
-            "num_rollout iterations train_steps",
-        ),
-    ] = 90
+    steps: CountOrZero = 90
     """Number of reinforcement learning steps."""
-    lr: Annotated[
-        Positive,
-        Default("3e-4; with --model 1e-6, with --lora-rank too 1e-5"),
-        Aka("learning_rate actor_learning_rate optim_lr"),
-    ] = WORKED_OUT
+    lr: Annotated[Positive, Default("3e-4; with --model 1e-6, with --lora-rank too 1e-5")] = DERIVED
     """Peak learning rate."""
-    lr_schedule: Annotated[
-        Literal["constant", "cosine"],
-        Aka("lr_scheduler_type lr_scheduler lr_decay_style scheduler"),
-    ] = "cosine"
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or a cosine to a tenth of the peak."""
-    warmup_steps: Annotated[
-        CountOrZero,
-        Aka(
-            "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio warmup "
-            "num_warmup_steps"
-        ),
-    ] = 25
+    warmup_steps: CountOrZero = 25
     """Steps of linear warm-up, while the second moments settle: with few, an early large gradient
     undoes the warm start.
     """
-    updates_per_step: Annotated[
-        Count, Aka("ppo_mini_batch_size mini_batch_size steps_per_generation")
-    ] = 1
+    updates_per_step: Count = 1
     """Optimizer updates from each batch of rollouts, each on an equal share of its prompts."""
-    weight_decay: Annotated[NotNegative, Aka("l2 adam_weight_decay")] = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled weight decay, on matrices only."""
-    beta2: Annotated[BelowOne, Aka("adam_beta2 adam_betas")] = 0.99
+    beta2: BelowOne = 0.99
     """AdamW's decay of the second moment."""
-    clip_grad: Annotated[
-        Positive, Aka("max_grad_norm grad_clip max_norm gradient_clipping grad_norm")
-    ] = 0.1
+    clip_grad: Positive = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
-    token_budget: Annotated[
-        Count,
-        Resume.ROUNDING,
-        LessMemory("a lower {}", "update"),
-        Aka(
-            "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu "
-            "max_tokens_per_gpu",
-            "ppo_max_token_len_per_gpu micro_batch_size ppo_micro_batch_size",
-        ),
-    ] = 4096
+    token_budget: Annotated[Count, Resume.ROUNDING, LessMemory("a lower {}", "update")] = 4096
     """Token limit, prompts counted once, of one forward and backward pass; gradients of several
     passes add up.
     """
-    checkpoint_activations: Annotated[
-        bool,
-        Resume.ROUNDING,
-        LessMemory("{}", "update"),
-        Aka("gradient_checkpointing enable_gradient_checkpointing activation_checkpointing"),
-    ] = False
+    checkpoint_activations: Annotated[bool, Resume.ROUNDING, LessMemory("{}", "update")] = False
     """Keep only each layer's input for the backward pass and recompute the layer there: less
     memory, a third more work.
     """
@@ -483,9 +385,7 @@ class LossOptions:
         Default("ppo; reinforce for pacs, verifree and the off-policy objectives"),
         Note.FOLLOWS_OBJECTIVE,
         Note.MAY_NAME_CODE,
-        Aka("policy_loss_type loss_fn policy_loss loss_mode"),
-        Aka("importance_sampling_level", value="gspo"),
-    ] = WORKED_OUT
+    ] = DERIVED
     """Policy-gradient loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m
     maxrl_fast.objectives` lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your
     own. With one update per step the ratio is 1, and the built-in losses have the same gradient,
@@ -495,60 +395,32 @@ class LossOptions:
         Default("the loss's own", "NAME=VALUE ...", when.numbers_of_loss),
         when.TAKES_LOSS_OPTIONS,
         Note.FOLLOWS_LOSS,
-        Aka(
-            "sapo_temperature_pos sapo_temperature_neg tau_pos tau_neg vespo_k_pos vespo_k_neg "
-            "vespo_lambda_pos",
-            "vespo_lambda_neg dppo_mask_low dppo_mask_high kl_tau",
-        ),
     ] = ()
     """Numbers of the loss, such as tau_negative=1.1 of sapo (`python -m maxrl_fast.objectives`
     lists them), and beta, the teacher's weight in --divergence jsd."""
-    clip_low: Annotated[
-        BelowOne,
-        when.TAKES_CLIPS,
-        Aka(
-            "epsilon cliprange clip_ratio clip_ratio_low eps_clip eps_clip_low_high epsilon_low "
-            "clip_eps",
-            "clip_range",
-        ),
-    ] = 0.2
+    clip_low: Annotated[BelowOne, when.TAKES_CLIPS] = 0.2
     """The ratio is clipped below 1 - clip_low, in ppo, cispo, gspo, luspo, clip_cov and simko."""
-    clip_high: Annotated[
-        NotNegative, when.TAKES_CLIPS, Aka("epsilon_high clip_ratio_high eps_clip_high")
-    ] = 0.2
+    clip_high: Annotated[NotNegative, when.TAKES_CLIPS] = 0.2
     """The ratio is clipped above 1 + clip_high, in ppo, cispo, gspo, luspo, clip_cov and simko."""
     aggregation: Annotated[
-        Aggregation,
-        Default("the objective's"),
-        Note.FOLLOWS_OBJECTIVE,
-        Note.FOLLOWS_LOSS,
-        Aka("loss_type loss_agg_mode loss_reduction"),
-    ] = WORKED_OUT
+        Aggregation, Default("the objective's"), Note.FOLLOWS_OBJECTIVE, Note.FOLLOWS_LOSS
+    ] = DERIVED
     """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo),
     seq_mean_token_sum (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant
     (dr_grpo)."""
-    top_entropy: Annotated[Share, Aka("top_entropy_quantile entropy_top_ratio")] = 1.0
+    top_entropy: Share = 1.0
     """Share of an update's tokens, those with the highest entropies, that have a policy gradient
     (0.2 in the 80/20 paper); costs one more forward pass. The others still count in the average. 1:
     all."""
-    entropy_coef: Annotated[
-        NotNegative, Aka("entropy_coeff entropy_loss_coef entropy_bonus ent_coef")
-    ] = 0.0
+    entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
-    siren: Annotated[NotNegative, Note.SELDOM] = 0.0
+    siren: Annotated[NotNegative, Note.ADVANCED] = 0.0
     """Coefficient of SIREN's term, per nat squared: the squared distance of the entropy from its
     value at the start, over the tokens with high entropy and their likely continuations alone
     (0.005 in the paper); 0: none."""
-    kl_coef: Annotated[
-        NotNegative,
-        Aka("beta kl_loss_coef init_kl_coef kl_beta kl_coeff use_kl_loss kl_penalty_coef"),
-    ] = 0.0
+    kl_coef: NotNegative = 0.0
     """Coefficient of the divergence from the reference policy, per nat."""
-    kl: Annotated[
-        Literal["k1", "k2", "k3", "k3+", "full"],
-        when.WITH_KL,
-        Aka("kl_loss_type kl_estimator kl_penalty"),
-    ] = "k3"
+    kl: Annotated[Literal["k1", "k2", "k3", "k3+", "full"], when.WITH_KL] = "k3"
     """Estimator of the divergence from the reference policy; full: the exact divergence, of all
     tokens of the vocabulary.
     """
@@ -556,10 +428,7 @@ class LossOptions:
     """Divergence of --kl full: reverse is KL(policy || teacher), forward KL(teacher || policy), jsd
     the Jensen-Shannon divergence, generalized by --loss-options beta."""
     reference: Annotated[
-        str | None,
-        Default("none, the policy itself", "MODEL"),
-        when.WITH_REFERENCE,
-        Aka("teacher_model teacher teacher_model_name_or_path ref_model reward_ref_model"),
+        str | None, Default("none, the policy itself", "MODEL"), when.WITH_REFERENCE
     ] = None
     """Reference policy: another checkpoint with the policy's vocabulary and tokenizer, a directory
     or hf://ORG/NAME, such as a teacher; it is not trained. Default: the policy when reinforcement
@@ -595,15 +464,7 @@ class ModelOptions:
     transformers has.
     """
 
-    model: Annotated[
-        str | None,
-        Default("none, a new model", "MODEL"),
-        Aka(
-            "model_name_or_path model_path model_name pretrain hf_checkpoint pretrained_model "
-            "base_model model_id",
-            "tokenizer",
-        ),
-    ] = None
+    model: Annotated[str | None, Default("none, a new model", "MODEL")] = None
     """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or
     hf://ORG/NAME@REVISION of the hub. The sizes below are then its own."""
     model_backend: Annotated[
@@ -612,31 +473,47 @@ class ModelOptions:
     """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers
     (docs/models.md lists which), or
     auto: native where it has the model."""
-    hidden_size: Annotated[Count, Resume.POLICY] = 128
+    hidden_size: Annotated[
+        Count,
+        Resume.POLICY,
+        Refusal(
+            "hidden_size must be a multiple of heads, got {hidden_size} and {heads}",
+            lambda c: c["hidden_size"] % c["heads"],
+        ),
+        Refusal(
+            "hidden_size / heads must be even, got {hidden_size} / {heads}",
+            lambda c: c["hidden_size"] // c["heads"] % 2,
+        ),
+    ] = 128
     """Size of the hidden states."""
     intermediate_size: Annotated[Count, Resume.POLICY] = 256
     """Size of the feed-forward layers."""
     layers: Annotated[Count, Resume.POLICY] = 4
     """Number of layers."""
-    heads: Annotated[Count, Resume.POLICY] = 8
+    heads: Annotated[
+        Count,
+        Resume.POLICY,
+        Refusal(
+            "heads must be a multiple of kv_heads, got {heads} and {kv_heads}",
+            lambda c: c["heads"] % c["kv_heads"],
+        ),
+    ] = 8
     """Number of query heads; the size of a head is hidden_size / heads."""
     kv_heads: Annotated[Count, Resume.POLICY] = 4
     """Number of key/value heads."""
-    rope_theta: Annotated[Positive, Resume.POLICY, Note.SELDOM] = 100.0
+    rope_theta: Annotated[Positive, Resume.POLICY, Note.ADVANCED] = 100.0
     """Base of the rotary embedding. Short prompts are learned faster with a small base; the MaxRL
     paper has 1e6.
     """
-    lora_rank: Annotated[
-        CountOrZero, Resume.POLICY, LessMemory("{}", "update"), Aka("lora_r use_peft r peft")
-    ] = 0
+    lora_rank: Annotated[CountOrZero, Resume.POLICY, LessMemory("{}", "update")] = 0
     """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the
     checkpoints; 0: off.
     """
     lora_alpha: Annotated[Positive, when.WITH_LORA] = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: Annotated[
-        str, when.WITH_LORA, Resume.POLICY, Aka("lora_target_modules target_modules")
-    ] = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    lora_targets: Annotated[str, when.WITH_LORA, Resume.POLICY] = (
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    )
     """Linear layers that get adapters."""
 
     @property
@@ -652,28 +529,19 @@ class EvaluationOptions:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: Annotated[
-        CountOrZero | None,
-        Default("a quarter of the steps, on a part of the prompts"),
-        Resume.FREE,
-        Aka("eval_steps test_freq eval_interval eval_strategy evaluation_strategy eval_freq"),
+        CountOrZero | None, Default("a quarter of the steps, on a part of the prompts"), Resume.FREE
     ] = None
     """Steps between evaluations; 0: only before the first step and after the last. By default there
     are three between them, on as many prompts as need at most 5% of the samples of training; none
     if those are fewer than 32."""
-    eval_prompts: Annotated[
-        Count,
-        Default("256, or all that are held out"),
-        Aka("limit num_eval_prompts max_eval_samples"),
-    ] = WORKED_OUT
+    eval_prompts: Annotated[Count, Default("256, or all that are held out")] = DERIVED
     """Number of held-out prompts."""
-    eval_samples: Annotated[
-        Count, Aka("n_samples_per_eval_prompt eval_num_samples num_generations_eval")
-    ] = 16
+    eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: Annotated[CountOrZero, Resume.FREE] = 0
     """Steps between lines of diagnostics.jsonl, each prompt's pass rate and the norm of its
     gradient, which cost a second backward pass; 0: none."""
-    keep_rollouts: Annotated[CountOrZero, Resume.FREE, Note.SELDOM] = 8
+    keep_rollouts: Annotated[CountOrZero, Resume.FREE, Note.ADVANCED] = 8
     """Rollouts of each training step that rollouts.jsonl keeps, with their rewards and advantages:
     whole groups as far as this number goes, and many of the same prompts in each epoch of a data
     set; 0: none."""
@@ -682,8 +550,6 @@ class EvaluationOptions:
         Default("none"),
         Resume.FREE,
         Note.NAMES_CODE,
-        Aka("report_to logger"),
-        Aka("use_wandb wandb wandb_project", value="wandb"),
     ] = None
     """Send metrics to TensorBoard, wandb or trackio too, each of which is an extra of the same
     name."""
@@ -693,82 +559,70 @@ class EvaluationOptions:
 class RunOptions:
     """The run itself."""
 
-    out: Annotated[
-        Path,
-        Default("runs/<objective>-<time>", "DIR"),
-        Resume.START,
-        Aka(
-            "output_dir save_path ckpt_path default_local_dir run_name experiment_name output save "
-            "logging_dir",
-            "out_dir log_dir",
-        ),
-    ] = WORKED_OUT
+    out: Annotated[Path, Default("runs/<objective>-<time>", "DIR"), Resume.NOT_COMPARED] = DERIVED
     """Folder of results: new, empty, or of a run that ended before its first step."""
     resume: Annotated[
         Path | None,
         Default("none", "DIR"),
-        Resume.START,
+        Resume.NOT_COMPARED,
         Note.NOT_IN_A_FILE,
-        Aka("resume_from_checkpoint resume_from_path load_checkpoint resume_mode resume_from load"),
+        Refusal(
+            "--resume writes into the run's own folder, {resume}, got --out {out}",
+            lambda c: (
+                c["resume"]
+                and c["out"]
+                and Path(c["out"]).absolute() != Path(c["resume"]).absolute()
+            ),
+        ),
     ] = None
     """Resume the run in this folder from its newest undamaged checkpoint, with its own options
     unless others are given; auto: the run in --out, or a new one if there is none yet, so that the
     same command starts a run and restarts it."""
-    allow_changes: Annotated[bool, when.RESUMES, Resume.START] = False
+    allow_changes: Annotated[bool, when.RESUMES, Resume.NOT_COMPARED] = False
     """Resume even if other options or files than the run's change what is computed."""
-    config: Annotated[Path | None, Default("none", "FILE"), Resume.START, Note.NOT_IN_A_FILE] = None
+    config: Annotated[
+        Path | None, Default("none", "FILE"), Resume.NOT_COMPARED, Note.NOT_IN_A_FILE
+    ] = None
     """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides
     the file.
     """
-    seed: Annotated[Seed, Aka("data_seed random_seed")] = 0
+    seed: Seed = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Resume.ROUNDING, Aka("use_cpu no_cuda")] = (
-        "auto"
-    )
+    device: Annotated[Literal["auto", "cpu", "cuda"], Resume.ROUNDING] = "auto"
     """Device to compute on."""
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        Aka("torch_dtype precision mixed_precision"),
-        Aka("bf16", value="bfloat16"),
-    ] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and
     moments are always float32."""
-    compile: Annotated[bool, Resume.ROUNDING, Aka("torch_compile use_torch_compile")] = False
+    compile: Annotated[
+        bool,
+        Resume.ROUNDING,
+        Refusal(
+            "--compile is for the native decoder, got --model-backend {model_backend}",
+            lambda c: c["compile"] and c["model_backend"] == "transformers",
+        ),
+    ] = False
     """Fuse each layer's operations before and after attention by torch.compile, in training and in
     PyTorch's decoding. The first steps take longer."""
     sharding: Annotated[
         Literal["auto", "none", "full"],
         Resume.ROUNDING,
         LessMemory("{} full on more GPUs", "rollout", "update"),
-        Aka("fsdp deepspeed zero_stage fsdp_config", value="full"),
     ] = "auto"
     """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a
     part on each), or auto: full where the training state would take more than half of a GPU's
     memory."""
-    threads: Annotated[
-        Count,
-        Default("those this process may use"),
-        Resume.ROUNDING,
-        Aka("num_threads n_threads cpu_threads"),
-    ] = WORKED_OUT
+    threads: Annotated[Count, Default("those this process may use"), Resume.ROUNDING] = DERIVED
     """Number of CPU threads."""
-    save_every: Annotated[
-        CountOrZero, Resume.FREE, Aka("save_steps save_freq save_interval save_strategy")
-    ] = 50
+    save_every: Annotated[CountOrZero, Resume.FREE] = 50
     """Steps between checkpoints; 0: only after the warm start, at the end, and when stopped."""
-    keep_checkpoints: Annotated[
-        CountOrZero,
-        Resume.FREE,
-        Aka("save_total_limit max_ckpt_num max_actor_ckpt_to_keep"),
-        Note.SELDOM,
-    ] = 3
+    keep_checkpoints: Annotated[CountOrZero, Resume.FREE, Note.ADVANCED] = 3
     """Newest checkpoints to keep, besides the best one and the one after the warm start; 0: all."""
-    stall_limit: Annotated[Positive, Resume.FREE, Note.SELDOM] = 1800.0
+    stall_limit: Annotated[Positive, Resume.FREE, Note.ADVANCED] = 1800.0
     """Seconds that a stage of a step may take without progress; then the run prints its stacks and
     ends.
     """
     dry_run: Annotated[
-        str | None, Note.OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.START, Aka("dryrun")
+        str | None, Note.OPTIONAL_VALUE, Default("off", "[GPUSxGB]"), Resume.NOT_COMPARED
     ] = None
     """Print the resolved configuration with estimates of memory and work, and stop. Without a value
     they are for this machine and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes)
@@ -779,9 +633,9 @@ class RunOptions:
 class Config(Groups):
     """Reinforcement learning with verifiable rewards.
 
-    Examples: python -m maxrl_fast.train --objective maxpo --k 4
-
-    torchrun --nproc-per-node 8 -m maxrl_fast.train --objective maxrl --task gsm8k --model DIR
+    Examples:
+        python -m maxrl_fast.train --objective maxpo --k 4
+        torchrun --nproc-per-node 8 -m maxrl_fast.train --task gsm8k --model DIR
 
     --version prints the versions instead.
     """

@@ -9,9 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
-import tyro
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from maxrl_fast.algorithms.options import Default, Option
 from maxrl_fast.config.metadata import Groups, Note, inapplicable_options, options_of, read_options
@@ -33,6 +37,8 @@ OpenRLHF and others, are answered with the name here: `--num-generations 8` by
 """
 
 
+# of --help: the widest page in columns, and the widest flag with its help on the same line
+WIDEST, FLAG_WIDTH = 110, 20
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -48,85 +54,87 @@ def grouped(
         yield name, group, [option for option in options.values() if option.name in names]
 
 
-def show_help(
-    config: Groups, options: Mapping[str, Option], arguments: Sequence[str], prog: str
+def show_help(config: Groups, options: Mapping[str, Option], prog: str) -> NoReturn:
+    """Print the options that a run of this configuration uses, and exit."""
+    values, groups, advanced = config.flat(), [], []
+    hidden = inapplicable_options(type(config), values)
+    for name, group, members in grouped(type(config), options):
+        used = [option for option in members if option.name not in hidden]
+        advanced += [option.flag for option in used if Note.ADVANCED in option.notes]
+        rows = [help_row(x, values) for x in used if Note.ADVANCED not in x.notes]
+        groups.append((f"{name.replace('_', ' ')} options", inspect.getdoc(group) or "", rows))
+    description = inspect.getdoc(type(config)) or ""
+    if advanced:
+        description += f"\n\nMore, in docs/options.md: {', '.join(advanced)}."
+    print_help(prog, description, groups)
+    sys.exit(0)
+
+
+def help_row(option: Option, values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the flag with what it takes, and the help with the default."""
+    default = option.find(Default)
+    text = default.chosen(values) if default and default.chosen else default_text(option)
+    if option.kind is bool:
+        return f"{option.flag}, --no-{option.flag[2:]}", f"{option.help} (default: {text})"
+    if Note.POSITIONAL in option.notes:
+        return _metavar(option), option.help
+    return f"{option.flag} {_metavar(option)}", f"{option.help} (default: {text})"
+
+
+def print_help(
+    prog: str, description: str, groups: Sequence[tuple[str, str, Sequence[tuple[str, str]]]]
 ) -> None:
-    """Print the options that a run of this configuration uses, or a completion of its flags for a
-    shell, and exit: by tyro.
+    """Print a page of options.
+
+    Args:
+        groups: title, purpose, and rows of a flag and its help.
     """
-    values = config.flat()
-    hidden, groups, seldom = inapplicable_options(type(config), values), [], []
-    for name, group, members in grouped(
-        type(config), {key: x for key, x in options.items() if key not in hidden}
-    ):
-        seldom += [option.flag for option in members if Note.SELDOM in option.notes]
-        listed = [option for option in members if Note.SELDOM not in option.notes]
-        fields = [
-            (option.name, _for_tyro(option, values), dataclasses.field(default=option.default))
-            for option in listed
-        ]
-        shown = dataclasses.make_dataclass(
-            group.__name__, fields, namespace={"__doc__": group.__doc__}
-        )
-        groups.append((name, shown, dataclasses.field(default_factory=shown)))
-    others = f"More, in docs/options.md: {', '.join(seldom)}." if seldom else ""
-    tyro.cli(
-        dataclasses.make_dataclass(type(config).__name__, groups),
-        args=["--help"]
-        if not any(word.startswith("--tyro") for word in arguments)
-        else list(arguments),
-        prog=prog,
-        description="\n\n".join(filter(None, [inspect.getdoc(type(config)), others])),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDEST)
+    paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", description)
+    console.print(Text(f"usage: {prog} [OPTIONS]\n\n{paragraphs}\n"))
+    for title, purpose, rows in groups:
+        lines: list[RenderableType] = [Text(purpose, "italic")] if purpose else []
+        for flag, text in rows:
+            help_text = Text(text)
+            help_text.highlight_regex(r"\(default: .*\)$", "cyan")
+            if len(flag) > FLAG_WIDTH:
+                lines += [Text(flag, "bold"), Padding(help_text, (0, 0, 0, FLAG_WIDTH + 1))]
+                continue
+            table = Table.grid(padding=(0, 1, 0, 0))
+            table.add_column(width=FLAG_WIDTH)
+            table.add_row(Text(flag, "bold"), help_text)
+            lines.append(table)
+        if rows:
+            console.print(Panel(Group(*lines), title=title, title_align="left", border_style="dim"))
 
 
 def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without -h and --help, and whether they ask for the options, or for a
-    completion by tyro.
-    """
-    if any(word.startswith("--tyro") for word in arguments):
-        return [], True
+    """Return the arguments without -h and --help, and whether they ask for the options."""
     words = [word for word in arguments if word not in ("-h", "--help")]
     return words, len(words) < len(arguments)
-
-
-def _for_tyro(option: Option, values: Mapping[str, Any]) -> Any:
-    kind: Any = option.kind if option.default is not None else option.kind | None
-    if Note.POSITIONAL in option.notes:
-        return Annotated[
-            kind,
-            tyro.conf.Positional,
-            tyro.conf.arg(help=option.help, metavar=_metavar(option), help_behavior_hint=""),
-        ]
-    if option.find(Default) is None and option.default is not None:
-        return Annotated[kind, tyro.conf.arg(help=option.help)]
-    default = option.find(Default)
-    text = default.chosen(values) if default and default.chosen else default_text(option)
-    hint = f"(default: {text})"
-    return Annotated[
-        kind, tyro.conf.arg(help=option.help, metavar=_metavar(option), help_behavior_hint=hint)
-    ]
 
 
 def _metavar(option: Option) -> str:
     """Return what --help shows in the value's place."""
     default = option.find(Default)
+    if default and default.metavar:
+        return default.metavar
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}"
     kind = (get_args(option.kind) or [option.kind])[0]
-    return (default and default.metavar) or (
-        "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS.get(kind, "STR")
-    )
+    return _METAVARS.get(kind, "STR") + " ..." * option.takes_several
 
 
 def default_text(option: Option) -> str:
     default = option.find(Default)
-    return (
-        default.text
-        if default
-        else "must be given"
-        if option.default is None
-        else str(option.default)
-    )
+    if default is not None:
+        return default.text
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    if option.takes_several:
+        return " ".join(map(str, option.default))
+    return "must be given" if option.default is None else str(option.default) or "none"
 
 
 @dataclass(frozen=True)
@@ -177,21 +185,15 @@ def _row_of_objectives(options: Mapping[str, Option]) -> Row:
 
 def _row(option: Option) -> Row:
     flag, is_flag = f"`{option.flag}`", option.kind is bool
-    default = (
-        f"`{option.default}`" if option.find(Default) is None else escaped(default_text(option))
-    )
-    if is_flag or option.default == "":
-        default = "on" if option.default else "off" if is_flag else "none"
-    kind = (
-        "flag"
-        if is_flag
-        else ", ".join(f"`{choice}`" for choice in option.choices) or f"`{_metavar(option)}`"
-    )
+    default = escaped(default_text(option))
+    if not is_flag and option.default not in (None, "") and not option.of(Default):
+        default = f"`{default_text(option)}`"
+    choices = ", ".join(f"`{choice}`" for choice in option.choices)
     return Row(
         flag=f"{flag}, `--no-{option.flag[2:]}`" if is_flag else flag,
         key="none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`",
-        kind=kind,
-        default=default if option.default is not None or option.of(Default) else "must be given",
+        kind="flag" if is_flag else choices or f"`{_metavar(option)}`",
+        default=default,
         help=escaped(option.help),
     )
 

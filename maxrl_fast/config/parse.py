@@ -1,17 +1,24 @@
 """From flags, the TOML file of --config and the run of --resume to a configuration."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from maxrl_fast.algorithms.options import Option
-from maxrl_fast.config.checks import TASK_IS_MISSING
-from maxrl_fast.config.given import (
-    ANY_OBJECTIVES,
-    OPTIONS,
-    OTHER_NAMES,
-    Given,
+from maxrl_fast.config.aliases import OTHER_NAMES
+from maxrl_fast.config.metadata import (
+    AnyGroups,
+    Note,
+    inapplicable_options,
+    names_with,
+    options_of,
+)
+from maxrl_fast.config.options import Config, objective_table, options_with
+from maxrl_fast.config.options_page import show_help, split_help
+from maxrl_fast.config.resolve import absolute_function
+from maxrl_fast.config.run_folder import checkpoints_of
+from maxrl_fast.config.sources import (
+    RawOption,
     convert,
     hint,
     read_flags,
@@ -19,19 +26,19 @@ from maxrl_fast.config.given import (
     read_toml,
     refuse_unknown,
 )
-from maxrl_fast.config.metadata import Note, inapplicable_options, names_with
-from maxrl_fast.config.options import Config, options_with
-from maxrl_fast.config.options_page import show_help, split_help
-from maxrl_fast.config.resolve import absolute_function
-from maxrl_fast.config.run_folder import checkpoints_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.training.objectives.registry import objective_presets
 
-AUTO = "auto"  # the value of --resume
-FOLLOWING_OBJECTIVE, FOLLOWING_LOSS = (
-    names_with(Config, Note.FOLLOWS_OBJECTIVE),
-    names_with(Config, Note.FOLLOWS_LOSS),
+AUTO = Path("auto")  # the value of --resume
+TASK_IS_MISSING = (
+    "requires --task: gsm8k, math, dataset with --data FILE, maze or another (--help lists them)"
 )
+
+
+def known_options() -> dict[str, Option]:
+    """Return all options by name, those of each built-in objective included."""
+    own = {name: next(iter(rows.values())) for name, rows in objective_table().items()}
+    return options_of(Config) | own
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -39,20 +46,12 @@ def parse(arguments: Sequence[str]) -> Config:
     each overriding those before it. --help prints the options that this run uses, and exits.
 
     `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
-
-    Raises:
-        InputError: on a file that cannot be read, an unknown option, a value of the wrong type, and
-        an option that the run does
-            not use.
     """
     words, asks_for_help = split_help(arguments)
-    config = _parse(*read_flags(words, OPTIONS | ANY_OBJECTIVES))
+    config = _parse(*read_flags(words, known_options()))
     if asks_for_help:
         show_help(
-            config,
-            options_with(config.objective.objective),
-            arguments,
-            "python -m maxrl_fast.train",
+            config, options_with(config.objective.objective), prog="python -m maxrl_fast.train"
         )
     return config
 
@@ -61,71 +60,74 @@ def parse_options(options: Mapping[str, Any]) -> Config:
     """Return the configuration of options by name, as `parse` does of their flags; None is an
     option that is not given.
     """
-    return _parse(
-        {
-            str(name): Given(value, str(name))
-            for name, value in options.items()
-            if value is not None
-        },
-        [],
-    )
+    given = {str(name): RawOption(x, str(name)) for name, x in options.items() if x is not None}
+    return _parse(given, [])
 
 
-def _parse(flags: Mapping[str, Given], words: Sequence[str]) -> Config:
-    def early(name: str, *layers: Mapping[str, Given]) -> Any:
+def _parse(flags: Mapping[str, RawOption], words: Sequence[str]) -> Config:
+    def early(name: str, *layers: Mapping[str, RawOption]) -> Any:
+        """Return the value in the first layer that gives the option, or None."""
         found = next((layer[name] for layer in layers if name in layer), None)
-        return None if found is None else convert(OPTIONS[name], found)
+        return None if found is None else convert(options_of(Config)[name], found)
 
-    path = early("config", flags)
+    path, run = early("config", flags), early("resume", flags)
     file = {} if path is None else read_toml(path)
-    run = early("resume", flags)
-    is_auto = run == Path(AUTO)
+    is_auto = run == AUTO
     if is_auto:
-        run = _run_in(early("out", flags, file))
+        out = early("out", flags, file)
+        if out is None:
+            raise InputError("--resume auto needs --out DIR, the folder of the run")
+        run = out if (out / "config.json").exists() else None
+    of_run: dict[str, RawOption] = {}
     # A run that ended before its first checkpoint restarts with this command's options.
-    of_run = (
-        {}
-        if run is None or (is_auto and not checkpoints_of(run))
-        else read_run(run, {**file, **flags})
-    )
+    if run is not None and not (is_auto and not checkpoints_of(run)):
+        of_run = read_run(run, {**file, **flags})
     objective, loss = early("objective", flags, file), early("loss", flags, file)
+    kept = {*of_run}
     if of_run and objective and absolute_function(objective) != early("objective", of_run):
-        of_run = {
-            name: x
-            for name, x in of_run.items()
-            if name in OPTIONS and name not in FOLLOWING_OBJECTIVE
-        }
+        kept &= options_of(Config).keys() - names_with(Config, Note.FOLLOWS_OBJECTIVE)
     if of_run and loss and loss != early("loss", of_run):
-        of_run = {name: x for name, x in of_run.items() if name not in FOLLOWING_LOSS}
+        kept -= {*names_with(Config, Note.FOLLOWS_LOSS)}
+    of_run = {name: x for name, x in of_run.items() if name in kept}
     given = {**of_run, **file, **flags}
-    if "estimator_options" in given:
-        raise InputError(
-            "--estimator-options was removed; use --eps, --ddof and others, which --objective NAME "
-            "--help lists"
-        )
-    name = early(
-        "objective", given, {"objective": Given(Config().objective.objective, "objective")}
-    )
+    name = early("objective", given) or Config().objective.objective
     options = options_with(name)
-    refuse_unknown(given, words, {**OPTIONS, **ANY_OBJECTIVES, **options})
+    refuse_unknown(given, words, {**known_options(), **options})
     for key in [key for key in given if key not in options]:
-        raise _inapplicable(key, given[key], f"is not used by objective {name}", options)
-    values = {key: convert(options[key], x) for key, x in given.items()}
-    values = {**objective_presets(name), **values}
-    if "model" in values and "task" not in values:
-        raise InputError(f"{given['model'].place}{given['model'].name} needs {TASK_IS_MISSING}")
-    hidden = inapplicable_options(Config, Config().replace(**values).flat())
-    for key in hidden:
-        if key in file or key in flags:
-            raise _inapplicable(key, given[key], hidden[key], options)
-    # A run's config.json has the defaults of hidden options too.
-    config = Config().replace(**{key: value for key, value in values.items() if key not in hidden})
+        raise _inapplicable(given[key], key, f"is not used by objective {name}", options)
+    if "model" in given and "task" not in given:
+        raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
+    # A run's config.json has the defaults of options that it does not use too.
+    config = configure(Config(), options, given, file.keys() | flags, objective_presets(name))
     if not is_auto:
         return config
     return config.replace(resume=run, allow_changes=config.run.allow_changes and run is not None)
 
 
-def _inapplicable(key: str, given: Given, reason: str, known: Mapping[str, Option]) -> InputError:
+def configure(
+    default: AnyGroups,
+    options: Mapping[str, Option],
+    given: Mapping[str, RawOption],
+    by_user: Collection[str],
+    presets: Mapping[str, Any] | None = None,
+) -> AnyGroups:
+    """Return a configuration with the values that are given, without those of options that the run
+    does not use.
+
+    Args:
+        by_user: options that are refused where the run does not use them.
+        presets: other defaults.
+    """
+    values = dict(presets or {}) | {key: convert(options[key], x) for key, x in given.items()}
+    unused = inapplicable_options(type(default), default.replace(**values).flat())
+    for key in [key for key in unused if key in by_user]:
+        raise _inapplicable(given[key], key, unused[key], options)
+    return default.replace(**{key: value for key, value in values.items() if key not in unused})
+
+
+def _inapplicable(
+    given: RawOption, key: str, reason: str, known: Mapping[str, Option]
+) -> InputError:
     """Return the error of an option that the run does not use."""
     # Where another library means something else by the name, as by beta, PACS's, the weight of the
     # divergence.
@@ -133,38 +135,15 @@ def _inapplicable(key: str, given: Given, reason: str, known: Mapping[str, Optio
     return InputError(f"{given.place}{given.name} {reason}{meant}")
 
 
-def source_location(sentence: str, arguments: Sequence[str]) -> str:
-    """Return " (lr: FILE, line 3)" where a message refuses a value that the file of --config gives,
+def source_location(error: InputError, arguments: Sequence[str]) -> str:
+    """Return " (lr: FILE, line 3)" where an error is about a value that the file of --config gives,
     or nothing.
     """
     try:
-        flags = read_flags(arguments, OPTIONS | ANY_OBJECTIVES)[0]
+        flags = read_flags(arguments, known_options())[0]
         file = read_toml(Path(flags["config"].value)) if "config" in flags else {}
-    except InputError:  # which is the message
+    except InputError:  # which is the error
         return ""
-    found = [
-        f"{key}: {x.place.removesuffix(': ')}"
-        for key, x in file.items()
-        if key not in flags and x.place not in sentence and _refuses(sentence, key, x.value)
-    ]
-    return f" ({'; '.join(found)})" if found else ""
-
-
-def _refuses(sentence: str, key: str, value: Any) -> bool:
-    """Return whether a message is about an option: it begins with the name, ends with it, or says
-    the name and the value.
-    """
-    name = rf"(?:--)?(?:{re.escape(key)}|{re.escape(key.replace('_', '-'))})"
-    if re.match(rf"{name} (?:must|needs|is|cannot)\b", sentence) or re.search(
-        rf"does not support {name}\b", sentence
-    ):
-        return True
-    is_named = re.search(rf"\b{name}\b", sentence)
-    return bool(is_named and re.search(rf"got\b.*(?<!\w){re.escape(str(value))}(?!\w)", sentence))
-
-
-def _run_in(out: Path | None) -> Path | None:
-    """Return the folder of --out if there is a run in it."""
-    if out is None:
-        raise InputError("--resume auto needs --out DIR, the folder of the run")
-    return out if (out / "config.json").exists() else None
+    names = [name for name in error.options if name in file and name not in flags]
+    places = [f"{name}: {file[name].place.removesuffix(': ')}" for name in names]
+    return f" ({'; '.join(places)})" if places else ""

@@ -277,7 +277,7 @@ def _absolute(config: Config) -> dict[str, Any]:
     values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
     for name, option in options_of(Config).items():
         value = values[name]
-        if isinstance(value, Path) and option.find(Resume) != Resume.START:
+        if isinstance(value, Path) and option.find(Resume) != Resume.NOT_COMPARED:
             resolved[name] = value.absolute()
         elif value is not None and Note.MAY_NAME_CODE in option.notes:
             resolved[name] = absolute_function(value)

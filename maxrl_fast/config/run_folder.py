@@ -43,6 +43,6 @@ def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> boo
         changed = changes(options, now) if found and now is not None else None
     except (OSError, ValueError, TypeError, RecursionError):
         return False
-    if changed and (changed.policy or changed.mathematics):
+    if changed and (changed.policy or changed.semantic):
         return False
     return has_steps and not has_begun and found[-1:] in ([], ["step-000000"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.given import OPTIONS
+from maxrl_fast.config.metadata import options_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
@@ -24,7 +24,7 @@ class Run:
     config: Config
 
 
-def options_of(arguments: Sequence[str]) -> dict[str, list[str]]:
+def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of every option by name. Raises InputError on unknown or repeated
     options.
     """
@@ -64,7 +64,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         InputError: where the options of a run are wrong, naming the run, or two would share a
         folder.
     """
-    several = {option.name for option in OPTIONS.values() if option.takes_several}
+    several = {option.name for option in options_of(Config).values() if option.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
     runs: dict[Path, Run] = {}

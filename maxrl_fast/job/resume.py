@@ -112,7 +112,7 @@ def check_same(
     options or files that change the result and differ, unless `allow_changes`.
     """
     changed = changes(saved.options, options)
-    mathematics, rounding = [*changed.mathematics], [*changed.rounding]
+    mathematics, rounding = [*changed.semantic], [*changed.rounding]
     if changed.policy:
         shape = "; ".join(changed.policy)
         raise InputError(

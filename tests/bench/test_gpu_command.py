@@ -213,19 +213,19 @@ def test_figures_come_before_anything_compiled_and_peers():
 def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("tyro", "trl") else found(name)
+        importlib.util, "find_spec", lambda name: None if name in ("rich", "trl") else found(name)
     )
     parts = gpu_steps()
     absent = {
         step.name: step.absent
         for steps in parts.values()
         for step in steps
-        if "tyro" in step.absent
+        if "rich" in step.absent
     }
     assert absent.keys() == {
         *"whole_step whole_step_compiled qwen_0.5b qwen_1.5b profiles maze".split()
     }
-    assert set(absent.values()) == {"tyro is not installed"}
+    assert set(absent.values()) == {"rich is not installed"}
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
 
 

@@ -8,12 +8,13 @@ import pytest
 
 from maxrl_fast import train
 from maxrl_fast.config import evaluation
+from maxrl_fast.config.aliases import OTHER_NAMES
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.given import OTHER_NAMES, hint
 from maxrl_fast.config.metadata import options_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, parse_options
 from maxrl_fast.config.resolve import evaluation_schedule, resolve
+from maxrl_fast.config.sources import hint
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config
@@ -395,8 +396,6 @@ def test_choices_have_the_names_that_others_give_them():
     --objective grpo --k 4 | --k is not used by objective grpo
     --objective grpo --eps -1 | eps of grpo must be a finite number of at least 0, got -1
     --objective grpo --ddof 2 | ddof of grpo must be 0 or 1, got 2
-    --objective grpo --estimator-options eps=1 | --estimator-options was removed; use --eps,
-        --ddof and others
     --reward-workers 3 | --reward-workers needs a --reward that runs in processes
     --task chain --maze-size 9 | --maze-size is not used by task chain
     --kl k2 | --kl needs --kl-coef

@@ -698,7 +698,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     (out / "config.json").write_text(json.dumps(own))
     assert train.main(["--resume", str(out)]) == 2
     assert "belongs to" not in capfd.readouterr().err
-    monkeypatch.setattr("maxrl_fast.config.given.os.getuid", lambda: os.stat(out).st_uid + 1)
+    monkeypatch.setattr("maxrl_fast.config.sources.os.getuid", lambda: os.stat(out).st_uid + 1)
     assert train.main(["--resume", str(out)]) == 2
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert f"uid {os.stat(out).st_uid}" in first

@@ -96,5 +96,5 @@ sys.exit(code)
 
 
 def test_the_names_that_it_reads_are_those_of_the_options():
-    assert sorted(OF_ONE_START) == sorted(names_with(Config, Resume.START))
+    assert sorted(OF_ONE_START) == sorted(names_with(Config, Resume.NOT_COMPARED))
     assert [field.name for field in dataclasses.fields(TaskOptions)] == [*OF_TASK]

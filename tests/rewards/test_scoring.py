@@ -254,7 +254,7 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
         "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
     )
     assert error.endswith(
-        "Mend the reward and continue with --resume --allow-changes, or raise "
+        "Fix the reward and continue with --resume --allow-changes, or raise "
         "--max-reward-error-rate and continue with --resume.\n"
     )
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
@@ -266,9 +266,9 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
 @pytest.mark.parametrize(
     ("kinds", "advice"),
     [
-        (["exception"] * 3 + ["timeout"], "Mend the reward and continue with --resume --allow-"),
-        (["invalid"] * 2 + ["memory"], "Mend the reward and continue with --resume --allow-"),
-        (["crash"], "Mend the reward and continue with --resume --allow-"),
+        (["exception"] * 3 + ["timeout"], "Fix the reward and continue with --resume --allow-"),
+        (["invalid"] * 2 + ["memory"], "Fix the reward and continue with --resume --allow-"),
+        (["crash"], "Fix the reward and continue with --resume --allow-"),
         (["timeout"] * 2 + ["exception"], "Raise --reward-seconds and continue with --resume."),
         (["memory"] * 2 + ["timeout"], "Raise --reward-memory-gb and continue with --resume."),
     ],

@@ -66,6 +66,6 @@ def test_training_learns_from_votes_and_the_evaluation_from_labels(tmp_path, mon
 
 def test_objectives_with_other_rewards_refuse_votes():
     for name in ("self", "remax"):
-        with refused(f"reward_source cannot be vote for {name}, whose other rewards no vote gives"):
+        with refused(f"--reward-source vote does not support {name}: it needs individual rewards"):
             check(parse(["--objective", name, "--reward-source", "vote"]))
     check(parse(["--objective", "maxrl", "--reward-source", "vote"]))

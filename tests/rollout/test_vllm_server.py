@@ -337,7 +337,7 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
         "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint "
         "is" in error
     )
-    assert "Restart the server or mend the engine, then continue with --resume." in error
+    assert "Restart the server or fix the engine, then continue with --resume." in error
     server.answers["/inference/v1/generate"] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

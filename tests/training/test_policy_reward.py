@@ -368,8 +368,8 @@ def test_options():
             reward is a probability
         --objective pacs --reward-source rlpr | reward_source cannot be rlpr for pacs, which needs
             rewards of 0 or 1
-        --objective remax --reward-source logprob | reward_source cannot be logprob for remax, which
-            needs other rewards too
+        --objective remax --reward-source logprob | --reward-source logprob does not support remax:
+            it needs individual rewards
         --objective rloo --reward-source logprob | reward_source cannot be logprob for task maze,
             whose responses are answers without
         --objective rloo --task chain --reward-source rlpr | reward_source cannot be rlpr for task

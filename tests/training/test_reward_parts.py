@@ -85,9 +85,9 @@ def test_a_rollout_with_a_failed_reward_is_left_out():
 @pytest.mark.parametrize(
     ("flags", "message"),
     table("""
-    --objective gdpo | gdpo uses several rewards one by one: --reward needs 2 or more, got 0
-    --objective hero --reward a.py:f | hero uses several rewards one by one: --reward needs 2 or
-        more, got 1
+    --objective gdpo | gdpo needs each reward separately: --reward needs 2 or more
+    --objective hero --reward a.py:f | hero needs each reward separately: --reward needs 2 or
+        more, got a.py:f
     --objective gdpo --reward a.py:f a.py:g --reward-threshold .5 | reward_threshold would change
         none of them
     --objective gdpo --reward a.py:f a.py:g --overlong-buffer 4 | overlong_buffer would change none

@@ -9,8 +9,7 @@ from maxrl_fast.algorithms.estimator import Ddof, Eps
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
 from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.options import (
-    WORKED_OUT,
-    Aka,
+    DERIVED,
     Count,
     CountOrZero,
     Default,
@@ -18,6 +17,7 @@ from maxrl_fast.algorithms.options import (
     NotNegative,
     Option,
     Positive,
+    Refusal,
     UnitInterval,
     check_options,
     options_of,
@@ -49,6 +49,7 @@ class ObjectiveRow:
         prints, as for estimators. loss: its token loss without --loss. min_rollouts: smallest N.
         takes_one_naive: whether N = 1 is allowed with --score naive. presets: the defaults of a
         run's other options, where they are the objective's.
+        refuses: options that it does not go with.
     """
 
     make: Callable[..., Objective]
@@ -59,6 +60,7 @@ class ObjectiveRow:
     min_rollouts: int = 1
     takes_one_naive: bool = False
     presets: Mapping[str, Any] = field(default_factory=dict)
+    refuses: tuple[Refusal, ...] = ()
 
     @cached_property
     def options(self) -> dict[str, Option]:
@@ -137,7 +139,6 @@ def _ppo(
     gae_gamma: Annotated[
         UnitInterval,
         Help("Discount of the reward per token in the generalized advantage estimates of ppo."),
-        Aka("gamma discount"),
     ] = 1.0,
     gae_lambda: Annotated[
         UnitInterval,
@@ -145,7 +146,6 @@ def _ppo(
             "Lambda of these estimates: 1 is the return minus the value; smaller relies more on "
             "the critic."
         ),
-        Aka("lam lambd lambda_ gae_lam"),
     ] = 1.0,
     value_clip: Annotated[
         NotNegative,
@@ -153,16 +153,19 @@ def _ppo(
             "Values of ppo's critic gain nothing by moving further than this from those before the "
             "step; 0: no limit."
         ),
-        Aka("cliprange_value value_clip_range clip_range_vf clip_range_value"),
     ] = 0.2,
     critic_lr: Annotated[
         Positive,
         Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4"),
         Help("Learning rate of ppo's critic, constant from the first step."),
-        Aka("critic_learning_rate value_lr vf_lr"),
-    ] = WORKED_OUT,
+    ] = DERIVED,
 ) -> Objective:
     return PpoObjective(gae_gamma, gae_lambda)  # the others are the critic's
+
+
+def has_teacher(options: Mapping[str, Any]) -> bool:
+    """Whether the reference policy of these options is not the policy, or reads something else."""
+    return options["reference"] is not None or options["teacher_prompt"] is not None
 
 
 _PACS = (
@@ -189,6 +192,13 @@ OWN: dict[str, ObjectiveRow] = {
         loss=PacsObjective.loss,
         min_rollouts=2,
         takes_one_naive=True,
+        refuses=(
+            Refusal(
+                "pacs_paper with --reference or --teacher-prompt needs --ref-reset-interval 0, got "
+                "{ref_reset_interval}",
+                lambda c: c["ref_reset_interval"] and has_teacher(c),
+            ),
+        ),
     ),
     "rl_zvp": ObjectiveRow(
         _rl_zvp,
@@ -207,6 +217,12 @@ OWN: dict[str, ObjectiveRow] = {
         needs="N >= 2; --prompts a multiple of --bundle-size",
         source="RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
         min_rollouts=2,
+        refuses=(
+            Refusal(
+                "prompts must be a multiple of bundle_size, got {prompts} and {bundle_size}",
+                lambda c: c["prompts"] % c["bundle_size"],
+            ),
+        ),
     ),
     "verifree": ObjectiveRow(
         lambda _: VerifreeObjective(),
@@ -234,6 +250,14 @@ OWN: dict[str, ObjectiveRow] = {
         "(Thinking Machines) 2025",
         loss=DistillObjective.loss,
         presets={"kl": "k2", "kl_coef": 1.0, "rollouts": 1},
+        refuses=(
+            Refusal(
+                "distill needs --kl-coef above 0 and a teacher, --reference or --teacher-prompt, "
+                "got kl_coef {kl_coef:g}, reference {reference} and teacher_prompt "
+                "{teacher_prompt}",
+                lambda c: not (c["kl_coef"] and has_teacher(c)),
+            ),
+        ),
     ),
 }
 OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OWN)
@@ -252,7 +276,8 @@ def objective_options(name: str) -> dict[str, Option]:
         raise InputError(
             "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, "
             f"maxrl, pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
-            f"{method_hint(name, OBJECTIVES)}"
+            f"{method_hint(name, OBJECTIVES)}",
+            "objective",
         )
     if name in OWN:
         return OWN[name].options

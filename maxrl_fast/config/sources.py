@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from maxrl_fast.algorithms.options import Aka, Option, nearest
+from maxrl_fast.algorithms.options import Option, nearest
+from maxrl_fast.config.aliases import IN_EVALUATION, OTHER_NAMES
 from maxrl_fast.config.metadata import Note, Resume, as_list, names_with, options_of
-from maxrl_fast.config.options import Config, objective_table
+from maxrl_fast.config.options import Config
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 from maxrl_fast.runtime.loading import is_code
@@ -25,21 +26,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # the same code, before it came with Python
 
-OPTIONS = options_of(Config)
-ANY_OBJECTIVES = {name: next(iter(rows.values())) for name, rows in objective_table().items()}
-OTHER_NAMES = {
-    name: f"{option.name} {other.value}".strip()
-    for option in (OPTIONS | ANY_OBJECTIVES).values()
-    for other in option.of(Aka)
-    for name in other.names
-}
 SAME = {"bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}  # as others call a choice
 _TEXT = "text without null bytes or half characters"
 
 
 @dataclass(frozen=True)
-class Given:
-    """The value of an option as a user gives it.
+class RawOption:
+    """The value of an option as it is given.
 
     Args:
         value: the text of a flag, or a value of TOML, JSON or Python.
@@ -52,12 +45,8 @@ class Given:
     place: str = ""
 
 
-def convert(option: Option, given: Given) -> Any:
-    """Return the value in the type of its option.
-
-    Raises:
-        InputError: where it has another type.
-    """
+def convert(option: Option, given: RawOption) -> Any:
+    """Return the value in the type of its option."""
     value = given.value
     # a flag that stands alone, or no flag
     if Note.OPTIONAL_VALUE in option.notes and isinstance(value, bool):
@@ -71,9 +60,8 @@ def convert(option: Option, given: Given) -> Any:
         return _convert(option.kind, value)
     except ValueError:
         wanted = {int: "an integer", float: "a number", bool: "true or false"}.get(
-            option.kind, _TEXT
+            option.kind, f"one of {', '.join(option.choices)}" if option.choices else _TEXT
         )
-        wanted = f"one of {', '.join(option.choices)}" if option.choices else wanted
         meant = nearest(str(value), option.choices)
         raise InputError(
             f"{given.place}{given.name} must be {wanted}, got {value!r:.80}{meant}"
@@ -98,14 +86,11 @@ def _convert(kind: Any, value: Any) -> Any:
 
 def read_flags(
     arguments: Sequence[str], options: Mapping[str, Option]
-) -> tuple[dict[str, Given], list[str]]:
+) -> tuple[dict[str, RawOption], list[str]]:
     """Return what flags give by name of the option, and the words that belong to no flag. The last
-    of equal flags wins.
-
-    Raises:
-        InputError: where a flag has too few or too many values.
+    of equal flags wins. Refuses a flag with too few or too many values.
     """
-    given: dict[str, Given] = {}
+    given: dict[str, RawOption] = {}
     others, words = [], list(arguments)
     while words:
         word = words.pop(0)
@@ -118,32 +103,24 @@ def read_flags(
         if positive is not None and positive.kind is bool:
             if equals:
                 raise InputError(f"{flag} must be given without a value, got {text!r:.80}")
-            given[positive.name] = Given(name == positive.name, flag)
+            given[positive.name] = RawOption(name == positive.name, flag)
             continue
         option = options.get(name)
         takes_several = option is not None and option.takes_several
         values = [text] if equals else []
-        while (
-            not equals and words and not words[0].startswith("--") and (takes_several or not values)
-        ):
+        while not equals and words and not words[0].startswith("--"):
+            if values and not takes_several:
+                break
             values.append(words.pop(0))
-        if (
-            option is not None
-            and not values
-            and not takes_several
-            and Note.OPTIONAL_VALUE not in option.notes
-        ):
+        needs_value = option is not None and Note.OPTIONAL_VALUE not in option.notes
+        if needs_value and not values and not takes_several:
             raise InputError(f"{flag} needs a value")
-        given[name] = Given(values if takes_several else values[0] if values else "", flag)
+        given[name] = RawOption(values if takes_several else "".join(values), flag)
     return given, others
 
 
-def read_toml(path: Path) -> dict[str, Given]:
-    """Return the options in a TOML file by name.
-
-    Raises:
-        InputError: where it cannot be read, is not TOML, or has a table.
-    """
+def read_toml(path: Path) -> dict[str, RawOption]:
+    """Return the options in a TOML file by name; tables are refused."""
     try:
         check_regular(path, JSON_BYTES)
         text = path.read_text()
@@ -151,101 +128,87 @@ def read_toml(path: Path) -> dict[str, Given]:
     # of TOML, of UTF-8, of a number of too many digits
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--config must be a readable TOML file, got {path}: {error}") from error
-    given = {}
+    given, known = {}, options_of(Config)
     for key, value in options.items():
-        place = _place(path, text, key)
-        if isinstance(value, dict) or (
-            isinstance(value, list) and any(isinstance(item, dict) for item in value)
-        ):
+        place, option = _place(path, text, key), known.get(key)
+        if any(isinstance(item, dict) for item in (value, *as_list(value))):
             there = "write its keys there"
-            if key in OPTIONS and Note.JSON in OPTIONS[key].notes:
+            if option and Note.JSON in option.notes:
                 there = "give it as a string of JSON"
-            elif key in OPTIONS and OPTIONS[key].takes_several:
+            elif option and option.takes_several:
                 there = 'give a list such as ["kl=0"]'
-            wanted = "options must stand at the top of the file, without tables"
-            raise InputError(f"{place}: {wanted}, got the table [{key:.80}]; {there}")
-        if key in OPTIONS and Note.NOT_IN_A_FILE in OPTIONS[key].notes:
+            raise InputError(
+                f"{place}: options must stand at the top of the file, without tables, got the "
+                f"table [{key:.80}]; {there}"
+            )
+        if option and Note.NOT_IN_A_FILE in option.notes:
             raise InputError(f"{place}: {key} is only a flag")
-        given[key] = Given(value, key, f"{place}: ")
+        given[key] = RawOption(value, key, f"{place}: ")
     return given
 
 
 def _place(path: Path, text: str, key: str) -> str:
-    """Return "FILE, line N" for a key."""
+    """Return "FILE, line N" for a key, or "FILE" for one that is written with escapes."""
     lines = text.splitlines()
     statement = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[].=]")
     for i, line in enumerate(lines):
-        if statement.match(line) and _is_whole("\n".join(lines[:i])):
+        if statement.match(line):
+            try:
+                tomllib.loads("\n".join(lines[:i]))
+            except (ValueError, RecursionError):  # the line is within a string or an array
+                continue
             return f"{path}, line {i + 1}"
-    return str(path)  # a key that is written with escapes
+    return str(path)
 
 
-def _is_whole(text: str) -> bool:
-    """Return whether this beginning of a file ends with a statement, and not within a string or an
-    array.
-    """
-    try:
-        tomllib.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
+def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOption]:
     """Return the options in the config.json of a run that have a value, without those that say how
     it was started.
 
     A folder of another user prints a warning with the code that it names. Nothing is imported here.
-
-    Raises:
-        InputError: where it cannot be read.
     """
     file = out / "config.json"
     try:
         check_regular(file, JSON_BYTES)
         options = json.loads(file.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        what = "has no config.json" if out.exists() else "does not exist"
-        raise InputError(f"--resume must be the folder of a run, got {out}, which {what}") from None
     except OSError as error:
-        raise InputError(f"--resume must be the folder of a run, got {out}: {error}") from error
+        why = f": {error}"
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            why = f", which {'has no config.json' if out.exists() else 'does not exist'}"
+        raise InputError(f"--resume must be the folder of a run, got {out}{why}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{file} must be JSON, got {error}; restore it, or use another --out"
         ) from error
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
-    left_out = {"versions", "command", *names_with(Config, Resume.START)}
+    left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
     given = {
-        key: Given(value, key, f"{file}: ")
+        key: RawOption(value, key, f"{file}: ")
         for key, value in options.items()
         if key not in left_out and value is not None
     }
-    if sentence := _foreign_code(
-        out, {name: x.value for name, x in {**given, **overriding}.items()}
-    ):
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    _warn_of_foreign_code(out, {**given, **overriding})
     return given
 
 
-def _foreign_code(out: Path, values: Mapping[str, Any]) -> str:
-    """Return a sentence on the code that a run runs if its folder is another user's; "" if the
-    folder is the user's own.
-    """
+def _warn_of_foreign_code(out: Path, given: Mapping[str, RawOption]) -> None:
+    """Print a warning with the code that a run runs if its folder is another user's."""
     owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
     if not owners:
-        return ""
+        return
     code = [
         f"{option.name} {printable(value)}"
-        for option in OPTIONS.values()
-        for value in as_list(values.get(option.name))
+        for option in options_of(Config).values()
+        for value in as_list(given[option.name].value if option.name in given else None)
         if Note.NAMES_CODE in option.notes
         or (Note.MAY_NAME_CODE in option.notes and is_code(str(value)))
     ]
-    whose = " and ".join(map(_user, owners))
-    return (
-        f"{printable(out)} belongs to {whose}, and what its options name runs with your rights: "
-        f"{', '.join(code) or 'no code'}"
+    print(
+        f"warning: {printable(out)} belongs to {' and '.join(map(_user, owners))}, and what its "
+        f"options name runs with your rights: {', '.join(code) or 'no code'}",
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -258,21 +221,13 @@ def _user(number: int) -> str:
 
 def meant_by(name: str, known: Mapping[str, Option]) -> str | None:
     """Return the option among `known` that is probably meant by a flag or key of this name, perhaps
-    with a value, or None.
-
-    The name may have the prefixes that other libraries give it (trainer.total_epochs).
-    `maxrl_fast.evaluate` has other names for some options of the trainer.
+    with a value, or None. The name may have the prefixes that other libraries give it
+    (trainer.total_epochs).
     """
-    renamed = {
-        other: option.name
-        for option in known.values()
-        for aka in option.of(Aka)
-        for other in aka.names
-    }
     parts = name.lower().replace("-", "_").split(".")
     for word in ("_".join(parts), "_".join(parts[-2:]), parts[-1]):
-        meant = word if word in known else OTHER_NAMES.get(word, "")
-        for option in (meant, renamed.get(meant, "")):
+        meant = word if word in known else OTHER_NAMES.get(word, word)
+        for option in (meant, IN_EVALUATION.get(meant, "")):
             if option.partition(" ")[0] in known:
                 return option
     # below are words that mean others
@@ -290,11 +245,9 @@ def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
 
 
 def refuse_unknown(
-    given: Mapping[str, Given], words: Sequence[str], known: Mapping[str, Option]
+    given: Mapping[str, RawOption], words: Sequence[str], known: Mapping[str, Option]
 ) -> None:
-    """Raise InputError naming the first option or word that is not known, with the one that was
-    probably meant.
-    """
+    """Refuse the first option or word that is not known, naming the one that was probably meant."""
     for name, x in given.items():
         if name not in known:
             is_flag = x.name.startswith("--")

@@ -5,14 +5,18 @@ tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequ
 `[cu_seqlens[s], cu_seqlens[s + 1])`.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
+from functools import cache
+from itertools import chain, pairwise
+from types import NoneType
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from typing_extensions import Self  # torch needs it too
 
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -62,21 +66,152 @@ def padded_slots(lengths: Tensor, width: int) -> Tensor:
     return sequence * width + torch.arange(sequence.numel(), device=lengths.device) - starts
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """G prompts."""
+# What the first dimension of a record's field counts: see Ragged. BOUNDS: where each item's tokens
+# begin and end.
+PROMPT, SEQUENCE, TOKEN, INSERTED, BOUNDS = "prompt", "sequence", "token", "inserted", "bounds"
 
-    tokens: Tensor  # [sum of prompt lengths] int64, packed
-    cu_seqlens: Tensor  # [G+1] int64
-    ids: Tensor  # [G] int64, each prompt's index in its task
-    columns: tuple[dict[str, Any], ...] | None = None  # [G], dataset columns for reward functions
+
+class _Field(NamedTuple):
+    space: str
+    dtype: torch.dtype | None
+    is_optional: bool
+
+
+@cache
+def _fields(record: type) -> dict[str, _Field]:
+    """Return the fields of a record that have an index space."""
+    fields = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            space, dtype = (*hint.__metadata__, None)[:2]
+            fields[name] = _Field(space, dtype, NoneType in get_args(hint.__origin__))
+    return fields
+
+
+@dataclass(frozen=True)
+class Ragged(ABC):
+    """A record whose fields say what their first dimension counts:
+
+        truncated: Annotated[Tensor, SEQUENCE, torch.bool]
+
+    Such a field is a tensor, a tuple, a record or None. Others belong to the record as a whole.
+    """
+
+    @abstractmethod
+    def positions(self, items: Tensor) -> dict[str, Tensor]:
+        """Return the indices, in each index space, of what belongs to the items."""
+
+    def select(self, items: Tensor) -> Self:
+        """Return the items (prompts or sequences) at int64 indices, in this order."""
+        at, chosen = self.positions(items), dict[str, Any]()
+        for name, (space, *_) in _fields(type(self)).items():
+            value = getattr(self, name)
+            if space == BOUNDS:
+                chosen[name] = cumulative(value.diff()[items])
+            elif isinstance(value, Ragged):
+                chosen[name] = value.select(at[space])
+            elif isinstance(value, tuple):
+                chosen[name] = tuple(value[i] for i in at[space].tolist())
+            elif value is not None:
+                chosen[name] = value[at[space]]
+        return replace(self, **chosen)
+
+    @classmethod
+    def concatenate(
+        cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
+    ) -> Self:
+        """Concatenate the fields that all parts have. What belongs to a whole is the first part's.
+
+        Args:
+            across: concatenates a tensor with those of other ranks, which do the same with the
+                other tensors of their records. Tuples are then left out.
+        """
+        names, joined = [*_fields(cls)], dict[str, Any]()
+        columns = [[getattr(part, name) for part in parts] for name in names]
+        has_all = torch.tensor([[all(x is not None for x in values) for values in columns]])
+        has_all = has_all if across is None else across(has_all).all(0, keepdim=True)
+        for name, values, is_known in zip(names, columns, has_all[0].tolist(), strict=True):
+            if not is_known or (across is not None and isinstance(values[0], tuple)):
+                joined[name] = None
+            elif isinstance(values[0], Ragged):
+                joined[name] = type(values[0]).concatenate(values, across)
+            elif isinstance(values[0], tuple):
+                joined[name] = tuple(chain(*values))
+            else:
+                is_bounds = _fields(cls)[name].space == BOUNDS
+                whole = torch.cat([x.diff() for x in values] if is_bounds else values)
+                whole = whole if across is None else across(whole)
+                joined[name] = cumulative(whole) if is_bounds else whole
+        return replace(parts[0], **joined)
+
+    def to(self, device: torch.device) -> Self:
+        values = {name: getattr(self, name) for name in _fields(type(self))}
+        moved = {n: x.to(device) for n, x in values.items() if isinstance(x, Tensor | Ragged)}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Packed(Ragged):
+    """Items with the tokens of each, end to end; SPACES: what the items and the tokens are."""
+
+    SPACES: ClassVar[tuple[str, str]]
+
+    tokens: Tensor
+    cu_seqlens: Tensor
 
     def __len__(self) -> int:
-        return self.ids.numel()
+        """Number of items, without reading from the device."""
+        return self.cu_seqlens.numel() - 1
 
     @property
-    def lengths(self) -> Tensor:  # [G]
+    def lengths(self) -> Tensor:
+        """Number of tokens of each item, int64."""
         return self.cu_seqlens.diff()
+
+    def positions(self, items: Tensor) -> dict[str, Tensor]:
+        slots, _ = gather_sequences(self.cu_seqlens, items)
+        return dict(zip(self.SPACES, (items, slots), strict=True))
+
+    def find_wrong(self, num_items: int, device: torch.device) -> str:
+        """Return what is wrong with a field's type, dtype, device or size; "" if nothing is."""
+        sizes = {self.SPACES[0]: num_items, BOUNDS: num_items + 1}
+        for name, (space, dtype, is_optional) in _fields(type(self)).items():
+            value = getattr(self, name)
+            if value is None and is_optional:
+                continue
+            if isinstance(value, Packed):
+                if wrong := value.find_wrong(sizes[space], device):
+                    return f"{name}.{wrong}"
+                continue
+            if not isinstance(value, Tensor):
+                return f"{name} of {type(value).__name__}, wanted a tensor"
+            if value.dtype != dtype or value.ndim != 1 or value.device.type != device.type:
+                return (
+                    f"{name} {value.dtype} {[*value.shape]} on {value.device.type}, wanted {dtype} "
+                    f"of one dimension on {device.type}"
+                )
+            if len(value) != sizes.setdefault(space, len(value)):
+                return f"{name} of {len(value)} values, wanted {sizes[space]}"
+        if not num_items:
+            return ""
+        bounds = torch.stack([*self.cu_seqlens[[0, -1]], self.lengths.amin()])
+        first, end, shortest = bounds.tolist()
+        if (first, end) != (0, len(self.tokens)):
+            return f"cu_seqlens from {first} to {end}, wanted 0 to the {len(self.tokens)} tokens"
+        return "cu_seqlens that does not ascend" if shortest < 0 else ""
+
+
+@dataclass(frozen=True)
+class Prompts(Packed):
+    """G prompts."""
+
+    SPACES = PROMPT, TOKEN
+
+    tokens: Annotated[Tensor, TOKEN, torch.int64]  # [sum of prompt lengths], packed
+    cu_seqlens: Annotated[Tensor, BOUNDS, torch.int64]  # [G+1]
+    ids: Annotated[Tensor, PROMPT, torch.int64]  # [G], each prompt's index in its task
+    # [G], dataset columns for reward functions
+    columns: Annotated[tuple[dict[str, Any], ...] | None, PROMPT] = None
 
     @classmethod
     def none(cls, device: torch.device) -> "Prompts":
@@ -85,94 +220,56 @@ class Prompts:
 
     def take(self, start: int, count: int) -> "Prompts":
         """Return prompts `start` to `start + count - 1`, or fewer at the end."""
-        cu_seqlens = self.cu_seqlens[start : start + count + 1]
-        tokens, ids = self.tokens[cu_seqlens[0] : cu_seqlens[-1]], self.ids[start : start + count]
-        return Prompts(
-            tokens,
-            cu_seqlens - cu_seqlens[0],
-            ids,
-            self.columns and self.columns[start : start + count],
-        )
-
-    def select(self, indices: Tensor) -> "Prompts":
-        """Return the prompts at int64 indices."""
-        slots, cu_seqlens = gather_sequences(self.cu_seqlens, indices)
-        columns = self.columns and tuple(self.columns[i] for i in indices.tolist())
-        return Prompts(self.tokens[slots], cu_seqlens, self.ids[indices], columns)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence["Prompts"]) -> "Prompts":
-        columns = [part.columns for part in parts if part.columns is not None]
-        return cls(
-            tokens=torch.cat([part.tokens for part in parts]),
-            cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
-            ids=torch.cat([part.ids for part in parts]),
-            columns=tuple(line for lines in columns for line in lines) if columns else None,
-        )
-
-    def to(self, device: torch.device) -> "Prompts":
-        return Prompts(
-            self.tokens.to(device), self.cu_seqlens.to(device), self.ids.to(device), self.columns
-        )
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    known = [part for part in parts if part is not None]
-    return torch.cat(known) if len(known) == len(parts) else None
+        stop = min(start + count, len(self))
+        return self.select(torch.arange(start, max(start, stop), device=self.ids.device))
 
 
 @dataclass(frozen=True)
-class Inserted:
-    """What environments wrote between a policy's tokens. Nothing is learned from it."""
+class Inserted(Packed):
+    """What environments wrote between a policy's tokens. Nothing is learned from it.
 
-    tokens: Tensor  # [E] int64, packed
-    cu_seqlens: Tensor  # [I+1] int64, of the insertions; each has at least one token
-    before: Tensor  # [I] int64, ascending: the sampled token, among the T, that each stands before
+    Item t is what stands before the sampled token t, mostly nothing:
 
-    @classmethod
-    def of_counts(cls, tokens: Tensor, counts: Tensor) -> "Inserted":
-        """Return insertions [E], of which counts [T] stand before each sampled token."""
-        before = counts.nonzero()[:, 0]
-        return cls(tokens, cumulative(counts[before]), before)
+        sampled     7 2 5 | 8 2 9
+        inserted       ^44      ^6       4 4 before 5, and 6 before 9
+        cu_seqlens  0 0 0 2 2 2 3
+    """
 
-    def counts(self, num_tokens: int) -> Tensor:
-        """Return how many inserted tokens stand before each of T sampled ones: int64 [T]."""
-        counts = self.tokens.new_zeros(num_tokens)
-        return counts.index_copy_(0, self.before, self.cu_seqlens.diff())
+    SPACES = TOKEN, INSERTED
 
-    def slots(self, num_tokens: int) -> Tensor:
-        """Return where each of T sampled tokens is among all T + E of the episodes: int64 [T]."""
-        counts = self.counts(num_tokens)
-        return torch.arange(num_tokens, device=counts.device) + counts.cumsum(0)
+    tokens: Annotated[Tensor, INSERTED, torch.int64]  # [E], packed
+    cu_seqlens: Annotated[Tensor, BOUNDS, torch.int64]  # [T+1]
 
-    def within(self, tokens: Tensor) -> Tensor:
+    @property
+    def slots(self) -> Tensor:
+        """Where each of T sampled tokens is among all T + E of the episodes: int64 [T]."""
+        return torch.arange(len(self), device=self.cu_seqlens.device) + self.cu_seqlens[1:]
+
+    def interleave(self, tokens: Tensor) -> Tensor:
         """Return sampled tokens [T] with the insertions between them: [T + E]."""
-        slots = self.slots(len(tokens))
+        slots = self.slots
         whole = tokens.new_empty(len(tokens) + len(self.tokens))
         is_inserted = torch.ones_like(whole, dtype=torch.bool).index_fill_(0, slots, False)
         return whole.masked_scatter_(is_inserted, self.tokens).index_copy_(0, slots, tokens)
 
-    def to(self, device: torch.device) -> "Inserted":
-        return Inserted(self.tokens.to(device), self.cu_seqlens.to(device), self.before.to(device))
-
 
 @dataclass(frozen=True)
-class Rollouts:
+class Rollouts(Packed):
     """N responses to each of G prompts, grouped by prompt: sequence s answers prompt s // N."""
 
-    tokens: Tensor  # [T] int64, packed, the stop token included
-    cu_seqlens: Tensor  # [S+1] int64
-    # [T] float32, under the full distribution at the sampling temperature, before top-k, top-p and
-    # min-p
-    logprobs: Tensor
-    truncated: Tensor  # [S] bool, ended by the length limit instead of a stop token
-    importance_weights: Tensor | None = None  # [T] float32, a factor of each token's advantage
-    inserted: Inserted | None = None  # by environments; None: one turn
-    ref_logprobs: Tensor | None = None  # [T] float32, of the reference policy, if there is one
+    SPACES = SEQUENCE, TOKEN
 
-    def __len__(self) -> int:
-        """S, without reading from the device."""
-        return self.cu_seqlens.numel() - 1
+    tokens: Annotated[Tensor, TOKEN, torch.int64]  # [T], packed, the stop token included
+    cu_seqlens: Annotated[Tensor, BOUNDS, torch.int64]  # [S+1]
+    # [T], under the full distribution at the sampling temperature, before top-k, top-p and min-p
+    logprobs: Annotated[Tensor, TOKEN, torch.float32]
+    # [S], ended by the length limit instead of a stop token
+    truncated: Annotated[Tensor, SEQUENCE, torch.bool]
+    # [T], a factor of each token's advantage
+    importance_weights: Annotated[Tensor | None, TOKEN, torch.float32] = None
+    inserted: Annotated[Inserted | None, TOKEN] = None  # by environments; None: one turn
+    # [T], of the reference policy, if there is one
+    ref_logprobs: Annotated[Tensor | None, TOKEN, torch.float32] = None
 
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
@@ -205,98 +302,64 @@ class Rollouts:
         tokens, logprobs = tokens.flatten()[slots], logprobs.flatten()[slots]
         if given is None or not (is_given := given.flatten()[slots]).any():
             return cls(tokens, cumulative(lengths), logprobs, truncated)
-        #     tokens    7 2 4 4 5 | 8 2 6 9      4 4 and 6 are given
-        #     is_given  . . x x . | . . x .
-        #     starts    . . x . . | . . x .      before 2 and 5 sampled tokens: 7 2 5, 8 2 9
+        #     tokens       7 2 4 4 5 | 8 2 6 9      4 4 and 6 are given
+        #     is_given     . . x x . | . . x .
+        #     num_sampled  0 1 2 2 2   3 4 5 5 6    [T + E + 1], before each token
+        #     num_given    0 0 0 1 2   2 2 2 3 3    0 0 2 2 2 3 before each sampled one
         is_sampled = ~is_given
-        starts = is_given & torch.nn.functional.pad(is_sampled[:-1], (1, 0))
-        num_sampled = cumulative(is_sampled.long())  # [T + E + 1], before each token
-        num_given = cumulative(is_given.long())
-        bounds = torch.cat([num_given[:-1][starts], num_given[-1:]])  # [I+1]
+        num_sampled, num_given = cumulative(is_sampled.long()), cumulative(is_given.long())
+        bounds = torch.nn.functional.pad(num_given[:-1][is_sampled], (1, 0))  # [T+1]
         return cls(
             tokens[is_sampled],
             num_sampled[cumulative(lengths)],
             logprobs[is_sampled],
             truncated,
-            inserted=Inserted(tokens[is_given], bounds, num_sampled[:-1][starts]),
+            inserted=Inserted(tokens[is_given], bounds),
         )
 
     @classmethod
-    def concatenate(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
-        inserted = [part.inserted.tokens for part in parts if part.inserted is not None]
-        return cls(
-            tokens=torch.cat([part.tokens for part in parts]),
-            cu_seqlens=cumulative(torch.cat([part.lengths for part in parts])),
-            logprobs=torch.cat([part.logprobs for part in parts]),
-            truncated=torch.cat([part.truncated for part in parts]),
-            importance_weights=_joined([part.importance_weights for part in parts]),
-            inserted=Inserted.of_counts(
-                torch.cat(inserted), torch.cat([part.num_inserted for part in parts])
-            )
-            if inserted
-            else None,
-            ref_logprobs=_joined([part.ref_logprobs for part in parts]),
-        )
-
-    def select(self, sequences: Tensor) -> "Rollouts":
-        """Return the sequences at int64 indices."""
-        slots, cu_seqlens = gather_sequences(self.cu_seqlens, sequences)
-        inserted = None
-        if self.inserted is not None:
-            counts = self.num_inserted
-            index, _ = gather_sequences(cumulative(counts), slots)
-            inserted = Inserted.of_counts(self.inserted.tokens[index], counts[slots])
-        return Rollouts(
-            tokens=self.tokens[slots],
-            cu_seqlens=cu_seqlens,
-            logprobs=self.logprobs[slots],
-            truncated=self.truncated[sequences],
-            importance_weights=None
-            if self.importance_weights is None
-            else self.importance_weights[slots],
-            inserted=inserted,
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[slots],
-        )
-
-    @property
-    def lengths(self) -> Tensor:  # [S]
-        return self.cu_seqlens.diff()
-
-    @property
-    def num_inserted(self) -> Tensor:  # [T] int64, inserted tokens before each sampled one
-        if self.inserted is None:
-            return torch.zeros_like(self.tokens)
-        return self.inserted.counts(len(self.tokens))
+    def concatenate(
+        cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
+    ) -> Self:
+        """Concatenate as `Ragged` does; a part of one turn has no insertions beside episodes."""
+        has_turns = torch.tensor([part.inserted is not None for part in parts])
+        if (has_turns if across is None else across(has_turns)).any():
+            nothing = [
+                Inserted(part.tokens[:0], cumulative(torch.zeros_like(part.tokens)))
+                for part in parts
+            ]
+            parts = [
+                replace(part, inserted=none if part.inserted is None else part.inserted)
+                for part, none in zip(parts, nothing, strict=True)
+            ]
+        return super().concatenate(parts, across)
 
     @property
     def all_tokens(self) -> Tensor:  # [T + E], with what was inserted
-        return self.tokens if self.inserted is None else self.inserted.within(self.tokens)
+        return self.tokens if self.inserted is None else self.inserted.interleave(self.tokens)
 
     def turns(self) -> list[list[list[int]]]:
         """Return each response as token lists: a turn, what was inserted after it, a turn, ..."""
         if self.inserted is None:
             return [[tokens] for tokens in unpack(self.tokens, self.lengths)]
         tokens, cu_seqlens = self.tokens.tolist(), self.cu_seqlens.tolist()
-        insertions = unpack(self.inserted.tokens, self.inserted.cu_seqlens.diff())
-        left = deque(zip(self.inserted.before.tolist(), insertions, strict=True))
+        lengths = self.inserted.lengths
+        anchors = lengths.nonzero()[:, 0]  # the sampled tokens that something stands before
+        insertions = unpack(self.inserted.tokens, lengths[anchors])
+        left = deque(zip(anchors.tolist(), insertions, strict=True))
         responses = []
         for start, stop in pairwise(cu_seqlens):
             parts = []
             while left and left[0][0] < stop:
-                before, insertion = left.popleft()
-                parts += [tokens[start:before], insertion]
-                start = before
+                anchor, insertion = left.popleft()
+                parts += [tokens[start:anchor], insertion]
+                start = anchor
             responses.append([*parts, tokens[start:stop]])
         return responses
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
         return sequence_sums(self.logprobs, self.lengths) / self.lengths.clamp_min(1)
-
-    def to(self, device: torch.device) -> "Rollouts":
-        return replace(
-            self, **{name: x.to(device) for name, x in vars(self).items() if x is not None}
-        )
 
     def padded_tokens(self, fill: int) -> Tensor:
         """Return tokens [S, longest], right-padded with `fill`."""
@@ -308,11 +371,18 @@ class Rollouts:
 
 
 @dataclass(frozen=True)
-class Samples:
-    prompts: Prompts  # G
-    rollouts: Rollouts  # S = G N
+class Samples(Ragged):
+    """G prompts with N responses to each."""
+
+    prompts: Annotated[Prompts, PROMPT]  # G
+    rollouts: Annotated[Rollouts, SEQUENCE]  # S = G N
     # [G], what the reference policy reads instead; None: the same
-    teacher_prompts: Prompts | None = field(default=None, kw_only=True)
+    teacher_prompts: Annotated[Prompts | None, PROMPT] = field(default=None, kw_only=True)
+
+    def positions(self, items: Tensor) -> dict[str, Tensor]:
+        rollouts = torch.arange(self.num_rollouts, device=items.device)
+        sequences = items[:, None] * self.num_rollouts + rollouts
+        return {PROMPT: items, SEQUENCE: sequences.flatten()}
 
     @property
     def num_rollouts(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.records import Inserted, Rollouts, pack
+from maxrl_fast.records import Inserted, Rollouts
 from maxrl_fast.rewards import Failure, Scores
 from maxrl_fast.rollout import Reply
 from maxrl_fast.tasks.maze import DONE, MazeTask
@@ -30,24 +30,23 @@ def random_parts(generator: torch.Generator, vocabulary: int = 32, most_turns: i
 
 def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
     """Return episodes as rollouts with log-probs, built token by token."""
-    sampled, lengths, inserted, before = [], [], [], []
+    sampled, lengths, inserted, bounds = [], [], [], [0]
     for parts in episodes:
         start = len(sampled)
         for i, part in enumerate(parts):
             if i % 2:
-                before.append(len(sampled))
-                inserted.append(part)
-            else:
-                sampled += part
+                inserted += part
+            for token in part if i % 2 == 0 else ():
+                sampled.append(token)
+                bounds.append(len(inserted))
         lengths.append(len(sampled) - start)
-    tokens, cu_seqlens = pack(inserted)
     logprobs = -torch.rand(len(sampled), generator=torch.Generator().manual_seed(seed))
     return Rollouts(
         torch.tensor(sampled, dtype=torch.int64),
         torch.tensor([0, *lengths]).cumsum(0),
         logprobs,
         torch.arange(len(episodes)) % 3 == 1,
-        inserted=Inserted(tokens, cu_seqlens, torch.tensor(before, dtype=torch.int64)),
+        inserted=Inserted(torch.tensor(inserted, dtype=torch.int64), torch.tensor(bounds)),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.model.linear import add_adapters, full_tensor
-from maxrl_fast.records import Inserted, Rollouts, Samples
+from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
@@ -51,7 +51,7 @@ def step_inputs(has_turns: bool = False):
         counts = torch.randint(0, 3, (len(rollouts.tokens),), generator=generator)
         counts[rollouts.cu_seqlens[:-1].clamp_max(len(counts) - 1)] = 0
         counts[rollouts.cu_seqlens[6] : rollouts.cu_seqlens[14]] = 0
-        inserted = Inserted.of_counts(torch.tensor(tokens(int(counts.sum()))), counts)
+        inserted = Inserted(torch.tensor(tokens(int(counts.sum()))), cumulative(counts))
         rollouts = dataclasses.replace(rollouts, inserted=inserted)
     return Samples(prompts, rollouts), advantages
 
@@ -116,7 +116,7 @@ def one_update(
         "gradients": gradients,
         "weights": weights,
         "logprobs": logprobs,
-        "gathered": gathered(ranks.concatenate_rollouts(own)),
+        "gathered": gathered(ranks.gather(own)),
         "off_policy": off_policy,
         "weights of tokens": weighted.rollouts.importance_weights,
         "kept": kept,

@@ -35,7 +35,6 @@ def test_selected_episodes_keep_their_insertions(seed):
         selected = rollouts.select(torch.tensor(chosen, dtype=torch.int64))
         assert selected.turns() == [whole[s] for s in chosen]
         expected = rollouts_of([whole[s] for s in chosen])
-        assert torch.equal(selected.inserted.before, expected.inserted.before)
         assert torch.equal(selected.inserted.cu_seqlens, expected.inserted.cu_seqlens)
         assert torch.equal(selected.cu_seqlens, expected.cu_seqlens)
         assert torch.equal(selected.importance_weights, 2 * selected.logprobs)
@@ -46,12 +45,12 @@ def test_selected_episodes_keep_their_insertions(seed):
 def test_concatenated_episodes_keep_their_insertions():
     parts = [episodes(3, 1), episodes(2, 2, most_turns=1), episodes(4, 3)]
     rollouts = [rollouts_of(part, seed) for seed, part in enumerate(parts)]
-    assert len(rollouts[1].inserted.before) == 0
+    assert len(rollouts[1].inserted.tokens) == 0
     for second in (rollouts[1], dataclasses.replace(rollouts[1], inserted=None)):
         whole = Rollouts.concatenate([rollouts[0], second, rollouts[2]])
         assert whole.turns() == [*chain(*parts)]
         expected = rollouts_of([*chain(*parts)])
-        assert torch.equal(whole.inserted.before, expected.inserted.before)
+        assert torch.equal(whole.inserted.cu_seqlens, expected.inserted.cu_seqlens)
         assert torch.equal(whole.tokens, expected.tokens)
     one_turn = [dataclasses.replace(part, inserted=None) for part in rollouts]
     assert Rollouts.concatenate(one_turn).inserted is None
@@ -87,10 +86,9 @@ def test_all_tokens_in_their_order():
     whole = episodes(6, 4)
     rollouts = rollouts_of(whole)
     assert rollouts.all_tokens.tolist() == [*chain(*chain(*whole))]
-    slots = rollouts.inserted.slots(len(rollouts.tokens))
+    slots = rollouts.inserted.slots
     assert torch.equal(rollouts.all_tokens[slots], rollouts.tokens)
     assert rollouts.lengths.tolist() == [sum(map(len, parts[::2])) for parts in whole]
     one_turn = dataclasses.replace(rollouts, inserted=None)
     assert one_turn.all_tokens is one_turn.tokens
     assert one_turn.turns() == [[[*chain(*parts[::2])]] for parts in whole]
-    assert one_turn.num_inserted.tolist() == [0] * len(rollouts.tokens)

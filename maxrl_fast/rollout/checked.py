@@ -1,23 +1,15 @@
 """What an engine returned, checked before anything reads it: the same way for every engine."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Inserted, Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import Engine, Environments, RolloutStatistics, Sampling
 
 ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
-DTYPES = {
-    "tokens": torch.int64,
-    "cu_seqlens": torch.int64,
-    "logprobs": torch.float32,
-    "truncated": torch.bool,
-}
 
 
 @dataclass
@@ -68,36 +60,32 @@ def find_wrong(
     Log-probs may be NaN, which an engine returns where it does not know them.
     """
     device, num_sequences = prompts.tokens.device, len(prompts) * num_samples
-    sizes = dict.fromkeys(DTYPES) | {"cu_seqlens": num_sequences + 1, "truncated": num_sequences}
-    for name, dtype in DTYPES.items():
-        value: Any = getattr(rollouts, name, None)
-        size = sizes[name]
-        if fault := _find_wrong_tensor(name, value, dtype, device, "Rollouts"):
-            return fault
-        sizes["logprobs"] = len(value) if name == "tokens" else sizes["logprobs"]
-        if size is not None and len(value) != size:
-            return f"{len(value)} values of {name}, wanted {size}"
+    if not isinstance(rollouts, Rollouts):
+        return f"{type(rollouts).__name__}, wanted Rollouts"
+    if fault := rollouts.find_wrong(num_sequences, device):
+        return fault
     if not num_sequences:
         return ""
     tokens, cu_seqlens, logprobs = rollouts.tokens, rollouts.cu_seqlens, rollouts.logprobs
     lengths = rollouts.lengths
-    bounds = torch.stack([cu_seqlens[0], cu_seqlens[-1], lengths.amin(), lengths.amax()]).tolist()
-    first, end, shortest, longest = bounds
-    if (first, end) != (0, len(tokens)):
-        return f"cu_seqlens from {first} to {end}, wanted 0 to the {len(tokens)} tokens"
-    if shortest < 1 or longest > sampling.max_new_tokens:
-        wrong = (lengths < 1) | (lengths > sampling.max_new_tokens)
+    wrong = (lengths < 1) | (lengths > sampling.max_new_tokens)
+    if wrong.any():
         s = int(wrong.nonzero()[0])
         whose = _sample(prompts, num_samples, s)
         return f"{int(lengths[s])} tokens for {whose}, wanted 1 to {sampling.max_new_tokens}"
     sequence = torch.repeat_interleave(lengths, output_size=len(tokens))  # [T]
     # [T] bool, the tokens before an insertion
     precedes = torch.zeros_like(tokens, dtype=torch.bool)
-    if (inserted := getattr(rollouts, "inserted", None)) is not None:
-        if fault := _find_wrong_inserted(inserted, cu_seqlens, sampling, vocab_size):
-            return fault
-        precedes[inserted.before - 1] = True
-        whole = lengths.index_add(0, sequence[inserted.before], inserted.cu_seqlens.diff())
+    if (inserted := rollouts.inserted) is not None:
+        if sampling.max_turns == 1:
+            return "insertions, wanted none at max_turns 1"
+        is_anchor = inserted.lengths > 0  # [T], something stands before the token
+        if is_anchor[cu_seqlens[:-1]].any():
+            return "an insertion before the first token of a response"
+        if ((inserted.tokens < 0) | (inserted.tokens >= vocab_size)).any():
+            return f"an inserted token outside the vocabulary of {vocab_size}"
+        precedes[:-1] = is_anchor[1:]
+        whole = lengths + inserted.cu_seqlens[cu_seqlens].diff()
         if int(whole.amax()) > sampling.max_new_tokens:
             s = int(whole.argmax())
             counted = f"{int(whole[s])} tokens and inserted ones"
@@ -130,48 +118,6 @@ def find_wrong(
     s = int(sequence[t])
     place, value = t - int(cu_seqlens[s]), f"{int(tokens[t])} with log-prob {float(logprobs[t]):g}"
     return f"{rule}: token {place} of {_sample(prompts, num_samples, s)}, {value}"
-
-
-def _find_wrong_tensor(
-    name: str, value: object, dtype: torch.dtype, device: torch.device, record: str
-) -> str:
-    if not isinstance(value, Tensor):
-        return f"{name} of {type(value).__name__}, wanted a tensor of {record}"
-    if value.dtype != dtype or value.ndim != 1 or value.device.type != device.type:
-        return (
-            f"{name} {value.dtype} {[*value.shape]} on {value.device.type}, wanted {dtype} of "
-            f"one dimension on {device.type}"
-        )
-    return ""
-
-
-def _find_wrong_inserted(
-    inserted: Inserted, cu_seqlens: Tensor, sampling: Sampling, vocab_size: int
-) -> str:
-    """Return what is wrong with the insertions into responses with these `cu_seqlens`; "" if
-    nothing is."""
-    if sampling.max_turns == 1:
-        return "insertions, wanted none at max_turns 1"
-    for name in ("tokens", "cu_seqlens", "before"):
-        value = getattr(inserted, name, None)
-        name = f"inserted.{name}"
-        if fault := _find_wrong_tensor(name, value, torch.int64, cu_seqlens.device, "Inserted"):
-            return fault
-    tokens, before, bounds = inserted.tokens, inserted.before, inserted.cu_seqlens
-    if len(bounds) != len(before) + 1:
-        return f"{len(bounds)} values of inserted.cu_seqlens, wanted {len(before) + 1}"
-    first, end = bounds[[0, -1]].tolist()
-    if (first, end) != (0, len(tokens)):
-        return f"inserted.cu_seqlens from {first} to {end}, wanted 0 to the {len(tokens)} tokens"
-    if (bounds.diff() < 1).any():
-        return "an insertion without tokens"
-    if (before.diff() < 1).any() or (before < 0).any() or (before >= cu_seqlens[-1]).any():
-        return "inserted.before that does not ascend within the tokens"
-    if torch.isin(before, cu_seqlens[:-1]).any():
-        return "an insertion before the first token of a response"
-    if ((tokens < 0) | (tokens >= vocab_size)).any():
-        return f"an inserted token outside the vocabulary of {vocab_size}"
-    return ""
 
 
 def _sample(prompts: Prompts, num_samples: int, sequence: int) -> str:

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.records import Prompts, Samples
+from maxrl_fast.records import SEQUENCE, Prompts, Samples
 from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.tasks import Task
@@ -20,8 +20,10 @@ from maxrl_fast.tasks.episode import Episodes, EpisodeTask
 
 @dataclass(frozen=True)
 class ScoredSamples(Samples):
-    rewards: Tensor  # [S] float32, NaN where scoring failed or there is no scorer
-    components: list[dict[str, float]]  # [S], of each reward; {} where there are none
+    # [S], NaN where scoring failed or there is no scorer
+    rewards: Annotated[Tensor, SEQUENCE, torch.float32]
+    # [S], of each reward; {} where there are none
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
 
 
 def sample_and_score(
@@ -57,8 +59,8 @@ def sample_and_score(
             )
         if scorer is None or not len(prompts):
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
-            return ScoredSamples(prompts, rollouts, rewards, [{} for _ in range(len(rollouts))])
+            return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
         with clock("reward"):
             rewards = scorer.score(prompts, rollouts, episodes)
         not_finished.pop_all()
-    return ScoredSamples(prompts, rollouts, rewards, scorer.components)
+    return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))

@@ -195,7 +195,7 @@ class VllmEngine:
         with those of its own prompts, or all without."""
         if self._is_asleep:
             raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
-        requested = self._peers.concatenate_prompts(prompts)  # the same on all ranks of this engine
+        requested = self._peers.gather(prompts)  # the same on all ranks of this engine
         count = torch.tensor([len(prompts)], device=prompts.ids.device)
         counts = self._peers.concatenate(count).tolist()
         check_request(requested, num_samples, sampling, self.config)

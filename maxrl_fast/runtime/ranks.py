@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Inserted, Prompts, Rollouts, cumulative
+from maxrl_fast.records import Ragged
 from maxrl_fast.runtime.watch import START_LIMIT, RankMonitor
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
 # seconds for a first rank that started later to find and print the same error
 FIRST_RANK_GRACE_SECONDS = 15.0
+R = TypeVar("R", bound=Ragged)
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Ranks:
         """Concatenate x [n, ...] of all ranks in rank order; n may differ."""
         if self.size == 1:
             return x
+        if x.dtype == torch.bool:
+            return self.concatenate(x.to(torch.uint8)).bool()
         counts = torch.zeros(self.size, dtype=torch.int64, device=x.device)
         counts[self.rank] = len(x)
         rows = self.sum(counts).tolist()
@@ -107,30 +110,9 @@ class Ranks:
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
-    def concatenate_prompts(self, prompts: Prompts) -> Prompts:
-        """The columns are left out."""
-        if self.size == 1:
-            return prompts
-        tokens, lengths, ids = (
-            self.concatenate(x) for x in (prompts.tokens, prompts.lengths, prompts.ids)
-        )
-        return Prompts(tokens, cumulative(lengths), ids)
-
-    def concatenate_rollouts(self, rollouts: Rollouts) -> Rollouts:
-        if self.size == 1:
-            return rollouts
-        inserted = None
-        if self.any(rollouts.inserted is not None, rollouts.tokens.device):
-            own = rollouts.tokens[:0] if rollouts.inserted is None else rollouts.inserted.tokens
-            counts = self.concatenate(rollouts.num_inserted)
-            inserted = Inserted.of_counts(self.concatenate(own), counts)
-        return Rollouts(
-            tokens=self.concatenate(rollouts.tokens),
-            cu_seqlens=cumulative(self.concatenate(rollouts.lengths)),
-            logprobs=self.concatenate(rollouts.logprobs),
-            truncated=self.concatenate(rollouts.truncated.to(torch.uint8)).bool(),
-            inserted=inserted,
-        )
+    def gather(self, record: R) -> R:
+        """Concatenate the records of all ranks; tuples, such as prompts' columns, are left out."""
+        return record if self.size == 1 else type(record).concatenate([record], self.concatenate)
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[RankMonitor | None]:

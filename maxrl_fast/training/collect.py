@@ -2,15 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, Samples
+from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
 from maxrl_fast.rollout.scored import sample_and_score
@@ -30,33 +31,35 @@ class RolloutBatch(Samples):
 
     step: int
     # S, from the engine; `rollouts` may have other log-probs, weights or reference answers
-    sampled: Rollouts
-    scores: Tensor  # [G, N] float32, the task's rewards; 0 if not known
-    rewards: Tensor  # [G, N] float32, with the length penalty: what the objective sees
-    valid: Tensor | None  # [G, N] bool, whose reward is known; None: all
-    greedy_rewards: Tensor | None  # [G], reward of the greedy response to each prompt
+    raw_rollouts: Annotated[Rollouts, SEQUENCE]
+    # [G, N] float32, the task's rewards; 0 if not known
+    task_rewards: Annotated[Tensor, PROMPT]
+    rewards: Annotated[Tensor, PROMPT]  # [G, N] float32, which the objective sees
+    valid: Annotated[Tensor | None, PROMPT]  # [G, N] bool, whose reward is known; None: all
+    # [G], reward of the greedy response to each prompt
+    greedy_rewards: Annotated[Tensor | None, PROMPT]
     # [any number, N] of all sampled groups, including replaced ones; NaN if not known
-    sampled_rewards: Tensor
+    all_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
     rollout_seconds: float
     metrics: dict[str, float]  # of sampling, scoring and the correction
     warning: str  # about failed rewards; empty if none failed
     # [S], of this rank's rewards; {} for other ranks' samples, unless the objective needs them
-    components: tuple[dict[str, float], ...]
-    # [R, G, N] float32, each of several rewards; NaN if it does not apply or is not known
-    parts: Tensor | None = None
-    part_weights: tuple[float, ...] = ()  # [R]
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
+    # [G, N, R] float32, each of several rewards; NaN if it does not apply or is not known
+    reward_terms: Annotated[Tensor | None, PROMPT] = None
+    term_weights: tuple[float, ...] = ()  # [R]
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
-    answer_lengths: Tensor | None = None
+    answer_lengths: Annotated[Tensor | None, SEQUENCE] = None
     texts: tuple[str, ...] = ()  # [S], where the objective needs them
 
     @property
     def num_sampled(self) -> int:
         """Number of prompts sampled, including replaced ones."""
-        return len(self.sampled_rewards)
+        return len(self.all_rewards)
 
     @property
-    def known(self) -> Tensor:
+    def has_reward(self) -> Tensor:
         """[G, N] bool, rollouts whose reward is known."""
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.valid is None else self.valid
 
@@ -133,7 +136,7 @@ class RolloutCollector:
             batches.append(batch)
             errors.update(batch.metrics)
             if self.max_batches > 1:
-                num_mixed += int(is_mixed(batch.sampled_rewards).sum())
+                num_mixed += int(is_mixed(batch.all_rewards).sum())
         metrics = dict(errors) | of_rewards.over(self.ranks)
         if self.max_batches == 1:
             return self._with_texts(self._shaped(replace(batches[0], metrics=metrics)))
@@ -141,24 +144,32 @@ class RolloutCollector:
         warning = "; ".join(
             [*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])]
         )
-        whole = _joined(batches)
-        mixed = is_mixed(whole.sampled_rewards)
+        rewards = torch.cat([batch.all_rewards for batch in batches])
+        mixed = is_mixed(rewards)
         # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
         chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values  # [G]
         metrics |= {
             "num_prompts_sampled": len(mixed),
             "frac_prompts_alive": float(mixed.float().mean()),
         }
-        whole = replace(_chosen(whole, chosen, self.num_rollouts), metrics=metrics, warning=warning)
+        whole = replace(
+            RolloutBatch.concatenate(batches).select(chosen),
+            valid=~rewards[chosen].isnan() if rewards.isnan().any() else None,
+            all_rewards=rewards,
+            num_tokens=sum(batch.num_tokens for batch in batches),
+            rollout_seconds=sum(batch.rollout_seconds for batch in batches),
+            metrics=metrics,
+            warning=warning,
+        )
         return self._with_texts(self._shaped(whole))
 
     def _with_texts(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the texts and all ranks' components, if the objective needs them."""
         if self.needs_texts:
-            batch = replace(batch, texts=tuple(response_texts(self.task, batch.sampled)))
+            batch = replace(batch, texts=tuple(response_texts(self.task, batch.raw_rollouts)))
         if not self.needs_components:
             return batch
-        components: list[dict[str, float]] = [{} for _ in range(len(batch.sampled))]
+        components: list[dict[str, float]] = [{} for _ in range(len(batch.raw_rollouts))]
         own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
         for line in self.ranks.texts(json.dumps(own)):
             for s, parts in json.loads(line):
@@ -175,7 +186,7 @@ class RolloutCollector:
         if self.length_penalty is None:
             return batch
         penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
-        rewards = (batch.rewards + penalties).masked_fill(~batch.known, 0.0)
+        rewards = (batch.rewards + penalties).masked_fill(~batch.has_reward, 0.0)
         return replace(
             batch,
             rewards=rewards,
@@ -203,7 +214,7 @@ class RolloutCollector:
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
         sampled = sample(part, self.num_rollouts, self.sampling)
         with clock("rollout"):
-            rollouts = ranks.concatenate_rollouts(sampled.rollouts)
+            rollouts = ranks.gather(sampled.rollouts)
             check_finite(rollouts, prompts, step)
         seconds += clock.total("rollout")
         if self.policy_reward is not None:
@@ -213,7 +224,7 @@ class RolloutCollector:
         before, after = first * self.num_rollouts, (first + own) * self.num_rollouts
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[before:after] = sampled.components
-        each_reward = self._each_reward(rewards, sampled.components) if self.needs_parts else None
+        terms = self._each_reward(rewards, sampled.components) if self.needs_parts else None
         of_rewards.update(scorer.pop_metrics())
         greedy_rewards = None
         if self.needs_greedy:
@@ -223,7 +234,7 @@ class RolloutCollector:
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
         batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, seconds)
         weights = tuple(scorer.weights.values())
-        return replace(batch, components=tuple(parts), parts=each_reward, part_weights=weights)
+        return replace(batch, components=tuple(parts), reward_terms=terms, term_weights=weights)
 
     def _by_policy(
         self,
@@ -251,12 +262,12 @@ class RolloutCollector:
             batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths
         )
 
-    def _each_reward(self, rewards: Tensor, components: list[dict[str, float]]) -> Tensor:
-        """Return the values [R, G, N] of each reward; NaN if it does not apply."""
+    def _each_reward(self, rewards: Tensor, components: Sequence[dict[str, float]]) -> Tensor:
+        """Return the values [G, N, R] of each reward; NaN if it does not apply."""
         own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in components]
         # [S, R]
         values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))
-        return values.view(*rewards.shape, -1).movedim(-1, 0)
+        return values.view(*rewards.shape, -1)
 
     def _checked(
         self,
@@ -278,12 +289,12 @@ class RolloutCollector:
             prompts=prompts,
             rollouts=rollouts,
             step=step,
-            sampled=rollouts,
-            scores=known,
+            raw_rollouts=rollouts,
+            task_rewards=known,
             rewards=known,
             valid=valid,
             greedy_rewards=greedy_rewards,
-            sampled_rewards=rewards,
+            all_rewards=rewards,
             num_tokens=len(rollouts.tokens),
             rollout_seconds=seconds,
             metrics={f"reward_{kind}": count for kind, count in failed.items()},
@@ -309,45 +320,3 @@ def is_mixed(rewards: Tensor) -> Tensor:
     known = ~rewards.isnan()
     largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
     return known.any(1) & (largest.amax(1) > smallest.amin(1))
-
-
-def _joined(batches: list[RolloutBatch]) -> RolloutBatch:
-    greedy = [batch.greedy_rewards for batch in batches if batch.greedy_rewards is not None]
-    rewards = torch.cat([batch.sampled_rewards for batch in batches])
-    rollouts = Rollouts.concatenate([batch.rollouts for batch in batches])
-    known = rewards.nan_to_num()
-    return RolloutBatch(
-        prompts=Prompts.concatenate([batch.prompts for batch in batches]),
-        rollouts=rollouts,
-        step=batches[0].step,
-        sampled=rollouts,
-        scores=known,
-        rewards=known,
-        valid=~rewards.isnan() if rewards.isnan().any() else None,
-        greedy_rewards=torch.cat(greedy) if greedy else None,
-        sampled_rewards=rewards,
-        num_tokens=sum(batch.num_tokens for batch in batches),
-        rollout_seconds=sum(batch.rollout_seconds for batch in batches),
-        metrics={},
-        warning="",
-        components=tuple(parts for batch in batches for parts in batch.components),
-    )
-
-
-def _chosen(whole: RolloutBatch, groups: Tensor, num_rollouts: int) -> RolloutBatch:
-    """Select groups; `sampled_rewards` keeps all groups."""
-    sequences = (
-        groups[:, None] * num_rollouts + torch.arange(num_rollouts, device=groups.device)
-    ).flatten()
-    rollouts, rewards = whole.rollouts.select(sequences), whole.rewards[groups]
-    return replace(
-        whole,
-        prompts=whole.prompts.select(groups),
-        rollouts=rollouts,
-        sampled=rollouts,
-        scores=rewards,
-        rewards=rewards,
-        valid=None if whole.valid is None else whole.valid[groups],
-        greedy_rewards=None if whole.greedy_rewards is None else whole.greedy_rewards[groups],
-        components=tuple(whole.components[s] for s in sequences.tolist()),
-    )

@@ -56,8 +56,8 @@ def diagnostics_record(
     norms = prompt_gradient_norms(
         learner, step.batch, advantages, sequences, beat, draw=(batch.step, 0)
     )
-    known = batch.known.double()  # a sum of large rewards overflows float32
-    rates = (batch.scores * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
+    known = batch.has_reward.double()  # a sum of large rewards overflows float32
+    rates = (batch.task_rewards * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {
         "step": batch.step,
         "ids": batch.prompts.ids.tolist(),

@@ -24,7 +24,7 @@ def step_metrics(
     over the tokens trained on; logprob_diff only over the tokens of the first update. A loss's own
     metrics are summed over the updates if they are integers, else averaged.
     """
-    rewards, rollouts = batch.sampled_rewards, batch.sampled
+    rewards, rollouts = batch.all_rewards, batch.raw_rollouts
     solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
     is_zero = advantages.view(batch.rewards.shape) == 0

@@ -121,13 +121,13 @@ class Packer:
         cu_seqlens = self._cu_seqlens[1]
         if self._inserted is None:
             return cu_seqlens
-        return cu_seqlens + cumulative(self._inserted.counts(len(self.rollouts.tokens)))[cu_seqlens]
+        return cu_seqlens + self._inserted.cu_seqlens[cu_seqlens]
 
     @cached_property
     def _read_at(self) -> Tensor:
         """[T] the position in its row that predicts each sampled token: the one before it."""
-        inserted, num_tokens = self._inserted, len(self.rollouts.tokens)
-        slots = torch.arange(num_tokens) if inserted is None else inserted.slots(num_tokens)
+        inserted = self._inserted
+        slots = torch.arange(len(self.rollouts.tokens)) if inserted is None else inserted.slots
         firsts = self._prompt_lengths - 1 - self._whole_cu_seqlens[:-1]
         return slots + firsts.repeat_interleave(self.lengths)
 
@@ -146,7 +146,7 @@ class Packer:
         lengths = self._prompt_lengths + (self._whole_cu_seqlens.diff() - 1).clamp_min(0)
         prompts, responses = self._on_host[3:5]
         if self._inserted is not None:
-            responses = self._inserted.within(responses)
+            responses = self._inserted.interleave(responses)
         return SortedRows(torch.cat([prompts, responses])[self._index].numpy(), lengths.numpy())
 
     def pack(self, sequences: Tensor) -> MicroBatch:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from maxrl_fast.records import Inserted, Rollouts, pack
+from maxrl_fast.records import Inserted, Rollouts, cumulative, pack
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.checked import find_wrong
 from tests.batches import make_prompts
@@ -45,20 +45,20 @@ TOKENS = answer().tokens
 @pytest.mark.parametrize(
     ("rollouts", "message"),
     [
-        (None, "tokens of NoneType, wanted a tensor of Rollouts"),
-        ({"tokens": TOKENS}, "tokens of NoneType, wanted a tensor of Rollouts"),
-        (answer(tokens=TOKENS.tolist()), "tokens of list, wanted a tensor of Rollouts"),
+        (None, "NoneType, wanted Rollouts"),
+        ({"tokens": TOKENS}, "dict, wanted Rollouts"),
+        (answer(tokens=TOKENS.tolist()), "tokens of list, wanted a tensor"),
         (answer(tokens=TOKENS.int()), "tokens torch.int32 [8] on cpu, wanted torch.int64 of one"),
         (answer(tokens=TOKENS.view(2, 4)), "tokens torch.int64 [2, 4] on cpu, wanted"),
         (answer(tokens=TOKENS.to("meta")), "tokens torch.int64 [8] on meta, wanted"),
         (answer(logprobs=torch.zeros(8).double()), "logprobs torch.float64 [8] on cpu, wanted"),
-        (answer(logprobs=torch.zeros(7)), "7 values of logprobs, wanted 8"),
-        (answer(truncated=torch.zeros(3) > 0), "3 values of truncated, wanted 4"),
-        (answer(((7, 2), (5, 5, 5))), "3 values of cu_seqlens, wanted 5"),
+        (answer(logprobs=torch.zeros(7)), "logprobs of 7 values, wanted 8"),
+        (answer(truncated=torch.zeros(3) > 0), "truncated of 3 values, wanted 4"),
+        (answer(((7, 2), (5, 5, 5))), "cu_seqlens of 3 values, wanted 5"),
         (answer(cu_seqlens=torch.tensor([0, 2, 5, 7, 9])), "cu_seqlens from 0 to 9, wanted 0 to"),
         (answer(cu_seqlens=torch.tensor([1, 2, 5, 7, 8])), "cu_seqlens from 1 to 8, wanted 0 to"),
         (answer(cu_seqlens=torch.tensor([0, 2, 2, 5, 8])), "0 tokens for sample 1 of prompt 0"),
-        (answer(cu_seqlens=torch.tensor([0, 2, 1, 4, 8])), "-1 tokens for sample 1 of prompt 0"),
+        (answer(cu_seqlens=torch.tensor([0, 2, 1, 4, 8])), "cu_seqlens that does not ascend"),
         (
             answer(((7, 2), (5, 5, 5), (8, 8, 8, 2), (2,))),
             "4 tokens for sample 0 of prompt 1, wanted 1 to 3",
@@ -93,9 +93,11 @@ def test_what_cannot_be_true_is_named(rollouts, message):
 EPISODES = Sampling(1.0, 6, (2,), max_turns=3)
 
 
-def episodes(tokens=(4, 7, 2), bounds=(0, 2, 3), before=(2, 5), **changes):
+def episodes(tokens=(4, 7, 2), before=(2, 2, 5), bounds=None, **changes):
     """Return 7 2 [4 7] 5, 8 2 [2] 2, a truncated 2 and 5 5; insertions are in brackets."""
-    inserted = Inserted(torch.tensor(tokens), torch.tensor(bounds), torch.tensor(before))
+    counts = torch.bincount(torch.tensor(before), minlength=9)
+    bounds = cumulative(counts) if bounds is None else torch.tensor(bounds)
+    inserted = Inserted(torch.tensor(tokens), bounds)
     truncated = torch.tensor([True, False, True, True])
     return answer(
         ((7, 2, 5), (8, 2, 2), (2,), (5, 5)),
@@ -111,33 +113,32 @@ def test_insertions_that_are_right_pass():
 @pytest.mark.parametrize(
     ("rollouts", "message"),
     [
-        (episodes(inserted=Inserted(*[None] * 3)), "inserted.tokens of NoneType, wanted a tensor"),
+        (episodes(inserted=Inserted(None, None)), "inserted.tokens of NoneType, wanted a tensor"),
         (episodes((4.0, 7.0, 2.0)), "inserted.tokens torch.float32 [3] on cpu, wanted torch.int64"),
-        (episodes(before=(2,)), "3 values of inserted.cu_seqlens, wanted 2"),
-        (episodes(bounds=(0, 2, 4)), "inserted.cu_seqlens from 0 to 4, wanted 0 to the 3 tokens"),
-        (episodes(bounds=(0, 3, 3)), "an insertion without tokens"),
-        (episodes(before=(5, 2)), "inserted.before that does not ascend within the tokens"),
-        (episodes(before=(2, 2)), "inserted.before that does not ascend within the tokens"),
-        (episodes(before=(2, 9)), "inserted.before that does not ascend within the tokens"),
-        (episodes(before=(-1, 5)), "inserted.before that does not ascend within the tokens"),
-        (episodes(before=(2, 3)), "an insertion before the first token of a response"),
-        (episodes(before=(0, 5)), "an insertion before the first token of a response"),
+        (episodes(bounds=(0, 2, 3)), "inserted.cu_seqlens of 3 values, wanted 10"),
+        (episodes((4, 7)), "inserted.cu_seqlens from 0 to 3, wanted 0 to the 2 tokens"),
+        (
+            episodes(bounds=(0, 0, 0, 2, 1, 1, 3, 3, 3, 3)),
+            "inserted.cu_seqlens that does not ascend",
+        ),
+        (episodes(before=(2, 2, 3)), "an insertion before the first token of a response"),
+        (episodes(before=(0, 0, 5)), "an insertion before the first token of a response"),
         (episodes((4, 10, 2)), "an inserted token outside the vocabulary of 10"),
         (episodes((4, -1, 2)), "an inserted token outside the vocabulary of 10"),
         (
-            episodes((4, 7, 7, 7, 2), (0, 4, 5)),
+            episodes((4, 7, 7, 7, 2), (2, 2, 2, 2, 5)),
             "7 tokens and inserted ones for sample 0 of prompt 0, wanted at most 6",
         ),
         (
-            episodes(before=(1, 5)),
+            episodes(before=(1, 1, 5)),
             "a stop token before the last token: token 1 of sample 0 of prompt 0",
         ),
         (
-            episodes(before=(2, 8)),
+            episodes(before=(2, 2, 8)),
             "a stop token before the last token: token 1 of sample 1 of prompt 0",
         ),
         (
-            episodes((4, 7, 2, 1), (0, 2, 3, 4), (2, 5, 8)),
+            episodes((4, 7, 2, 1), (2, 2, 5, 8)),
             "an insertion after another token than a stop token: token 0 of sample 1 of prompt 1",
         ),
         (episodes(truncated=torch.zeros(4) > 0), "a wrong `truncated`"),

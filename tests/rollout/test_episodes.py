@@ -96,22 +96,15 @@ class Game:
 
 def episodes_of(rollouts):
     """Return each sample's parts, (tokens, log-probs or None where inserted), in order."""
-    before = [] if rollouts.inserted is None else rollouts.inserted.before.tolist()
-    inserted = dict(
-        zip(
-            before,
-            []
-            if rollouts.inserted is None
-            else [
-                rollouts.inserted.tokens[a:b].tolist()
-                for a, b in itertools.pairwise(rollouts.inserted.cu_seqlens.tolist())
-            ],
-            strict=True,
-        )
-    )
+    inserted = {}  # by the sampled token that it stands before
+    if rollouts.inserted is not None:
+        bounds = itertools.pairwise(rollouts.inserted.cu_seqlens.tolist())
+        inserted = {
+            t: rollouts.inserted.tokens[a:b].tolist() for t, (a, b) in enumerate(bounds) if a < b
+        }
     episodes = []
     for start, end in itertools.pairwise(rollouts.cu_seqlens.tolist()):
-        cuts = [start, *(at for at in before if start < at < end), end]
+        cuts = [start, *(at for at in inserted if start < at < end), end]
         parts = []
         for a, b in itertools.pairwise(cuts):
             if a in inserted and a > start:
@@ -139,7 +132,7 @@ def same(a, b):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
     assert (a.inserted is None) == (b.inserted is None)
     if a.inserted is not None:
-        for name in ("tokens", "cu_seqlens", "before"):
+        for name in ("tokens", "cu_seqlens"):
             assert torch.equal(getattr(a.inserted, name), getattr(b.inserted, name)), name
 
 
@@ -239,7 +232,7 @@ def test_when_replies_come_changes_nothing(arithmetic, num_samples, temperature)
     keys = sample_keys(1, 2, prompts, numbers.repeat(len(PROMPTS)))
     sizes, vocab = (1, 2, 40, 100), model.config.vocab_size
     whole = play(decoder, Game(sizes, vocab=vocab), keys, sampling)
-    assert len(whole.inserted.before) > 4 * num_samples
+    assert int((whole.inserted.lengths > 0).sum()) > 4 * num_samples
     threads = torch.get_num_threads()
     try:
         for seed, (max_batch, threads_now) in enumerate(
@@ -342,7 +335,7 @@ def test_a_reply_that_leaves_no_room_ends_the_episode_truncated(checkpoint, kind
     fits = make_engine(checkpoint, kind).generate(
         PROMPTS, 3, sampling, seed=0, step=0, environments=game
     )
-    assert len(fits.inserted.before) == 15
+    assert int((fits.inserted.lengths > 0).sum()) == 15
     for parts in episodes_of(fits):
         assert [len(part) for part, _ in parts][1:] == [29 - len(parts[0][0]), 1]
     assert fits.truncated.all()  # a stop token there leaves no room for the reply
@@ -575,7 +568,7 @@ class TogetherInThreads:
             rank=rank,
             size=2,
             concatenate=lambda x: torch.cat(self.exchange(rank, x)),
-            concatenate_prompts=lambda x: Prompts.concatenate(self.exchange(rank, x)),
+            gather=lambda x: Prompts.concatenate(self.exchange(rank, x)),
         )
 
     def exchange(self, rank, x):

@@ -52,12 +52,12 @@ def rewards_of(ids, num_samples=N):
 def test_a_step_of_episodes():
     task = CountingTask({(1, 0), (2, 1)})
     batch = collector_of(task).collect(5, 0)
-    assert batch.sampled.turns() == [played(i, n, 3) for i in range(G) for n in range(N)]
+    assert batch.raw_rollouts.turns() == [played(i, n, 3) for i in range(G) for n in range(N)]
     known = [[True, True], [False, True], [True, False]]
-    assert batch.known.tolist() == known
+    assert batch.has_reward.tolist() == known
     expected = torch.tensor(rewards_of(range(G)))
     torch.testing.assert_close(batch.rewards, expected * torch.tensor(known), rtol=0, atol=1e-7)
-    assert batch.sampled_rewards.isnan().tolist() == [[not x for x in row] for row in known]
+    assert batch.all_rewards.isnan().tolist() == [[not x for x in row] for row in known]
     assert batch.scored_indices.tolist() == [0, 1, 3, 4]
     assert batch.metrics["reward_exception"] == 2
     assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3) / 4)
@@ -92,7 +92,7 @@ def test_greedy_episodes_whose_environment_failed_leave_their_group_out():
     greedy = [pytest.approx(num_turns(i, 0) / 3) for i in range(G)]
     assert batch.greedy_rewards.tolist()[::2] == greedy[::2]
     assert math.isnan(batch.greedy_rewards[1])
-    assert batch.known.tolist() == [[True, True], [False, False], [True, True]]
+    assert batch.has_reward.tolist() == [[True, True], [False, False], [True, True]]
     assert batch.metrics["reward_exception"] == 2  # sampled and greedy
     assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3 + 1) / 5)
 
@@ -104,7 +104,7 @@ def test_dynamic_sampling_keeps_the_insertions_of_the_chosen_groups():
     ids = batch.prompts.ids.tolist()
     assert ids == [2, 3, 4]
     episodes = [played(i, n, 3) for i in ids for n in range(N)]
-    assert batch.rollouts.turns() == batch.sampled.turns() == episodes
+    assert batch.rollouts.turns() == batch.raw_rollouts.turns() == episodes
     assert batch.texts == tuple(
         task.decode([x for part in parts for x in part]) for parts in episodes
     )
@@ -142,7 +142,7 @@ def test_a_reward_function_sees_whole_episodes():
     words = [len(text.split()) for text in texts]
     known = [s not in (2, 4) and words[s] <= 10 for s in range(6)]
     assert 2 < known.count(False) < 6
-    assert batch.known.flatten().tolist() == known
+    assert batch.has_reward.flatten().tolist() == known
     assert batch.rewards.flatten().tolist() == [
         length if is_known else 0 for length, is_known in zip(words, known, strict=True)
     ]

@@ -74,7 +74,7 @@ def main(tensor_parallel):
             )
             assert difference < 1e-4, (seed, difference)
             assert (rollouts.logprobs - own_logprobs(seed + 1, True, own, rollouts)).abs().max() > 1
-            everything = ranks.concatenate_rollouts(rollouts)
+            everything = ranks.gather(rollouts)
             assert len(everything) == NUM_SAMPLES * len(PROMPTS)
             first, last = (
                 everything.select(torch.arange(s, s + NUM_SAMPLES)) for s in (0, 4 * NUM_SAMPLES)

@@ -109,7 +109,7 @@ def test_demonstrations_are_won_games_that_narrow_the_numbers_down():
     again = task.demonstrations(110, 100)[1]
     assert torch.equal(again.tokens, won.tokens[won.cu_seqlens[100] :])
     inserted = iter(won.inserted.tokens.tolist())
-    before, first, num_turns = set(won.inserted.before.tolist()), 0, []
+    before, first, num_turns = set(won.inserted.lengths.nonzero()[:, 0].tolist()), 0, []
     for line, length in zip(prompts.columns, won.lengths.tolist(), strict=True):
         guesses = [x - CORRECT for x in won.tokens[first : first + length : 2].tolist()]
         assert won.tokens[first + 1 : first + length : 2].tolist() == [EOS] * len(guesses)

@@ -101,7 +101,7 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
     assert step.prompts.ids.tolist() == ids
     assert step.num_sampled == num_sampled
     assert step.rewards.tolist() == [table[i] for i in ids]
-    assert step.sampled_rewards.tolist() == table[:num_sampled]
+    assert step.all_rewards.tolist() == table[:num_sampled]
     assert step.rollouts.lengths.tolist() == [i + 1 for i in ids for _ in range(2)]
     assert step.rollouts.tokens.tolist() == [
         token for i in ids for _ in range(2) for token in [UP] * i + [DONE]

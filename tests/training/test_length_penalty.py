@@ -50,8 +50,8 @@ def test_only_the_rewards_of_the_objective_change():
     # where the reward is not known it stays 0
     assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
-    assert torch.equal(batch.scores, rewards)  # kept rollouts
-    assert batch.sampled_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
+    assert torch.equal(batch.task_rewards, rewards)  # kept rollouts
+    assert batch.all_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
 
 
 def test_options():

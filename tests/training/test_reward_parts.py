@@ -53,9 +53,11 @@ def test_each_reward_is_kept_beside_the_sum():
     step = collect(first, second)
     assert step.rewards.tolist() == [[2.0, 2.0, 1.0], [4.0, 3.0, 2.0]]
     expected = torch.tensor([first, second]).view(2, 2, 3)
-    torch.testing.assert_close(step.parts, expected, rtol=0, atol=0, equal_nan=True)
-    assert step.part_weights == (1.0, 0.5)
-    assert collect(first, second, needs_parts=False).parts is None
+    torch.testing.assert_close(
+        step.reward_terms.movedim(-1, 0), expected, rtol=0, atol=0, equal_nan=True
+    )
+    assert step.term_weights == (1.0, 0.5)
+    assert collect(first, second, needs_parts=False).reward_terms is None
     for name in ("gdpo", "hero"):
         objective = GroupObjective(name, {})
         assert objective.needs == Needs(parts=True)
@@ -74,7 +76,7 @@ def test_a_rollout_with_a_failed_reward_is_left_out():
     own = ops.group_advantage(
         step.rewards.flatten()[[0, 1, 2, 4, 5]],
         "gdpo",
-        reward_parts=step.parts.flatten(1)[:, [0, 1, 2, 4, 5]],
+        reward_parts=step.reward_terms.movedim(-1, 0).flatten(1)[:, [0, 1, 2, 4, 5]],
         reward_weights=[1, 0.5],
         offsets=torch.tensor([0, 3, 5]),
     )

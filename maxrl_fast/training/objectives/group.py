@@ -74,7 +74,8 @@ class GroupObjective(Objective):
         )
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
-        rewards, rollouts, greedy = batch.rewards, batch.rollouts, batch.greedy_rewards
+        rewards, rollouts = batch.rewards, batch.rollouts
+        greedy, terms = batch.greedy_rewards, batch.reward_terms
         # a custom function may take failed rewards as 0
         valid = batch.valid if self.row.takes_valid else None
         # Computed on demand: an estimator takes few of these, and reading the prompts' indices
@@ -84,7 +85,7 @@ class GroupObjective(Objective):
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
             "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
             "greedy_rewards": lambda: greedy,  # [G]
-            "reward_parts": lambda: batch.parts,  # [R, G, N]
+            "reward_parts": lambda: terms if terms is None else terms.movedim(-1, 0),  # [R, G, N]
             "prompts": batch.prompts.ids.tolist,
             "texts": lambda: _grouped(batch.texts, batch.num_rollouts),
             "components": lambda: _grouped(batch.components, batch.num_rollouts),
@@ -116,7 +117,7 @@ class GroupObjective(Objective):
         only the tokens of the others.
         """
         lengths, num_tokens = batch.rollouts.lengths, len(batch.rollouts.tokens)
-        known = batch.known.flatten().repeat_interleave(lengths, output_size=num_tokens)
+        known = batch.has_reward.flatten().repeat_interleave(lengths, output_size=num_tokens)
         if valid is not None:
             advantages = advantages.new_zeros(num_tokens).masked_scatter(known, advantages)
         advantages = advantages.masked_fill(~known, 0.0)
@@ -126,8 +127,8 @@ class GroupObjective(Objective):
 
     def options_for(self, batch: RolloutBatch) -> dict[str, Any]:
         options = dict(self.options)
-        if batch.parts is not None:
-            options["reward_weights"] = batch.part_weights
+        if batch.reward_terms is not None:
+            options["reward_weights"] = batch.term_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
         return options

@@ -50,7 +50,8 @@ class PpoObjective(Objective):
         rollouts = batch.rollouts
         values = state_values(learner, batch)
         _check_finite(values, batch)
-        counts = batch.known.flatten().repeat_interleave(rollouts.lengths, output_size=len(values))
+        has_reward, lengths = batch.has_reward.flatten(), rollouts.lengths
+        counts = has_reward.repeat_interleave(lengths, output_size=len(values))
         advantages = gae_advantages(
             values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda
         )

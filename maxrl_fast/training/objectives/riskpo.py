@@ -48,7 +48,7 @@ class RiskpoObjective(Objective):
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         # to the host: they are few, and the quantiles are there
         rewards = batch.rewards.double().cpu()
-        known = batch.known.cpu()
+        known = batch.has_reward.cpu()
         bundles = rewards.view(-1, self.bundle_size, rewards.shape[1])  # [G/B, B, N]
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
         scores = bundles.sum(1)  # [G/B, N]

@@ -34,7 +34,7 @@ class ZvpObjective(Objective):
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rewards, valid = batch.rewards, batch.valid
         values = group_advantage(rewards, "grpo", valid=valid, eps=self.eps, ddof=self.ddof)
-        known = batch.known
+        known = batch.has_reward
         is_alike = known & ~is_mixed(rewards.masked_fill(~known, torch.nan))[:, None]
         values = torch.where(is_alike, 2 * rewards - 1, values)
         chosen = is_alike.flatten().nonzero()[:, 0]

@@ -24,11 +24,7 @@ def _token_loss(c: Values) -> TokenLoss | None:
 
 
 def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss: a name in LOSSES, or one of your own.
-
-    Raises:
-        InputError: for an unknown loss, or it cannot be loaded.
-    """
+    """Return the token loss of --loss: a name in LOSSES, or one of your own."""
     if name in LOSSES:
         return LOSSES[name]
     if not is_code(name):

@@ -30,58 +30,45 @@ def describe_run(
 ) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
-    threads = f"{config.run.threads} thread{'' if config.run.threads == 1 else 's'}"
+    options = config.objective.options
+    sizes = [f"{name}={options[name]}" for name in ("k", "order", "beta") if name in options]
+    method = " ".join([config.objective.objective, *sizes])
+    threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
     where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    sizes = [
-        f"{name}={value}"
-        for name in ("k", "order", "beta")
-        if (value := config.flat()[name]) is not None
-    ]
-    start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     if ranks.size > 1:
-        sharded = config.run.sharding == "full"
-        where += (
-            f", one of {ranks.size} processes, each with {'a part of the' if sharded else 'all'} "
-            "weights "
-        )
-        where += "(FSDP2)" if sharded else "(DDP)"
-    trained = count(model, is_trained=True)
-    adapters = "" if trained == count(model) else f", {trained:,} of them trained (LoRA)"
-    compiled = (
-        "torch.compile, which chooses kernels by timing them"
-        if device.type == "cuda"
-        else "torch.compile"
-    )
-    switches = ["checkpointed activations"] * config.optimizer.checkpoint_activations + [
-        compiled
-    ] * config.run.compile
-    attention, called = (
-        kernel_name(device, dtype, model.config.head_dim),
-        kernel_for(device, dtype, model.config.head_dim).name,
-    )
+        weights = "a part of the weights (FSDP2)"
+        weights = weights if config.run.sharding == "full" else "all weights (DDP)"
+        where += f", one of {ranks.size} processes, each with {weights}"
+    attention = kernel_name(device, dtype, model.config.head_dim)
+    called = kernel_for(device, dtype, model.config.head_dim).name
     # our own decoder's layers have none of these
     if model.backend != "native" and called != attention:
         attention += f" ({called} where a layer has a sliding window, a soft cap or sinks)"
-    how = "; ".join([f"ops: {kernels_for(device)}", f"attention: {attention}", *switches])
-    policy = (
-        f"{model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
-        f"({model.backend}), "
-    )
-    policy += f"{count(model):,} parameters"
+    how = [f"ops: {kernels_for(device)}", f"attention: {attention}"]
+    how += ["checkpointed activations"] * config.optimizer.checkpoint_activations
+    if config.run.compile:
+        timing = ", which chooses kernels by timing them" * (device.type == "cuda")
+        how.append(f"torch.compile{timing}")
+    start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     return [
-        f"maxrl_fast {maxrl_fast.__version__}: {' '.join([config.objective.objective, *sizes])}, "
-        f"task {task.name}, "
-        f"seed {config.run.seed}",
-        f"on {where} in {config.run.dtype}; {how}",
-        f"policy: {policy}{adapters}, {start}",
+        f"maxrl_fast {maxrl_fast.__version__}: {method}, task {task.name}, seed {config.run.seed}",
+        f"on {where} in {config.run.dtype}; {'; '.join(how)}",
+        f"policy: {model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
+        f"({model.backend}), {_parameters(model)}, {start}",
         *_describe_critic(config, model),
         f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in "
         f"{config.run.out}",
         str(evaluation_schedule(config)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
+
+
+def _parameters(model: PolicyModel) -> str:
+    trained = count(model, is_trained=True)
+    adapters = "" if trained == count(model) else f", {trained:,} of them trained (LoRA)"
+    return f"{count(model):,} parameters{adapters}"
 
 
 def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
@@ -101,13 +88,16 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
     default.
     """
     kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
-    defaults = default_rates(config.model) if config.model.model is not None else (None, None)
-    sft_lr, lr, steps = config.warm_start.sft_lr, config.optimizer.lr, config.warm_start.sft_steps
-    said = [f"learning rate {lr:g}" + (f" (the default for {kind})" if lr == defaults[1] else "")]
-    if has_warm_start:
-        default = f" (the default for {kind})" if sft_lr == defaults[0] else ""
-        said += [f"in the warm start of {steps} step{'s' * (steps > 1)} {sft_lr:g}{default}"]
-    return "; ".join(said)
+    sft_default, default = default_rates(config.model) if config.model.model else (None, None)
+
+    def said(rate: float, default: float | None) -> str:
+        return f"{rate:g}" + f" (the default for {kind})" * (rate == default)
+
+    rates, warm = f"learning rate {said(config.optimizer.lr, default)}", config.warm_start
+    if not has_warm_start:
+        return rates
+    steps = f"{warm.sft_steps} step{'s' * (warm.sft_steps > 1)}"
+    return f"{rates}; in the warm start of {steps} {said(warm.sft_lr, sft_default)}"
 
 
 def estimate(
@@ -123,7 +113,7 @@ def estimate(
     Args:
         model, teacher: for their sizes; they may be on the meta device.
     """
-    flat, parameters, trained = config.flat(), count(model), count(model, is_trained=True)
+    flat, rollout, loss = config.flat(), config.rollout, config.loss
     hidden = {*inapplicable_options(Config, flat), "dry_run"}
     memory = estimate_memory(config, task, model, machine, teacher)
     *table, answer = memory_table(memory, machine, config)
@@ -133,40 +123,34 @@ def estimate(
         for name, value in flat.items()
         if value is not None and name not in hidden
     ]
-    adapters = "" if trained == parameters else f", {trained:,} of them trained (LoRA)"
-    lines += [f"policy: {parameters:,} parameters{adapters}", *_describe_critic(config, model)]
-    lines += table
-    if config.rollout.rollout not in ENGINES:
+    lines += [f"policy: {_parameters(model)}", *_describe_critic(config, model), *table]
+    if rollout.rollout not in ENGINES:
         lines += [
-            f"  The memory of the engine {config.rollout.rollout} is not known and not in the "
-            "table."
+            f"  The memory of the engine {rollout.rollout} is not known and not in the table."
         ]
-    prompt_tokens = config.rollout.prompts * task.prompt_length
-    response_tokens = (
-        config.rollout.prompts * config.rollout.rollouts * config.rollout.max_new_tokens
-    )
-    needs, loss = objective_of(config).needs, config.loss
+    needs, prompt_tokens = objective_of(config).needs, rollout.prompts * task.prompt_length
+    response_tokens = rollout.prompts * rollout.rollouts * rollout.max_new_tokens
     more_passes = (
         needs.logprob_passes
         + (config.shaping.reward_source in LIKELIHOODS)
-        + (config.rollout.correction != "none")
+        + (rollout.correction != "none")
+        + (loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren))
+        + bool(loss.kl_coef)
     )
-    more_passes += (
-        loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren)
-    ) + bool(loss.kl_coef)
+    tokens = prompt_tokens + response_tokens
     # The greedy responses are sampled by another call, which reads the prompts again.
-    greedy_tokens = (
-        needs.greedy * config.rollout.prompts * (task.prompt_length + config.rollout.max_new_tokens)
-    )
-    work = {"rollout": 2 * (prompt_tokens + response_tokens + greedy_tokens)}
+    greedy = needs.greedy * rollout.prompts * (task.prompt_length + rollout.max_new_tokens)
     # A critic computes its values before the step, and is updated separately.
-    work["update"] = (6 + 2 * more_passes + 8 * needs.critic) * (prompt_tokens + response_tokens)
+    work = {
+        "rollout": 2 * (tokens + greedy),
+        "update": (6 + 2 * more_passes + 8 * needs.critic) * tokens,
+    }
     lines += [
-        "work per step, estimated (multiplications with weights; all responses at their limit)"
+        "work per step, estimated (multiplications with weights; all responses at their limit)",
+        f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}",
     ]
-    lines += [f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}"]
     lines += [
-        f"  {name}: {parameters * multiplications / 1e9:,.1f} GFLOP"
+        f"  {name}: {count(model) * multiplications / 1e9:,.1f} GFLOP"
         for name, multiplications in work.items()
     ]
     return "\n".join(lines)

@@ -250,11 +250,6 @@ def resolve(
 
     Args:
         warn: as of `response_limit`.
-
-    Raises:
-        InputError: where the device is absent, --out holds something, there are fewer prompts, or
-        the policy has too few
-            positions.
     """
     measure, sampling, place = config.measure, config.sampling, config.place
     available = task.num_test_prompts if measure.split == "test" else None

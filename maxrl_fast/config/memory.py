@@ -47,38 +47,37 @@ def estimate_memory(
         model, teacher: for their sizes; they may be on the meta device.
     """
     weights, trained = count(model), count(model, is_trained=True)
-    part = 1 / machine.processes if config.run.sharding == "full" else 1.0
-    sharded = f", 1/{machine.processes} of them (FSDP2)" if part < 1 else ""
-    needs = objective_of(config).needs
-    copies_policy = config.loss.reference is None and config.loss.teacher_prompt is None
-    # it shares frozen weights
-    reference = trained if copies_policy and (config.loss.kl_coef or needs.reference) else 0
+    needs, loss, options = objective_of(config).needs, config.loss, config.rollout
+    copies_policy = loss.reference is None and loss.teacher_prompt is None
+    # the reference and the critic share the policy's frozen weights
+    reference = trained if copies_policy and (loss.kl_coef or needs.reference) else 0
+    critic = num_critic_weights(model) if needs.critic else 0
     frozen = sum(p.nbytes for p in teacher.parameters()) if teacher else 0
-    critic = num_critic_weights(model) if needs.critic else 0  # so does it
-    state = {  # gradients and moments stay from the first update on
-        "weights (float32)": _scaled(4 * weights, (1, part, part)),
-        "gradients (float32)": _scaled(4 * trained, (0, part, part)),
-        "Adam moments (float32)": _scaled(8 * trained, (0, part, part)),
-        "reference policy (float32)": _scaled(4 * reference, (1, part, part)),
-        f"teacher ({config.run.dtype})": _scaled(frozen, (1, part, part)),
-        "critic (float32)": _scaled(4 * critic, (1, part, part)),
-        "critic's gradients and Adam moments (float32)": _scaled(12 * critic, (0, part, part)),
+    state = {  # at the start, and from the first update on
+        "weights (float32)": (4 * weights, 4 * weights),
+        "gradients (float32)": (0, 4 * trained),
+        "Adam moments (float32)": (0, 8 * trained),
+        "reference policy (float32)": (4 * reference, 4 * reference),
+        f"teacher ({config.run.dtype})": (frozen, frozen),
+        "critic (float32)": (4 * critic, 4 * critic),
+        "critic's gradients and Adam moments (float32)": (0, 12 * critic),
     }
-    memory = {f"{name}{sharded}": phases for name, phases in state.items()} | _of_engine(
-        config, task, model, machine
-    )
-    options = config.rollout
-    responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
+    part, sharded = 1.0, ""
+    if config.run.sharding == "full" and machine.processes > 1:
+        part, sharded = 1 / machine.processes, f", 1/{machine.processes} of them (FSDP2)"
+    memory: dict[str, Phases] = {
+        f"{name}{sharded}": (start, later * part, later * part)
+        for name, (start, later) in state.items()
+    }
+    memory |= _of_engine(config, task, model, machine)
     # every process has all of them: a token in int64 and its log-prob in float32
+    responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
     kept = 12 * responses * options.max_new_tokens
-    memory["rollouts of a step, at their limit"] = _scaled(kept, (0, 1, 1))
-    memory |= {
-        name: _scaled(value, (0, 0, 1))
-        for name, value in _of_update(config, model, machine).items()
-    }
+    memory["rollouts of a step, at their limit"] = (0, kept, kept)
+    memory |= {name: (0, 0, value) for name, value in _of_update(config, model, machine).items()}
     if machine.device == "cpu":  # on a GPU the copy is in the host's memory
         copied = (4 * weights + 8 * trained + 4 * reference + 12 * critic) * part
-        memory["copy of the state while a checkpoint is written"] = _scaled(copied, (0, 0, 1))
+        memory["copy of the state while a checkpoint is written"] = (0, 0, copied)
     return {name: phases for name, phases in memory.items() if any(phases)}
 
 
@@ -96,65 +95,46 @@ def _of_engine(
     options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
     if options.vllm_url is not None or options.rollout not in ENGINES:
         return {}
-    is_vllm, samples = options.rollout == "vllm", options.samples_of_engine(machine.processes)
-    rows = min(
-        max(samples, 256 if is_vllm else 32 * config.evaluation.eval_samples),
-        MAX_BATCH[machine.device],
-    )
-    in_cpp = not is_vllm and not is_gpu and model.backend == "native"
+    is_vllm, is_native = options.rollout == "vllm", model.backend == "native"
+    in_cpp = not is_vllm and not is_gpu and is_native
+    least = 256 if is_vllm else 32 * config.evaluation.eval_samples
+    rows = min(max(options.samples_of_engine(machine.processes), least), MAX_BATCH[machine.device])
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     arithmetic = arithmetic_of(dtype)
     if in_cpp and arithmetic == "float32":
         dtype = torch.float32
     adapters = count(model, is_trained=True) if config.model.lora_rank else 0  # merged
     weights = dtype.itemsize * (count(model) - adapters) / options.vllm_tensor_parallel
-    # its embedding is in float32, and apart from the output matrix also where they are tied
+    limit = (options.kv_cache_gb or 0) * 1e9 or machine.memory / (4 if is_gpu else 8)
+    prompts, length = -(-rows // min(options.rollouts, rows)), task.prompt_length
     if in_cpp:
         assert isinstance(sizes, DecoderConfig)
-        embedding = sizes.vocab_size * sizes.hidden_size
-        weights += embedding * (4 if sizes.tie_word_embeddings else 4 - dtype.itemsize)
-    limit = (
-        machine.memory / (4 if is_gpu else 8)
-        if options.kv_cache_gb is None
-        else options.kv_cache_gb * 1e9
-    )
-    prompts = -(-rows // min(options.rollouts, rows))
-    if is_gpu and model.backend == "native":
-        wanted = Shape(prompts, rows, 1, task.prompt_length, options.max_new_tokens).cache_bytes(
-            sizes, dtype
-        )
-    elif in_cpp:
-        assert isinstance(sizes, DecoderConfig)
-        decoder = CpuDecoder(sizes, arithmetic)
-        wanted = prompts * decoder.cache_bytes(task.prompt_length) + rows * decoder.cache_bytes(
-            options.max_new_tokens
-        )
+        # its embedding is in float32, and apart from the output matrix also where they are tied
+        element = 4 if sizes.tie_word_embeddings else 4 - dtype.itemsize
+        weights += sizes.vocab_size * sizes.hidden_size * element
+        of = CpuDecoder(sizes, arithmetic).cache_bytes
+        wanted = prompts * of(length) + rows * of(options.max_new_tokens)
+    elif is_gpu and is_native:
+        shape = Shape(prompts, rows, 1, length, options.max_new_tokens)
+        wanted = shape.cache_bytes(sizes, dtype)
     else:
-        tokens = rows * options.max_new_tokens + prompts * task.prompt_length
-        wanted = (
-            2
-            * sizes.num_hidden_layers
-            * sizes.num_key_value_heads
-            * sizes.head_dim
-            * dtype.itemsize
-            * tokens
-        )
-    cache = min(limit, wanted)
-    if is_vllm:
-        asleep = 0 if is_gpu else 1
+        tokens = rows * options.max_new_tokens + prompts * length
+        keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
+        wanted = 2 * keys * dtype.itemsize * tokens
+    cache, name = min(limit, wanted), f"rollout weights ({dtype_name(dtype)})"
+    if not is_vllm:
+        is_kept = is_native and (not is_gpu or cache <= KEPT_SHARE * machine.memory)
         return {
-            f"rollout weights ({dtype_name(dtype)})": _scaled(weights, (1, 1, asleep)),
-            "key/value cache of vLLM": _scaled(limit, (1, 1, asleep)),
-            # Logits in the compute dtype; in float32 themselves, their log-probs and their
-            # probabilities.
-            f"logits of vLLM, {rows} samples": _scaled(
-                rows * sizes.vocab_size * (dtype.itemsize + 12), (1, 1, 0)
-            ),
+            name: (weights, weights, weights),
+            f"key/value cache of at most {rows} samples": (cache, cache, cache * is_kept),
         }
-    is_kept = model.backend == "native" and (not is_gpu or cache <= KEPT_SHARE * machine.memory)
+    awake = 0 if is_gpu else 1  # while the policy trains
+    # logits in the compute dtype; in float32 themselves, their log-probs and their probabilities
+    logits = rows * sizes.vocab_size * (dtype.itemsize + 12)
     return {
-        f"rollout weights ({dtype_name(dtype)})": _scaled(weights, (1, 1, 1)),
-        f"key/value cache of at most {rows} samples": _scaled(cache, (1, 1, is_kept)),
+        name: (weights, weights, weights * awake),
+        "key/value cache of vLLM": (limit, limit, limit * awake),
+        f"logits of vLLM, {rows} samples": (logits, logits, 0),
     }
 
 
@@ -174,47 +154,41 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
       in the compute dtype; and its gradient in float32, which a tied matrix keeps until the
       embedding's is added.
     """
-    sizes, options, tokens = model.config, config.optimizer, config.optimizer.token_budget
-    dtype: torch.dtype = getattr(torch, config.run.dtype)
-    is_half, element, is_sharded = (
-        dtype != torch.float32,
-        dtype.itemsize,
+    sizes, tokens, is_sharded = (
+        model.config,
+        config.optimizer.token_budget,
         config.run.sharding == "full",
     )
+    keeps_inputs, num_layers = config.optimizer.checkpoint_activations, sizes.num_hidden_layers
+    dtype: torch.dtype = getattr(torch, config.run.dtype)
+    is_half, element = dtype != torch.float32, dtype.itemsize
     # packed_kernels.py
     runs_packed = machine.device == "cpu" and model.backend == "native" and not config.run.compile
-    layer, num_layers = layer_numbers(model, dtype, runs_packed), sizes.num_hidden_layers
-    kept = (
-        num_layers * sizes.hidden_size + layer
-        if options.checkpoint_activations
-        else num_layers * layer
-    )
+    layer = layer_numbers(model, dtype, runs_packed)
+    kept = num_layers * (sizes.hidden_size if keeps_inputs else layer) + layer * keeps_inputs
+    needed = {f"activations of {tokens} tokens": tokens * element * (kept + layer / 2)}
     in_layers = sum(count(block) for block in model.blocks)
-    trained_in_layers = sum(count(block, is_trained=True) for block in model.blocks)
-    of_two = 2 / num_layers
-    matrix = sizes.vocab_size * sizes.hidden_size
+    if is_sharded:
+        trained = sum(count(block, is_trained=True) for block in model.blocks)
+        two = 2 / num_layers
+        needed["gathered weights"] = element * (count(model) - in_layers + two * in_layers)
+        needed["gradients before they are reduced"] = (element + 4) * max(
+            count(model, is_trained=True) - trained, two * trained
+        )
+    joined = joined_weights(model) if runs_packed else 0
+    if copied := in_layers if is_half and not is_sharded else joined:
+        copied_at_a_time = copied / num_layers if keeps_inputs else copied
+        needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
     # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below five million.
     chunk = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * element)
     chunk *= 1 if machine.device == "cuda" or not is_half else 3
-    needed = {f"activations of {tokens} tokens": tokens * element * (kept + layer / 2)}
-    if is_sharded:
-        outside = count(model) - in_layers, count(model, is_trained=True) - trained_in_layers
-        needed["gathered weights"] = element * (outside[0] + of_two * in_layers)
-        needed["gradients before they are reduced"] = (element + 4) * max(
-            outside[1], of_two * trained_in_layers
-        )
-    joined = joined_weights(model) if runs_packed else 0
-    copied = in_layers if is_half and not is_sharded else joined
-    if copied:
-        copied_at_a_time = copied / num_layers if options.checkpoint_activations else copied
-        needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
+    matrix = sizes.vocab_size * sizes.hidden_size
     output = 0 if is_sharded or not is_half else element * matrix
     of_matrix = 4 * matrix if model.lm_head.weight.requires_grad else 0
     # the exact divergence has a chunk of each policy, and its gradient of the output matrix waits
     # with the token loss's for the backward pass
     num_losses = 2 if config.loss.kl_coef and config.loss.kl == "full" else 1
-    output, chunk = output + num_losses * of_matrix, num_losses * chunk
-    needed["logits of a chunk, output matrix"] = float(chunk + output)
+    needed["logits of a chunk, output matrix"] = output + num_losses * (of_matrix + chunk)
     return needed
 
 
@@ -226,11 +200,11 @@ def joined_weights(model: PolicyModel) -> int:
     for layer in model.blocks:
         assert isinstance(layer, Layer)
         attention, mlp = layer.self_attn, layer.mlp
-        groups = (
+        for group in (
             (attention.q_proj, attention.k_proj, attention.v_proj),
             (mlp.gate_proj, mlp.up_proj),
-        )
-        joined += sum(count(matrix) for group in groups if can_join(group) for matrix in group)
+        ):
+            joined += sum(map(count, group)) if can_join(group) else 0
     return joined
 
 
@@ -246,26 +220,20 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
     most norms). An adapter keeps its low-rank product.
     """
     sizes = model.config
-    heads, keys = (
-        sizes.num_attention_heads * sizes.head_dim,
-        sizes.num_key_value_heads * sizes.head_dim,
-    )
+    heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+    hidden, feed_forward, of_heads = 5, 4, 4
     if runs_packed:
         assert isinstance(sizes, DecoderConfig)
         hidden, feed_forward, of_heads = 4, 3, 3 if sizes.has_qk_norm else 2
-    elif model.backend == "native":
-        hidden, feed_forward, of_heads = 5, 4, 4
-    else:
+    elif model.backend != "native":
         hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)
-    numbers = (
+    adapters = [x.rank for x in model.blocks[0].modules() if isinstance(x, LoraLinear)]
+    return (
         hidden * sizes.hidden_size
         + feed_forward * sizes.intermediate_size
-        + of_heads * (heads + keys)
+        + of_heads * heads
+        + sum(adapters)
     )
-    adapters = [
-        module.rank for module in model.blocks[0].modules() if isinstance(module, LoraLinear)
-    ]
-    return numbers + sum(adapters)
 
 
 def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedConfig) -> list[str]:
@@ -278,31 +246,28 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
     lines = [f"memory of {machine.describe()}, estimated in {unit}"]
     lines += ["  " + " " * width + "".join(f"{phase:>9}" for phase in PHASES)]
     for name, phases in (*memory.items(), ("total", totals)):
-        lines += [
-            f"  {name:{width}}"
-            + "".join(f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)
-        ]
+        cells = (f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)
+        lines += [f"  {name:{width}}{''.join(cells)}"]
     phase = list(PHASES)[totals.index(most)]
-    needed, limit = (
-        f"{most / 1e9:.1f} GB {PHASES[phase]}",
-        f"{usable / 1e9:.1f} GB, nine tenths of the memory",
-    )
+    needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB"
     if most <= usable:
-        return [*lines, f"It fits: it needs at most {needed}, within {limit}."]
-    hidden, options = (
-        inapplicable_options(ResolvedConfig, config.flat()),
-        options_of(ResolvedConfig),
-    )
-    notes = [
-        (option.flag, note)
-        for name, option in options.items()
-        if name not in hidden
+        return [
+            *lines,
+            f"It fits: it needs at most {needed}, within {limit}, nine tenths of the memory.",
+        ]
+    hidden = inapplicable_options(ResolvedConfig, config.flat())
+    advice = [
+        note.advice.format(option.flag)
+        for name, option in options_of(ResolvedConfig).items()
         for note in option.of(LessMemory)
+        if name not in hidden and phase in note.phases
     ]
-    advice = [note.advice.format(flag) for flag, note in notes if phase in note.phases]
     said = " or ".join(filter(None, [", ".join(advice[:-1]), *advice[-1:]]))
     less = f"; {said} needs less" if said else ""
-    return [*lines, f"It does not fit: it needs {needed}, more than {limit}{less}."]
+    return [
+        *lines,
+        f"It does not fit: it needs {needed}, more than {limit}, nine tenths of the memory{less}.",
+    ]
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:
@@ -315,8 +280,3 @@ def count(module: nn.Module, is_trained: bool = False) -> int:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
-
-
-def _scaled(value: float, factors: tuple[float, float, float]) -> Phases:
-    start, rollout, update = factors
-    return float(value * start), float(value * rollout), float(value * update)

@@ -37,11 +37,7 @@ CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequen
 
 
 def numbers_by_name(option: str, texts: Iterable[str]) -> dict[str, float]:
-    """Return the numbers of an option whose values are NAME=VALUE.
-
-    Raises:
-        InputError: where one is not NAME=VALUE with a number, or is given twice.
-    """
+    """Return the numbers of an option whose values are NAME=VALUE."""
     numbers: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -693,9 +689,6 @@ def options_with(objective: str) -> dict[str, Option]:
     """Return all options of a run of an objective by name, in the order of --help.
 
     An option of its function that has the name of another option keeps its default.
-
-    Raises:
-        InputError: for an unknown objective, or a custom one cannot be loaded.
     """
     own, others = objective_options(objective), options_of(Config)
     ordered = [name for name in objective_table() if name in own] + [

@@ -2,12 +2,10 @@
 maxrl_fast.config.options_page` prints.
 """
 
-import dataclasses
 import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -137,65 +135,48 @@ def default_text(option: Option) -> str:
     return "must be given" if option.default is None else str(option.default) or "none"
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the page, in Markdown."""
-
-    flag: str
-    key: str
-    kind: str  # type or choices
-    default: str
-    help: str
-
-
-def groups() -> Iterator[tuple[str, str, list[Row]]]:
-    """Name, purpose and options of every group, in the order of --help."""
+def page() -> str:
+    """Return docs/options.md."""
     table, static = objective_table(), options_of(Config)
     own = {name: next(iter(rows.values())) for name, rows in table.items()}
+    parts = [_HEAD]
     for name, group, members in grouped(
         Config, {"objective": static["objective"], **own, **static}
     ):
-        rows = [_row_of_objectives(table[x.name]) if x.name in table else _row(x) for x in members]
-        yield name.replace("_", " "), inspect.cleandoc(group.__doc__ or ""), rows
-
-
-def page() -> str:
-    """The whole page."""
-    parts = [_HEAD]
-    for name, purpose, rows in groups():
-        parts.append(f"## {name.capitalize()} options\n\n{escaped(purpose)}\n\n{_table(rows)}")
+        title, purpose = name.replace("_", " ").capitalize(), escaped(inspect.getdoc(group) or "")
+        rows = [_row(x, table.get(x.name, {"": x})) for x in members]
+        head = "| flag | key | value | default | |\n|---|---|---|---|---|"
+        parts.append("\n".join([f"## {title} options\n\n{purpose}\n", head, *rows, ""]))
     return "\n".join(parts)
 
 
-def _row_of_objectives(options: Mapping[str, Option]) -> Row:
+def _row(option: Option, owners: Mapping[str, Option]) -> str:
     """Return the row of an option that these objectives have, each with its own help and
     default.
     """
-    rows = {objective: _row(option) for objective, option in options.items()}
-    first, helps = next(iter(rows.values())), dict.fromkeys(row.help for row in rows.values())
-    said = [
-        f"{text[:-1]} ({', '.join(name for name, row in rows.items() if row.help == text)})."
-        for text in helps
-    ]
-    is_same = all(row.default == first.default for row in rows.values())
-    return dataclasses.replace(
-        first, default=first.default if is_same else "the objective's", help=" ".join(said)
-    )
-
-
-def _row(option: Option) -> Row:
     flag, is_flag = f"`{option.flag}`", option.kind is bool
-    default = escaped(default_text(option))
-    if not is_flag and option.default not in (None, "") and not option.of(Default):
-        default = f"`{default_text(option)}`"
     choices = ", ".join(f"`{choice}`" for choice in option.choices)
-    return Row(
-        flag=f"{flag}, `--no-{option.flag[2:]}`" if is_flag else flag,
-        key="none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`",
-        kind="flag" if is_flag else choices or f"`{_metavar(option)}`",
-        default=default,
-        help=escaped(option.help),
+    defaults = {_default_cell(x) for x in owners.values()}
+    helps = {
+        x.help: [name for name, y in owners.items() if y.help == x.help] for x in owners.values()
+    }
+    said = option.help
+    if "" not in owners:
+        said = " ".join(f"{text[:-1]} ({', '.join(names)})." for text, names in helps.items())
+    cells = (
+        f"{flag}, `--no-{option.flag[2:]}`" if is_flag else flag,
+        "none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`",
+        "flag" if is_flag else choices or f"`{_metavar(option)}`",
+        defaults.pop() if len(defaults) == 1 else "the objective's",
+        escaped(said),
     )
+    return f"| {' | '.join(cells)} |"
+
+
+def _default_cell(option: Option) -> str:
+    is_code = option.kind is not bool and option.default not in (None, "")
+    text = default_text(option)
+    return f"`{text}`" if is_code and not option.of(Default) else escaped(text)
 
 
 def escaped(text: str) -> str:
@@ -208,19 +189,5 @@ def escaped(text: str) -> str:
     ).replace("|", r"\|")
 
 
-def _table(rows: list[Row]) -> str:
-    lines = ["| flag | key | value | default | |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row.flag} | {row.key} | {row.kind} | {row.default} | {row.help} |" for row in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    """The command line. Returns 0."""
-    sys.stdout.write(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(page())

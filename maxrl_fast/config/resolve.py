@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -45,27 +45,32 @@ def resolve(
     """Return the checked configuration with every default worked out.
 
     Args:
-        has_gpus: it is for another machine, with GPUs that compute in bfloat16. warn: is called
-        with a sentence if the policy has too few positions for the task's responses, which then end
-        earlier.
-
-    Raises:
-        InputError: where the device is absent, --out holds something, there are more processes than
-        prompts, or the policy has
-            too few positions.
+        has_gpus: it is for another machine, with GPUs that compute in bfloat16.
+        warn: is called with a sentence if the policy has too few positions for the task's
+            responses, which then end earlier.
     """
     ranks = ranks or Ranks()
-    if config.rollout.prompts < ranks.size:
+    prompts, number = config.rollout.prompts, config.rollout.vllm_tensor_parallel
+    if prompts < ranks.size:
         raise InputError(
-            f"prompts must be at least the number of processes, {ranks.size}, got "
-            f"{config.rollout.prompts}"
+            f"prompts must be at least the number of processes, {ranks.size}, got {prompts}",
+            "prompts",
         )
-    if ranks.size % config.rollout.vllm_tensor_parallel:
-        number = config.rollout.vllm_tensor_parallel
+    if ranks.size % number:
         raise InputError(
-            f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}"
+            f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}",
+            "vllm_tensor_parallel",
         )
     config = config.replace(**_absolute(config))
+    # A run that resumes has its own checkpoint and response limit.
+    directory = None if config.run.resume is not None else config.model.directory
+    limit = response_limit(config.rollout.max_new_tokens, task, directory, warn)
+    if (buffer := config.shaping.overlong_buffer) > limit:
+        raise InputError(
+            f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}",
+            "overlong_buffer",
+            "max_new_tokens",
+        )
     objective, correction = objective_of(config), correction_name(config)
     loss = config.loss.loss or objective.loss
     sft_lr, lr = default_rates(config.model)
@@ -76,7 +81,7 @@ def resolve(
     worked_out = {
         **{name: value for name, value in defaults.items() if name not in options_of(Config)},
         **config.objective.options,
-        "max_new_tokens": _response_limit(config, task, warn),
+        "max_new_tokens": limit,
         "correction": correction,
         "importance_cap": importance_cap(config, correction),
         "sft_steps": _sft_steps(config, task),
@@ -87,7 +92,7 @@ def resolve(
         "aggregation": config.loss.aggregation
         or loss_of(loss).aggregation
         or objective.aggregation,
-        "model_backend": _backend(config),
+        "model_backend": _backend(config.model),
         "eval_prompts": num_held_out(
             config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts"
         ),
@@ -96,28 +101,13 @@ def resolve(
     return ResolvedConfig(**vars(config.replace(**worked_out)))
 
 
-def _backend(config: Config) -> Literal["auto", "native", "transformers"]:
-    directory, wanted = config.model.directory, config.model.model_backend
-    if wanted != "auto":
-        return wanted
+def _backend(model: ModelOptions) -> str:
+    directory = model.directory
     # a run that resumes has its own checkpoint
-    if directory is None or not (directory / "config.json").exists():
-        return "native"
-    return "transformers" if backend_of(directory) == "transformers" else "native"
-
-
-def _response_limit(config: Config, task: Task, warn: Callable[[str], None]) -> int:
-    # A run that resumes has its own checkpoint and response limit.
-    directory = None if config.run.resume is not None else config.model.directory
-    limit, buffer = (
-        response_limit(config.rollout.max_new_tokens, task, directory, warn),
-        config.shaping.overlong_buffer,
-    )
-    if buffer > limit:
-        raise InputError(
-            f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}"
-        )
-    return limit
+    if model.model_backend != "auto" or directory is None:
+        return "native" if model.model_backend == "auto" else model.model_backend
+    has_config = (directory / "config.json").exists()
+    return "transformers" if has_config and backend_of(directory) == "transformers" else "native"
 
 
 def response_limit(
@@ -129,10 +119,6 @@ def response_limit(
     Args:
         directory: the policy's checkpoint; None: a new policy, which has enough positions.
         warn: is called with a sentence if it is less than the task's.
-
-    Raises:
-        InputError: if the positions are too few for the longest prompt, or for it with
-        --max-new-tokens; it names the option.
     """
     limit = wanted or task.max_new_tokens
     if directory is None:
@@ -144,20 +130,18 @@ def response_limit(
     if longest >= positions:
         raise InputError(
             f"{have}, which must be more than the tokens of the longest prompt, got {longest} "
-            "(--max-prompt-tokens leaves out "
-            "longer prompts of a data set)"
+            "(--max-prompt-tokens leaves out longer prompts of a data set)"
         )
     room = positions - longest
     if wanted is not None:
         raise InputError(
             f"{have}, and prompts have up to {longest} tokens: --max-new-tokens must be at most "
-            f"{room}, got {wanted} "
-            "(a lower --max-prompt-tokens leaves more)"
+            f"{room}, got {wanted} (a lower --max-prompt-tokens leaves more)",
+            "max_new_tokens",
         )
     warn(
         f"responses end after {room} tokens instead of the task's {limit}: {have}, and prompts "
-        f"have up to {longest} tokens "
-        "(a lower --max-prompt-tokens leaves more)"
+        f"have up to {longest} tokens (a lower --max-prompt-tokens leaves more)"
     )
     return room
 
@@ -172,7 +156,8 @@ def _sft_steps(config: Config, task: Task) -> int:
         advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
         raise InputError(
             f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got "
-            f"{steps}"
+            f"{steps}",
+            "sft_steps",
         )
     return steps
 
@@ -191,16 +176,12 @@ def default_rates(model: ModelOptions) -> tuple[float, float]:
 
 
 def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
-    """Return the number of held-out prompts to evaluate on: by default 256, or all there are.
-
-    Raises:
-        InputError: where there are fewer; `name` is the option's.
-    """
+    """Return the number of held-out prompts to evaluate on: by default 256, or all there are."""
     available = available or 2**63  # None: as many as asked for
     number = wanted or min(256, available)
     if number > available:
         raise InputError(
-            f"{name} must be at most the {available} prompts that are held out, got {number}"
+            f"{name} must be at most the {available} prompts that are held out, got {number}", name
         )
     return number
 
@@ -236,35 +217,24 @@ def evaluation_schedule(config: ResolvedConfig) -> EvaluationSchedule:
 
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
-    options = config.run
-    out = (
-        options.resume
-        or options.out
-        or _new_folder(f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    )
+    options, out = config.run, config.run.resume or config.run.out
+    if out is None:  # with a number where a run of the same second has the folder
+        name = f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = (Path("runs", name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
+        out = next(folder for folder in names if not folder.exists())
     # it alone writes; the others may come after it has begun
     if ranks.is_first and options.resume is None:
         _refuse_used(out)
     if has_gpus and options.device == "cpu":
-        raise InputError(f"--dry-run {options.dry_run} is for GPUs, got --device cpu")
+        raise InputError(f"--dry-run {options.dry_run} is for GPUs, got --device cpu", "device")
     of_gpus = "cuda", "bfloat16" if options.dtype == "auto" else options.dtype
     device, dtype = of_gpus if has_gpus else resolve_place(options.device, options.dtype)
     threads = options.threads or torch.get_num_threads()  # what affinity and OMP_NUM_THREADS leave
     return {"out": out, "device": device, "dtype": dtype, "threads": threads}
 
 
-def _new_folder(name: str) -> Path:
-    """Return runs/NAME, with a number after it where a run of the same second has that folder."""
-    names = (name if i == 1 else f"{name}-{i}" for i in itertools.count(1))
-    return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
-
-
 def resolve_place(device: str, dtype: str) -> tuple[str, str]:
-    """Return the device and the dtype of the options of these names.
-
-    Raises:
-        InputError: where the device is absent.
-    """
+    """Return the device and the dtype of the options of these names."""
     chosen = resolve_device(device)
     return chosen.type, str(resolve_dtype(dtype, chosen)).removeprefix("torch.")
 
@@ -273,18 +243,17 @@ def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by
     absolute path.
     """
-    resolved: dict[str, Any] = {}
     values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
+    found: dict[str, Any] = {"reward": tuple(map(absolute_function, config.reward.reward))}
     for name, option in options_of(Config).items():
         value = values[name]
         if isinstance(value, Path) and option.find(Resume) != Resume.NOT_COMPARED:
-            resolved[name] = value.absolute()
+            found[name] = value.absolute()
         elif value is not None and Note.MAY_NAME_CODE in option.notes:
-            resolved[name] = absolute_function(value)
+            found[name] = absolute_function(value)
     if config.model.model is not None and not config.model.model.startswith(HUB):
-        resolved["model"] = str(Path(config.model.model).absolute())
-    resolved["reward"] = tuple(map(absolute_function, config.reward.reward))
-    return resolved
+        found["model"] = str(Path(config.model.model).absolute())
+    return found
 
 
 def absolute_function(name: str) -> str:
@@ -298,15 +267,13 @@ def absolute_function(name: str) -> str:
 def _refuse_used(out: Path) -> None:
     left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
     try:
-        is_free = not out.exists() or (
-            out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill
-        )
-        is_free = is_free or (ended_before_first_step(out) and not is_locked(out))
+        if not out.exists() or (ended_before_first_step(out) and not is_locked(out)):
+            return
+        if out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill:
+            return
     except OSError as error:
-        raise InputError(f"cannot read --out {out}: {error}") from error
-    if not is_free:
-        what = "another run" if (out / "config.json").exists() else "something else"
-        resume = f"; --resume {out} resumes it" if (out / "config.json").exists() else ""
-        raise InputError(
-            f"--out must be a new or empty folder, got {out}, which holds {what}{resume}"
-        )
+        raise InputError(f"cannot read --out {out}: {error}", "out") from error
+    what = "something else"
+    if (out / "config.json").exists():
+        what = f"another run; --resume {out} resumes it"
+    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}", "out")

@@ -25,9 +25,7 @@ class Run:
 
 
 def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of every option by name. Raises InputError on unknown or repeated
-    options.
-    """
+    """Return the values of every option by name."""
     options: dict[str, list[str]] = {}
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -59,10 +57,6 @@ def _words(flag: str, values: list[str]) -> list[str]:
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after
     another.
-
-    Raises:
-        InputError: where the options of a run are wrong, naming the run, or two would share a
-        folder.
     """
     several = {option.name for option in options_of(Config).values() if option.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]

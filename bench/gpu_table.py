@@ -33,7 +33,7 @@ def ceilings(x: Any) -> Iterator[Row]:
 def launches(x: Any) -> Iterator[Row]:
     counts, times = x["launches"] or {}, x["microseconds_in_a_graph"] or x["microseconds"]
     empty = times["empty kernel"]
-    for name, most in {"maxpo": 1, "log_ratio_reward": 1, "pacs_loss": 2}.items():
+    for name, most in {"maxpo": 1, "log_ratio_reward": 1}.items():
         count, plural = counts.get(name), "" if most == 1 else "es"
         started = "" if count is None else f"{count} launch{'' if count == 1 else 'es'}, "
         reached = None if count is None else count <= most and times[name] <= (most + 1) * empty

@@ -25,7 +25,7 @@ from bench.measure import (
     prepare,
     run_command,
 )
-from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss
+from maxrl_fast.ops import group_advantage, log_ratio_reward
 
 GROUPS, SIZE, RESPONSE = 1024, 16, 64
 
@@ -35,8 +35,6 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     gradients are computed too."""
     one = torch.zeros(1, device=device)
     rewards = (torch.rand(GROUPS, SIZE, device=device) < 0.3).float()
-    labels = rewards.flatten()
-    proxies = torch.randn(GROUPS * SIZE, device=device, requires_grad=True)
     logprobs = torch.randn(GROUPS * SIZE * RESPONSE, device=device, requires_grad=True)
     reference = torch.randn_like(logprobs)
     cu_seqlens = torch.arange(0, logprobs.numel() + 1, RESPONSE, device=device)
@@ -45,7 +43,6 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
         "maxpo": lambda: group_advantage(rewards, "maxpo", k=4),
         "grpo": lambda: group_advantage(rewards, "grpo"),
         "log_ratio_reward": lambda: log_ratio_reward(logprobs, reference, cu_seqlens),
-        "pacs_loss": lambda: pacs_loss(proxies, labels, SIZE),
     }
 
 

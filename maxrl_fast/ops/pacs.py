@@ -1,7 +1,10 @@
 """PACS (RLVR as supervised learning): reward proxies from log-ratios, and their loss."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from maxrl_fast.algorithms.arguments import (
     check_choice,
@@ -10,10 +13,9 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.ops import pacs_kernel as kernels
 from maxrl_fast.ops.dispatch import has_kernels
-from maxrl_fast.ops.pacs_kernel import DTYPES, PacsMetrics
-from maxrl_fast.ops.pacs_reference import log_ratio_reward_reference, pacs_loss_reference
+from maxrl_fast.ops.log_ratio_kernel import DTYPES, log_ratio_reward_reference
+from maxrl_fast.ops.log_ratio_kernel import log_ratio_reward as _kernel
 from maxrl_fast.ops.token_batch import check_sequences, split_denominator
 
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
@@ -57,8 +59,7 @@ def log_ratio_reward(
             raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {got}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    has_kernel = has_kernels(logprobs.device)
-    operator = kernels.log_ratio_reward if has_kernel else log_ratio_reward_reference
+    operator = _kernel if has_kernels(logprobs.device) else log_ratio_reward_reference
     proxies: Tensor = operator(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
@@ -120,32 +121,84 @@ def pacs_loss(
         raise ValueError(f"reward_proxy must be float32 or float64 [S], got {got}")
     if labels.shape != reward_proxy.shape:
         raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
-    offsets, group_size = None, 0
     if isinstance(groups, Tensor):
         check_sequences(groups, size, reward_proxy.device)
-        offsets = groups.to(torch.int64).contiguous()
+        sizes = groups.long().diff()  # [G]
     else:
         wanted = f"a number of rollouts that divides S = {size}, or offsets"
-        group_size = check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
-        group_size = min(group_size, max(size, 1))
-    operator = kernels.pacs_loss if has_kernels(reward_proxy.device) else pacs_loss_reference
-    denominator = max(size, 1) if denominator is None else denominator
-    loss, means, cross_entropy, *_ = operator(
-        reward_proxy.contiguous(),
-        labels.to(reward_proxy.dtype).contiguous(),
-        offsets,
-        group_size,
-        score,
-        weight == "balanced",
-        *split_denominator(denominator, reward_proxy.device),
+        check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
+        sizes = torch.full((size // groups,), groups, device=reward_proxy.device)
+    tensor, number = split_denominator(
+        max(size, 1) if denominator is None else denominator, reward_proxy.device
     )
+    r, y = reward_proxy.double(), labels.double()
+    is_label = (y == 0) | (y == 1)
+    if is_host_readable(is_label) and not bool(is_label.all()):
+        first = int((~is_label).nonzero()[0])
+        raise ValueError(f"labels must be 0 or 1, got {labels[first].item()} for rollout {first}")
+    group = torch.repeat_interleave(sizes, output_size=size)  # [S]
+    of_group = sizes.double()[group]  # [S]
+    num_correct = torch.zeros_like(sizes.double()).index_add(0, group, y)[group]  # [S]
+    psi = _scores(r, sizes, group, score)
+    is_mixed = (num_correct > 0) & (num_correct < of_group)
+    of_class = torch.where(y > 0, num_correct, of_group - num_correct)
+    weights = torch.where(is_mixed & (weight == "balanced"), of_group / (2 * of_class), 1.0)
+    cross_entropy = binary_cross_entropy_with_logits(psi, y, reduction="none")
+    cross_entropy = torch.where(is_label, cross_entropy, torch.nan)
+    loss = (weights * cross_entropy).sum() / (number if tensor is None else tensor)
+    loss = loss.to(reward_proxy.dtype)
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())
         raise ValueError(
             f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up "
             f"to {largest:g}"
         )
+    psi, correct = psi.detach(), y.sum()
     return loss, {
-        "cross_entropy": cross_entropy.detach(),
-        **PacsMetrics(*means.detach().unbind())._asdict(),
+        "cross_entropy": cross_entropy.detach().to(reward_proxy.dtype),
+        "accuracy": ((psi > 0) == (y > 0)).double().sum() / max(size, 1),
+        "reward_proxy": r.detach().sum() / max(size, 1),
+        "score_correct": (psi * y).sum() / correct.clamp_min(1),
+        "score_wrong": (psi * (1 - y)).sum() / (size - correct).clamp_min(1),
     }
+
+
+def _scores(r: Tensor, sizes: Tensor, group: Tensor, score: str) -> Tensor:
+    """Return psi [S] of proxies r [S] in groups of `sizes` [G]; `group` [S] is each rollout's."""
+    if score == "naive":
+        return r
+    n = sizes.double()  # [G]
+    first = (sizes.cumsum(0) - sizes)[group]  # [S]
+    centred: Tensor = _Centre.apply(r, first, group, n)
+    if score == "rloo":
+        return centred * torch.where(n > 1, n / (n - 1), 0.0)[group]
+    if score == "dr_grpo":
+        return centred
+    squares = torch.zeros_like(n).index_add(0, group, centred.square())  # [G]
+    squares = squares + 0 * squares  # NaN, where a square overflows: psi would be 0
+    # The square root has an infinite derivative at 0, where all proxies are equal.
+    std = (squares.where(squares != 0, 1.0) / (n - 1).clamp_min(1)).sqrt()
+    return centred / (std.where(squares != 0, 0.0) + 1e-6)[group]
+
+
+class _Centre(torch.autograd.Function):
+    """x [S] minus the mean of its group: a linear map that is its own adjoint.
+
+    It takes distances from the group's first number, so that equal numbers give exactly 0, in the
+    scores and, of equal slopes, in the gradient: groups with zero gradient have exactly zero.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, first: Tensor, group: Tensor, n: Tensor) -> Tensor:
+        distance = x - x[first]
+        return distance - (torch.zeros_like(n).index_add(0, group, distance) / n)[group]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Centre.apply(grad, *ctx.saved_tensors), None, None, None

@@ -37,7 +37,8 @@ DECODING_LAYER = 10  # of a layer in decoding, in every family
 TRAINING_LAYER = 96
 PACKING = 20  # of a micro-batch
 LINEAR_LOSS = 26  # of the loss from hidden states in one chunk, forward and backward
-PACS_ADVANTAGES = 24
+PACS_LOSS = 70  # plain PyTorch, and its gradient
+PACS_ADVANTAGES = 24 + PACS_LOSS
 UPDATE = 505  # of the maze's policy, in one micro-batch
 STEP = 640  # of a whole step of it without rollouts
 GROUP_ADVANTAGE = 8
@@ -300,7 +301,7 @@ def test_a_whole_step(gpu, objective):
     assert metrics["reward_mean"] == 0.5
     has_own_metrics = objective == "pacs"
     assert len(gpu.waits) <= WAITS + WAITS_OF_STEP - (not has_own_metrics), str(gpu)
-    assert gpu.num_launches <= STEP, str(gpu)
+    assert gpu.num_launches <= STEP + PACS_LOSS * has_own_metrics, str(gpu)
 
 
 def test_a_step_with_a_reference_policy_and_importance_weights(gpu):

@@ -12,16 +12,12 @@ from maxrl_fast.model.attention import Forest, tree_attention
 
 T, V, H = 6, 5, 3
 GENERATOR = torch.Generator().manual_seed(0)
-LOGITS, HIDDEN, WEIGHT, OLD, PROXIES = (
+LOGITS, HIDDEN, WEIGHT, OLD = (
     torch.randn(shape, generator=GENERATOR, dtype=torch.float64)
-    for shape in [(T, V), (T, H), (V, H), (T,), (4,)]
+    for shape in [(T, V), (T, H), (V, H), (T,)]
 )
 TARGETS = torch.randint(0, V, (T,), generator=GENERATOR)
-BOUNDS, ADVANTAGES, LABELS = (
-    torch.tensor([0, 2, T]),
-    torch.tensor([1.0, -0.5]),
-    torch.tensor([0.0, 1.0, 0.0, 1.0]),
-)
+BOUNDS, ADVANTAGES = torch.tensor([0, 2, T]), torch.tensor([1.0, -0.5])
 FOREST = Forest(torch.tensor([2, 1, 1]), torch.tensor([-1, 0, 0]), torch.device("cpu"))
 
 
@@ -65,7 +61,6 @@ CASES = {
         lambda x: ops.log_ratio_reward(x, OLD, BOUNDS).square().sum(),
         OLD * 2,
     ),
-    "pacs_loss": ("pacs_loss", lambda x: ops.pacs_loss(x, LABELS, 2)[0], PROXIES),
     "attention": (
         "tree_attention",
         lambda x: tree_attention(x, x, x, FOREST).square().sum(),

@@ -9,28 +9,33 @@ import sys
 from pathlib import Path
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.algorithms.method import Method
 from maxrl_fast.config.options_page import default_text, escaped
-from maxrl_fast.training.objectives.registry import OBJECTIVES, OWN, objective_options
+from maxrl_fast.training.objectives.registry import (
+    OBJECTIVE_CLASSES,
+    OBJECTIVES,
+    objective_options,
+)
 
 OBJECTIVE_PAGES = Path(__file__).parent / "objectives"
 HEADING = "## Facts"
+METHODS: dict[str, Method] = {**ESTIMATORS, **OBJECTIVE_CLASSES}
 COLUMNS = ("name", "advantage", "weight W_N(p)", "needs", "options", "source")
 
 
 def facts(name: str) -> list[str]:
     """Return the cells of the row of an objective, or of an estimator that is only a baseline."""
-    row = OWN[name] if name in OWN else ESTIMATORS[name]
+    row = METHODS[name]
     options = objective_options(name) if name in OBJECTIVES else {}
     flags = [f"`{option.flag}` ({default_text(option)})" for option in options.values()]
-    weight = ESTIMATORS[name].weight if name in ESTIMATORS else "-"
-    texts = [escaped(text) for text in (row.formula, weight, row.needs)]
+    texts = [escaped(text) for text in (row.formula, row.weight, row.needs)]
     return [f"`{name}`", *texts, ", ".join(flags) or "-", escaped(row.source)]
 
 
 def with_facts(page: str) -> str:
     """Return the page of an objective with its facts as the registry has them, before Source."""
-    title, names = page.split("\n", 1)[0], {*ESTIMATORS, *OWN}
-    rows = [facts(name) for name in re.split(r"[#, ]+", title) if name in names]
+    title = page.split("\n", 1)[0]
+    rows = [facts(name) for name in re.split(r"[#, ]+", title) if name in METHODS]
     table = "\n".join(
         f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)
     )

@@ -9,50 +9,63 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, find_estimator
+from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.algorithms.losses import LOSSES
+from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.plots import draw_weights
 from maxrl_fast.job.screen import wrapped
 from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.runtime.output import CommandParser, protect_output
 from maxrl_fast.runtime.version import FLAG, version_text
-from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
-from maxrl_fast.training.objectives.registry import OWN
+from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
 
-_NOTATION = (
-    "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "
-    "standard deviation; p: the pass "
-    "rate. S_i and S_-i: the mean of the maximum over the size-k subsets of rollouts with and "
-    "without i; M_-i: the same over "
-    "the size-(k-1) subsets of the others; rho_i: the policy's probability of a response over the "
-    "sampler's. PACS: R_i the "
-    "outcome, B the number of rollouts in the batch."
+# of each list: the title of each attribute of a method, the methods, and a note
+_LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
+    (
+        {
+            "formula": "advantage A_i",
+            "weight": "weight W_N(p)",
+            "needs": "needs",
+            "source": "source",
+        },
+        {**ESTIMATORS, **OBJECTIVE_CLASSES},
+        "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "
+        "standard deviation; p: the pass rate. S_i and S_-i: the mean of the maximum over the "
+        "size-k subsets of rollouts with and without i; M_-i: the same over the size-(k-1) subsets "
+        "of the others; rho_i: the policy's probability of a response over the sampler's. PACS: "
+        "R_i the outcome, B the number of rollouts in the batch. "
+        f"Other names: {'; '.join(map(explain_name, ALIASES))}.",
+    ),
+    (
+        {
+            "formula": "loss of a token",
+            "weight": "weight",
+            "shown_options": "--loss-options",
+            "source": "source",
+        },
+        LOSSES,
+        "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
+        "gradient; weight: the factor of A grad logp, 1 for every loss at rho = 1, except for "
+        "tokens that clip_cov, lp_reg and simko choose.",
+    ),
+    (
+        {
+            "formula": "factor of a token's advantage",
+            "needs": "forward passes",
+            "shown_options": "--correction-options, or --importance-cap",
+            "source": "source",
+        },
+        CORRECTIONS,
+        "--correction NAME. w_t: a token's probability under the policy before the step's first "
+        "update over its probability in the rollout engine, both before top-p.",
+    ),
 )
-_COLUMNS = ("advantage A_i", "weight W_N(p)", "needs", "source")
-_LOSS_NOTATION = (
-    "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
-    "gradient; weight: the factor of "
-    "A grad logp, 1 for every loss at rho = 1, except for tokens that clip_cov, lp_reg and simko "
-    "choose."
-)
-_LOSS_COLUMNS = ("loss of a token", "weight", "--loss-options", "source")
-_CORRECTION_NOTATION = (
-    "--correction NAME. w_t: a token's probability under the policy before the step's first update "
-    "over its probability in the "
-    "rollout engine, both before top-p."
-)
-_CORRECTION_COLUMNS = (
-    "factor of a token's advantage",
-    "forward passes",
-    "--correction-options",
-    "source",
-)
-_TABLE_WIDTH = 130  # columns; below it, words of the table would be cut
 _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
@@ -103,14 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(options: argparse.Namespace) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     if options.weights is None:
-        if console.width < _TABLE_WIDTH:
-            _print_rows(console, _COLUMNS, _registry(), _NOTATION)
-            _print_rows(console, _LOSS_COLUMNS, _losses(), _LOSS_NOTATION)
-            _print_rows(console, _CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION)
-        else:
-            console.print(_table(_COLUMNS, _registry(), _NOTATION))
-            console.print(_table(_LOSS_COLUMNS, _losses(), _LOSS_NOTATION))
-            console.print(_table(_CORRECTION_COLUMNS, _corrections(), _CORRECTION_NOTATION))
+        for titles, methods, notation in _LISTS:
+            for name, method in methods.items():
+                cells = [f"{t}: {getattr(method, key) or '-'}" for key, t in titles.items()]
+                _print(console, "\n  ".join([name, *cells]))
+            _print(console, f"\n{notation}\n")
         return 0
     grid = torch.logspace(-2.5, 0, 400, dtype=torch.float64)
     curves = {name: (grid, _weight(name, options.rollouts, grid)) for name in options.estimators}
@@ -134,6 +144,10 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _print(console: Console, text: str) -> None:
+    console.print(wrapped(text, console.width), markup=False, highlight=False, soft_wrap=True)
+
+
 def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
     """Return the weight W_N(p) of an estimator such as "maxpo:4". Raises InputError if the name or
     the size is not valid.
@@ -143,68 +157,14 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
         raise InputError(f"rollouts must be at least 1, got {n}")
     if size and not size.isdecimal():
         raise InputError(f"a size must be an integer, got {name!r}")
-    row = ESTIMATORS.get(estimator)
-    kind = row.size.name if row is not None and row.size is not None else "k"
     try:
-        if row is not None and row.size is not None and row.size.required and not size:
-            raise ValueError(f"{estimator} needs {row.size.wanted(n)}, for example {estimator}:4")
-        return effective_weight(estimator, n, pass_rates, **({kind: int(size)} if size else {}))
+        kind = find_estimator(estimator).size
+        if kind is not None and kind.required and not size:
+            raise ValueError(f"{estimator} needs {kind.wanted(n)}, for example {estimator}:4")
+        sizes = {"k" if kind is None else kind.name: int(size)} if size else {}
+        return effective_weight(estimator, n, pass_rates, **sizes)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def _registry() -> dict[str, tuple[str, str, str, str]]:
-    """Return the formula, the weight, the needs and the source of every objective."""
-    rows = {
-        name: (row.formula, row.weight, row.needs, row.source) for name, row in ESTIMATORS.items()
-    }
-    return rows | {name: (row.formula, "-", row.needs, row.source) for name, row in OWN.items()}
-
-
-def _losses() -> dict[str, tuple[str, str, str, str]]:
-    """Return the formula, the weight, the options and the source of every token loss."""
-    rows = {}
-    for name, row in LOSSES.items():
-        options = [f"{option}={number.default:g}" for option, number in row.options.items()]
-        options += ["--clip-low, --clip-high"] * row.clips
-        rows[name] = (row.formula, row.weight, " ".join(options) or "-", row.source)
-    return rows
-
-
-def _corrections() -> dict[str, tuple[str, str, str, str]]:
-    """Return the formula, the forward passes, the options and the source of every correction."""
-    rows = {}
-    for name, row in CORRECTIONS.items():
-        options = [f"{option}={default:g}" for option, default in row.options.items()]
-        options += [f"--importance-cap {DEFAULT_CAP:g}"] * row.has_cap
-        rows[name] = (row.formula, row.passes, " ".join(options) or "-", row.source)
-    return rows
-
-
-def _table(columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str) -> Table:
-    table = Table("name", *columns, show_lines=True, caption=notation, caption_justify="left")
-    for name, cells in rows.items():
-        table.add_row(name, *map(escape, cells))  # rich takes brackets for markup
-    return table
-
-
-def _print_rows(
-    console: Console, columns: Sequence[str], rows: Mapping[str, Sequence[str]], notation: str
-) -> None:
-    """Print what a table has as lines, for a terminal in which its columns would be too narrow for
-    their words.
-    """
-    for name, cells in rows.items():
-        lines = [
-            name,
-            *(f"  {column}: {cell}" for column, cell in zip(columns, cells, strict=True)),
-        ]
-        console.print(
-            wrapped("\n".join(lines), console.width), markup=False, highlight=False, soft_wrap=True
-        )
-    console.print(
-        wrapped(f"\n{notation}\n", console.width), markup=False, highlight=False, soft_wrap=True
-    )
 
 
 if __name__ == "__main__":

@@ -48,9 +48,6 @@ LEFT_OUT = {
     "maxrl_ratio": "is maxrl for rewards of 0 or 1",
     "reinforce": "is rloo times (N-1)/N, a constant",
     "pkpo": "is expected_improvement times k/N, a constant",
-    "pkpo_sloo_minus_one": "is pkpo",
-    "psr": "is reinforce_raw",
-    "grpo_trl": "is grpo_verl with another eps",
     "pacs_first_update": "is pacs in the first update of a step",
     "noisy_verifier_backward": "is for a verifier with known error rates; with an exact one it is "
     "reinforce",

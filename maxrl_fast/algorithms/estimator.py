@@ -1,48 +1,50 @@
 """The registry of group advantages: a function each, whose signature says what it takes and whose
-docstring is its formula.
+docstring is its formula (`Method`).
 
     @estimator(source="RLOO, Kool et al. 2019", weight="1")
     def rloo(g: Group) -> Tensor:
         \"\"\"r - mean of the others.\"\"\"
 
 Positional parameters after the group are inputs, one number for each rollout (INPUTS); keyword-only
-ones are options, and a `Size` in the annotation of one makes it the k of max@k. What else stands in
-the docstring after an empty line is a note.
+ones are options, and a `Size` in the annotation of one makes it the k of max@k.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from inspect import Parameter
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.group import Group
+from maxrl_fast.algorithms.method import Method, Registry, name_of
 from maxrl_fast.algorithms.options import (
     Default,
     Help,
     Limit,
     NotNegative,
     Option,
-    formula_of,
     notes_of,
     options_of,
     parameters_of,
 )
 
-# What estimators take besides the rewards. Tensors are [G, N], reward_parts [R, G, N]; prompts is a
-# sequence of G, texts and components are one of G sequences of N.
-INPUTS = (
-    "lengths",
-    "logprobs",
-    "greedy_correct",
-    "greedy_rewards",
-    "reward_parts",
-    "prompts",
-    "log_ratios",
-    "texts",
-    "components",
-)
+# What estimators take besides the rewards, and an example of each by the numbers of the rollouts
+# [G, N] from 1 on. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G, texts
+# and components are one of G sequences of N.
+INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
+    "lengths": lambda number: 1 + number % 7,
+    "logprobs": lambda number: -number / number.numel(),
+    "greedy_correct": lambda number: torch.arange(len(number)) % 2 == 0,
+    "greedy_rewards": lambda number: number.new_full((len(number),), 0.5, dtype=torch.float32),
+    "reward_parts": lambda number: torch.stack([number % 2, number]).float(),
+    "prompts": lambda number: list(range(len(number))),
+    "log_ratios": lambda number: number / number.numel() - 0.5,
+    "texts": lambda number: [[f"Response {i}." for i in group] for group in number.tolist()],
+    # every component that it looks for is there
+    "components": lambda number: [[defaultdict(float) for _ in group] for group in number],
+}
 # as groups have them: a function may ask for them, and nothing checks them
 OBJECTS = ("prompts", "texts", "components")
 ENUMERATED = "no closed form: --weights"
@@ -105,19 +107,13 @@ class Kernel:
     scale: str = "one"  # "leave_one_out", "std" or "mean"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # rows are keys of caches
-class Estimator:
-    """A group advantage. Functions are not lambdas, so that Ray can pickle a row for its
-    workers."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimator(Method):
+    """A group advantage: a function of a Group, or of rewards [G, N] and what else it names."""
 
-    name: str
-    function: Callable[..., Tensor]
-    formula: str  # as people write it
-    source: str
     weight: str = ENUMERATED  # W_N(p), as display text
     inputs: tuple[str, ...] = ()  # among INPUTS
     size: Size | None = None
-    options: Mapping[str, Option] = field(default_factory=dict)
     kernel: Kernel | None = None  # where there is one, the function is its reference
     binary: bool = False  # whether rewards must be 0 or 1
     centred: bool = False  # whether the advantage in a group of one is 0 for any size
@@ -126,26 +122,19 @@ class Estimator:
     of_group: bool = True  # whether the function takes a Group; otherwise rewards [G, N], floating
     takes_valid: bool = True  # whether rollouts may be left out, and groups uneven
     min_rollouts: int = 2  # the smallest group that training makes sense with
-    # the estimator with the same function, which may have other defaults
-    alias_of: str | None = None
+    aggregation: str = "token_mean"  # of a run without --aggregation
+
+    noun: ClassVar[str] = "estimator"
+    first: ClassVar[str] = "rewards [G, N]"
+    of_users: ClassVar[Mapping[str, Any]] = {
+        **{"weight": "is not known", "over_batch": True, "min_rollouts": 1}
+    }
 
     @classmethod
-    def of(cls, function: Callable[..., Any], **row: Any) -> "Estimator":
-        """Return the row of a function of a Group, or of rewards [G, N] and what else it names."""
-        name = str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
-        if not callable(function):
-            raise ValueError(
-                f"an estimator must be a function of rewards, got {type(function).__name__}"
-            )
-        parameters = parameters_of(function)
-        if not parameters or parameters[0].kind not in (
-            Parameter.POSITIONAL_ONLY,
-            Parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            raise ValueError(f"{name} must take rewards [G, N] as its first parameter")
-        of_group, others = parameters[0].annotation is Group, parameters[1:]
-        options = options_of(function) if of_group else {}
-        size, asked = None, [parameter.name for parameter in others]
+    def of(cls, function: Callable[..., Any], **fields: Any) -> "Estimator":
+        name, parameters = name_of(function), parameters_of(function)
+        of_group, others = bool(parameters) and parameters[0].annotation is Group, parameters[1:]
+        options, size = options_of(function) if of_group else {}, None
         for parameter in others:
             marks = [note for note in notes_of(parameter.annotation) if isinstance(note, Size)]
             if marks or parameter.name == "k":
@@ -158,26 +147,29 @@ class Estimator:
         known = ["k", "valid", *INPUTS]
         given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for parameter in others:
-            is_given = parameter.name in given
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if not is_given and not is_variadic and parameter.default is parameter.empty:
+            is_given = parameter.name in given or is_variadic
+            if not is_given and parameter.default is parameter.empty:
                 raise ValueError(
                     f"{name} may ask for {', '.join(known)} besides the rewards, got the parameter "
                     f"{parameter.name}"
                 )
+        asked = [parameter.name for parameter in others]
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
-        row.setdefault("source", str(getattr(function, "__module__", "a plug-in")))
-        return cls(
-            name=name,
-            formula=formula_of(function) or f"the function {name}",
-            function=function,
-            inputs=tuple(key for key in asked if key in INPUTS),
+        inputs = tuple(key for key in asked if key in INPUTS)
+        needs = [size.wanted() if size else f"N >= {fields.get('min_rollouts', 2)}", *inputs]
+        needs += [key for key, option in options.items() if option.default is None]
+        needs += ["rewards 0 or 1"] if fields.get("binary") else []
+        return super().of(
+            function,
+            inputs=inputs,
             size=size,
             options=options,
             of_group=of_group,
             takes_valid=of_group or "valid" in asked,
-            **row,
+            needs=", ".join(needs),
+            **fields,
         )
 
     def compute(self, group: Group, **given: Any) -> Tensor:
@@ -188,31 +180,14 @@ class Estimator:
                 given[name] = value.to(group.dtype)
         if self.takes_valid:
             given["valid"] = group.valid
-        return self.function(group.rewards.to(group.dtype, copy=True), **given)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The limits of options are lambdas: pickle only the defaults."""
-        defaults = {name: option.default for name, option in self.options.items()}
-        return vars(self) | {"options": defaults}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        known = options_of(state["function"]) if state["options"] else {}
-        defaults = state["options"].items()
-        options = {name: replace(known[name], default=default) for name, default in defaults}
-        vars(self).update(state | {"options": options})
+        rewards = group.rewards.to(group.dtype, copy=True)
+        return self.function(rewards, **given)
 
     @property
     def has_weight(self) -> bool:
         """Whether W_N(p) exists: advantages depend only on the group's rewards, at equal
         lengths."""
         return not self.over_batch and set(self.inputs) <= {"lengths"}
-
-    @property
-    def needs(self) -> str:
-        """What a group and a call must have, as display text."""
-        needs = [self.size.wanted() if self.size else f"N >= {self.min_rollouts}", *self.inputs]
-        needs += [name for name, option in self.options.items() if option.default is None]
-        return ", ".join([*needs, "rewards 0 or 1"] if self.binary else needs)
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
         """Return the size, 0 for the largest; raise ValueError if it does not fit groups of n
@@ -230,32 +205,6 @@ class Estimator:
         return size
 
 
-ESTIMATORS: dict[str, Estimator] = {}
-
-
-def estimator(
-    *, source: str, **row: Any
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function under its name. `row`: fields of Estimator."""
-
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        made = Estimator.of(function, source=source, **row)
-        ESTIMATORS[made.name] = made
-        return function
-
-    return register
-
-
-def alias(name: str, of: str, source: str, **defaults: float) -> None:
-    """Register another name of an estimator, with other defaults if given."""
-    row = ESTIMATORS[of]
-    changes = ", ".join(f"{option} {value:g}" for option, value in defaults.items())
-    changed = f" with {changes}" if changes else ""
-    options = {
-        key: replace(option, default=defaults.get(key, option.default))
-        for key, option in row.options.items()
-    }
-    formula = f"{of}{changed}: {row.formula.split(';')[0]}"
-    ESTIMATORS[name] = replace(
-        row, name=name, formula=formula, source=source, options=options, alias_of=of
-    )
+_REGISTRY = Registry(Estimator)
+ESTIMATORS, ALIASES = _REGISTRY.methods, _REGISTRY.aliases
+estimator, find_estimator = _REGISTRY.register, _REGISTRY.find

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS
 from maxrl_fast.algorithms.losses.registry import LOSSES
 from maxrl_fast.algorithms.options import nearest
 
@@ -21,6 +21,21 @@ METHODS = {
 }
 
 
+def explain_name(name: str) -> str:
+    """Return the name, and what it stands for where it is an alias."""
+    if name not in ALIASES:
+        return name
+    row, own = ALIASES[name], ESTIMATORS[ALIASES[name].name]
+    changes = [
+        f"{key} {option.default:g}"
+        for key, option in row.options.items()
+        if option.default != own.options[key].default
+    ]
+    if row.aggregation != own.aggregation:
+        changes.append(f"aggregation {row.aggregation}")
+    return f"{name} is {row.name}{', by default with ' if changes else ''}{' and '.join(changes)}"
+
+
 def method_hint(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" for what is not one of these objectives or losses: the name in
     other letters, the options that make the method, or the most similar name.
@@ -31,6 +46,6 @@ def method_hint(name: str, names: Iterable[str]) -> str:
     flags = METHODS.get(plain, "")
     if not flags and plain in LOSSES:
         flags = f"--objective grpo --loss {plain}"
-    elif not flags and plain in ESTIMATORS:
+    elif not flags and plain in ESTIMATORS | ALIASES:
         flags = f"--objective {plain}"
     return f"; did you mean {flags}?" if flags else nearest(plain, names)

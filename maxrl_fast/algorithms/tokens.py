@@ -37,7 +37,7 @@ class Tokens:
     clipped_low: Tensor = field(init=False)
     clipped_high: Tensor = field(init=False)
     # [T], the log-ratio for the metric `ratio`, where it is that of the whole response
-    measured: Tensor | None = None
+    metric_log_ratio: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.clipped_low = self.clipped_high = torch.zeros_like(self.mask)
@@ -70,7 +70,7 @@ class Tokens:
     def sequence_ratio(self, log_ratio: Tensor) -> Tensor:
         """Return exp(log_ratio), equal within a response [T]; tokens have their own log-prob's
         gradient."""
-        self.measured = value = log_ratio.detach()
+        self.metric_log_ratio = value = log_ratio.detach()
         has_gradient = value.abs() <= MAX_LOG_RATIO
         own = torch.where(has_gradient, self.logprobs - self.logprobs.detach(), 0.0)
         return (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()

@@ -13,12 +13,12 @@ from maxrl_fast.config.options import Config, CorrectionName, LossOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
-from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP, correction_numbers
-from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
+from maxrl_fast.training.objectives.objective import Objective, has_teacher
 from maxrl_fast.training.objectives.registry import (
-    OWN,
-    has_teacher,
+    OBJECTIVE_CLASSES,
     make_objective,
+    objective_class,
     objective_defaults,
 )
 from maxrl_fast.training.policy_reward import LIKELIHOODS
@@ -148,7 +148,8 @@ def check(config: Config) -> None:
     values = options | {key: x for key, x in defaults.items() if options.get(key) is None}
     values |= {"loss": loss.name, "correction": correction_of(config)[0]}
     values |= {"method": objective, "token_loss": loss}
-    for refusal in (*_REFUSALS, *(OWN[name].refuses if name in OWN else ())):
+    own = OBJECTIVE_CLASSES[name].refuses if name in OBJECTIVE_CLASSES else ()
+    for refusal in (*_REFUSALS, *own):
         refusal.check(values)
     fixed = [(loss.name, "aggregation", loss.aggregation)]
     if objective.owns_loss:
@@ -214,7 +215,8 @@ def correction_name(config: Config) -> CorrectionName:
         return options.correction
     if options.importance_cap is not None:
         return "tis" if options.importance_cap else "none"
-    return "none" if options.rollout == "native" or objective_of(config).owns_loss else "tis"
+    owns_loss = objective_class(config.objective.objective).owns_loss
+    return "none" if options.rollout == "native" or owns_loss else "tis"
 
 
 def importance_cap(config: Config, correction: CorrectionName) -> float | None:
@@ -226,9 +228,10 @@ def importance_cap(config: Config, correction: CorrectionName) -> float | None:
 def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction that a configuration asks for."""
     name = correction_name(config)
+    numbers: dict[str, float] = config.rollout.correction_numbers()
+    if (cap := importance_cap(config, name)) is not None:
+        numbers["importance_cap"] = cap
     try:
-        return name, correction_numbers(
-            name, importance_cap(config, name), config.rollout.correction_numbers()
-        )
+        return name, CORRECTIONS[name].resolve(numbers)
     except ValueError as error:
         raise InputError(str(error), "correction_options", "importance_cap") from error

@@ -10,17 +10,17 @@ from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
 from maxrl_fast.config.metadata import When, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import JUDGE
-from maxrl_fast.runtime.loading import is_code, load_code
+from maxrl_fast.runtime.loading import is_code
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objectives.registry import default_loss
+from maxrl_fast.training.objectives.registry import find_code, objective_class
 
 Values = Mapping[str, Any]
 
 
 def _token_loss(c: Values) -> TokenLoss | None:
     """Return the loss; None for a custom one, which is checked when it is loaded."""
-    return LOSSES.get(c["loss"] or default_loss(c["objective"]))
+    return LOSSES.get(c["loss"] or objective_class(c["objective"]).loss)
 
 
 def loss_of(name: str) -> TokenLoss:
@@ -32,24 +32,20 @@ def loss_of(name: str) -> TokenLoss:
             f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got "
             f"{name!r:.80}{method_hint(name, LOSSES)}"
         )
-    try:
-        return find_loss(load_code("loss", name, "FUNCTION"))
-    except ValueError as error:
-        raise InputError(f"--loss {name} cannot be a token loss: {error}") from error
+    found: TokenLoss = find_code("loss", name, find_loss)
+    return found
 
 
 def numbers_of_loss(c: Values) -> str:
     """Return the options of the loss with their defaults."""
-    loss = loss_of(c["loss"] or default_loss(c["objective"]))
+    loss = loss_of(c["loss"] or objective_class(c["objective"]).loss)
     beta = ["beta=0.5"] if c["divergence"] == "jsd" else []
     return " ".join([f"{name}={option.default}" for name, option in loss.options.items()] + beta)
 
 
 def numbers_of_correction(c: Values) -> str:
     """Return the numbers of the correction with their defaults."""
-    return " ".join(
-        f"{name}={default:g}" for name, default in CORRECTIONS[c["correction"]].options.items()
-    )
+    return CORRECTIONS[c["correction"]].shown_options
 
 
 def _takes_clips(c: Values) -> bool:
@@ -81,7 +77,7 @@ def _has_reward_processes(c: Values) -> bool:
 
 
 def _not_by_loss(c: Values) -> str:
-    return f"is not used by loss {c['loss'] or default_loss(c['objective'])}"
+    return f"is not used by loss {c['loss'] or objective_class(c['objective']).loss}"
 
 
 TAKES_CLIPS = When(_not_by_loss, _takes_clips)
@@ -130,7 +126,7 @@ TAKES_CAP = When(
 )
 TAKES_NUMBERS = When(
     "needs --correction icepop, mis or sequence_mask",
-    lambda c: CORRECTIONS[c["correction"] or "tis"].options,
+    lambda c: CORRECTIONS[c["correction"] or "tis"].options.keys() - {"importance_cap"},
 )
 
 WITH_MODEL = When("needs --model", lambda c: c["model"] is not None)

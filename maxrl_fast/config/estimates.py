@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import maxrl_fast
+from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
@@ -32,7 +33,7 @@ def describe_run(
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     options = config.objective.options
     sizes = [f"{name}={options[name]}" for name in ("k", "order", "beta") if name in options]
-    method = " ".join([config.objective.objective, *sizes])
+    method = " ".join([explain_name(config.objective.objective), *sizes])
     threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
     where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from maxrl_fast import ops
+from maxrl_fast.algorithms.estimators import ALIASES, find_estimator
 
 
 def names() -> list[str]:
     """Return the estimators that need only rewards, prompts and response lengths."""
-    return [name for name, row in ops.ESTIMATORS.items() if set(row.inputs) <= {"lengths"}]
+    known = ops.ESTIMATORS | ALIASES
+    return [name for name, row in known.items() if set(row.inputs) <= {"lengths"}]
 
 
 @torch.no_grad()
@@ -38,7 +40,7 @@ def rollout_advantages(
     indices = [numbers.setdefault(key, len(numbers)) for key in keys]
     group_ids = torch.tensor(indices, device=rewards.device, dtype=torch.int64)
     inputs: dict[str, Any] = dict(options)
-    if "lengths" in ops.ESTIMATORS[name].inputs:
+    if "lengths" in find_estimator(name).inputs:
         inputs["lengths"] = lengths
     is_missing = rewards.isnan()
     if bool(is_missing.any()):

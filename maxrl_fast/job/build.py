@@ -31,7 +31,7 @@ from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import OBJECT, is_plugin
 from maxrl_fast.training.collect import RolloutCollector
-from maxrl_fast.training.correction import make_correction
+from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
@@ -185,6 +185,7 @@ def build_trainer(
         model, teacher: on their device; with --sharding full the weights are sharded in place.
     """
     objective, ranks, clock = objective_of(config), ranks or Ranks(), clock or Stopwatch()
+    correction, numbers = correction_of(config)
     reference, needs_reference = teacher, config.loss.kl_coef or objective.needs.reference
     # with another prompt the policy itself, as it is at each step, is the teacher
     if teacher is None and needs_reference and config.loss.teacher_prompt is None:
@@ -205,7 +206,7 @@ def build_trainer(
         engine,
         LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
         options.updates_per_step,
-        make_correction(*correction_of(config)),
+        CORRECTIONS[correction].function(**numbers),
         clock,
         build_teacher_prompts(config, task, teacher or model),
     )

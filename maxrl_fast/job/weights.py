@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, find_estimator
 from maxrl_fast.config.names import PASS_RATES
-from maxrl_fast.ops import ESTIMATORS, effective_weight
-from maxrl_fast.training.objectives.registry import OBJECTIVES, is_custom
+from maxrl_fast.ops import effective_weight
+from maxrl_fast.runtime.loading import is_code
+from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
 
 MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 
@@ -18,20 +20,20 @@ def weight_of(options: dict[str, Any]) -> dict[str, Any]:
     there is none}.
     """
     name, n = options.get("objective"), options.get("rollouts")
-    if not isinstance(name, str) or (name not in OBJECTIVES and not is_custom(name)):
+    if name in OBJECTIVE_CLASSES:
+        return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}
+    if name not in ESTIMATORS and name not in ALIASES:
+        if isinstance(name, str) and is_code(name):
+            return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
         return {
             "reason": "the objective is not known" + ("" if name is None else f": {name!r:.80}")
         }
-    if is_custom(name):
-        return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
-    if name not in ESTIMATORS:
-        return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_ROLLOUTS:
         return {"reason": f"rollouts per prompt must be 1 to {MOST_ROLLOUTS:,}, got {n!r:.80}"}
     try:
         more = {
             option: options[option]
-            for option in ESTIMATORS[name].options
+            for option in find_estimator(name).options
             if options.get(option) is not None
         }
         rates = torch.tensor(PASS_RATES, dtype=torch.float64)

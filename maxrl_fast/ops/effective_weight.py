@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_integer, check_tensor, is_traced
-from maxrl_fast.ops.group_advantage import find_estimator, group_advantage
+from maxrl_fast.algorithms.estimators import find_estimator
+from maxrl_fast.ops.group_advantage import group_advantage
 
 _LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 8 n^2 bytes
 

@@ -72,7 +72,7 @@ def function_loss(
     if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
         is_read = has_advantage | counts & (values.detach() != 0)
     difference = (tokens.logprobs - tokens.old_logprobs).detach()
-    log_ratio = difference if tokens.measured is None else tokens.measured
+    log_ratio = difference if tokens.metric_log_ratio is None else tokens.metric_log_ratio
     is_limited = log_ratio.abs() > MAX_LOG_RATIO
     divergence = torch.zeros_like(difference)
     if batch.ref_logprobs is not None:

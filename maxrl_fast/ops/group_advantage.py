@@ -17,7 +17,7 @@ from maxrl_fast.algorithms.arguments import (
     is_integer,
 )
 from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
-from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
+from maxrl_fast.algorithms.estimators import Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_sizes
@@ -129,7 +129,7 @@ def group_advantage(
         if viewed.dtype not in DTYPES:  # large integers do not fit into float32
             viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
         advantages: Tensor = _kernel(
-            viewed, offsets, places, valid, estimator, size, list(numbers.values()), width
+            viewed, offsets, places, valid, row.name, size, list(numbers.values()), width
         )
     else:
         if not row.takes_valid:
@@ -151,13 +151,6 @@ def group_advantage(
     return (
         advantages if advantages.shape == shape or advantages.dim() == 1 else advantages.view(shape)
     )
-
-
-def find_estimator(estimator: str | Estimator) -> Estimator:
-    row = ESTIMATORS.get(estimator) if isinstance(estimator, str) else estimator
-    if not isinstance(row, Estimator):
-        raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r:.80}")
-    return row
 
 
 def _resolve(

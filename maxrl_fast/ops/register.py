@@ -1,12 +1,13 @@
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_flag
-from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator
+from maxrl_fast.algorithms.estimator import INPUTS
+from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.ops.group_advantage import group_advantage
 
 
@@ -30,8 +31,7 @@ def register_estimator(
     check_flag("replace", replace)
     if name in ESTIMATORS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
-    row = estimator if isinstance(estimator, Estimator) else own_estimator(estimator)
-    row = dataclasses.replace(row, name=name)
+    row = dataclasses.replace(find_estimator(estimator), name=name)
     options: dict[str, Any] = {key: 0.1 for key, x in row.options.items() if x.default is None}
     if row.size is not None and row.size.required:
         options[row.size.name] = row.size.smallest
@@ -47,37 +47,25 @@ def register_estimator(
         raise
 
 
-def own_estimator(function: Callable[..., Any]) -> Estimator:
-    return Estimator.of(function, weight="is not known", over_batch=True, min_rollouts=1)
-
-
 def try_out(
     row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any
-) -> torch.Tensor:
+) -> Tensor:
     """Return the advantages of a small example, [4, N] or [T]; raise ValueError if that fails."""
     rewards = torch.zeros(4, num_rollouts)
     rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
     rewards[1, : (num_rollouts + 1) // 2] = 1
     rewards[3] = 1
-    counted = torch.arange(1, rewards.numel() + 1).view(rewards.shape)
-    known: dict[str, Any] = {
-        "lengths": 1 + counted % 7,
-        "logprobs": -counted / rewards.numel(),
-        "greedy_correct": rewards[:, 0] == 1,
-        "greedy_rewards": rewards[:, 0],
-        "reward_parts": torch.stack([rewards, counted.float()]),
-        "prompts": list(range(len(rewards))),
-        "log_ratios": counted / rewards.numel() - 0.5,
-        "texts": [[f"Response {i}." for i in row] for row in counted.tolist()],
-        # every component that it looks for is there
-        "components": [[defaultdict(float) for _ in row] for row in counted],
-    }
-    inputs = {name: known[name] for name in row.inputs}
     try:
-        return group_advantage(rewards, estimator, **inputs, **options)
+        return group_advantage(rewards, estimator, **example_inputs(row, rewards), **options)
     except ValueError as error:
         raise ValueError(f"{error}, on a small example") from error
     except Exception as error:
         raise ValueError(
             f"{row.name} fails on a small example: {type(error).__name__}: {error}"
         ) from error
+
+
+def example_inputs(row: Estimator, rewards: Tensor) -> dict[str, Any]:
+    """Return the inputs of an estimator for rewards [G, N]."""
+    numbers = torch.arange(1, rewards.numel() + 1).view(rewards.shape)
+    return {name: INPUTS[name](numbers) for name in row.inputs}

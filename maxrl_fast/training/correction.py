@@ -12,60 +12,18 @@ policy of each update.
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_number
+from maxrl_fast.algorithms.method import Method, Registry
+from maxrl_fast.algorithms.options import Limit, NotNegative
 from maxrl_fast.records import sequence_sums
 from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-
-
-@dataclass(frozen=True)
-class CorrectionSpec:
-    formula: str
-    passes: str
-    source: str
-    options: Mapping[str, float] = field(default_factory=dict)
-    has_cap: bool = False
-
-
-DEFAULT_CAP = 2.0
-_ONE_PASS = "one, before the first update"
-CORRECTIONS: dict[str, CorrectionSpec] = {
-    "none": CorrectionSpec("1", "-", "-"),
-    "tis": CorrectionSpec(
-        "min(w_t, cap)", _ONE_PASS, "truncated importance sampling, Yao et al. 2025", has_cap=True
-    ),
-    "tis_sequence": CorrectionSpec(
-        "min(W, cap), W = prod_t w_t over the response",
-        _ONE_PASS,
-        "the same of responses, Liu, Li et al. 2025; verl, TRL",
-        has_cap=True,
-    ),
-    "icepop": CorrectionSpec(
-        "w_t if low <= w_t <= high, else 0",
-        _ONE_PASS,
-        "IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens",
-        {"low": 0.5, "high": 5.0},
-    ),
-    "mis": CorrectionSpec(
-        "W if low <= W <= high, else 0",
-        _ONE_PASS,
-        "masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL",
-        {"low": 0.0, "high": 2.0},
-    ),
-    "sequence_mask": CorrectionSpec(
-        "0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update, "
-        "pi_old: the engine",
-        "one, before each update",
-        "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9",
-        {"delta": 0.5},
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -77,9 +35,10 @@ class ImportanceWeights:
     between engine and policy.
 
     Args:
-        low, high: bounds of a weight. of_sequence: whether a token takes the product W of its
-        response's ratios. masks: whether a weight outside the bounds becomes 0; otherwise a weight
-        above `high` becomes `high`.
+        low, high: bounds of a weight.
+        of_sequence: whether a token takes the product W of its response's ratios.
+        masks: whether a weight outside the bounds becomes 0; otherwise a weight above `high`
+            becomes `high`.
     """
 
     low: float
@@ -125,41 +84,70 @@ class ImportanceWeights:
         )
 
 
-def correction_numbers(
-    name: str, cap: float | None, given: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the numbers of a correction: low and high of its weights, or delta of sequence_mask.
+DEFAULT_CAP = 2.0
+Cap = Annotated[float, Limit("finite and above 0", lambda x: 0 < x < math.inf)]
 
-    `cap` is the upper bound of tis and tis_sequence, `given` the values of --correction-options.
 
-    Raises:
-        ValueError: if the correction has no such option, or a number is out of range.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Correction(Method):
+    """A correction. Its function returns the weights before the first update, or None."""
+
+    needs: str = "one, before the first update"  # forward passes
+
+    noun: ClassVar[str] = "correction"
+
+    @property
+    def has_cap(self) -> bool:
+        """Whether it has an upper bound of its weights, --importance-cap."""
+        return "importance_cap" in self.options
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        numbers = super().resolve(given)
+        if "low" in numbers and numbers["low"] >= numbers["high"]:
+            raise ValueError(
+                f"low of {self.name} must be below high, got {numbers['low']:g} and "
+                f"{numbers['high']:g}"
+            )
+        return numbers
+
+
+_REGISTRY = Registry(Correction)
+CORRECTIONS, correction = _REGISTRY.methods, _REGISTRY.register
+
+
+@correction("-", name="none", needs="-")
+def no_correction() -> None:
+    """1."""
+
+
+@correction("truncated importance sampling, Yao et al. 2025")
+def tis(*, importance_cap: Cap = DEFAULT_CAP) -> ImportanceWeights:
+    """min(w_t, importance_cap)."""
+    return ImportanceWeights(0.0, importance_cap, of_sequence=False, masks=False)
+
+
+@correction("the same of responses, Liu, Li et al. 2025; verl, TRL")
+def tis_sequence(*, importance_cap: Cap = DEFAULT_CAP) -> ImportanceWeights:
+    """min(W, importance_cap), W = prod_t w_t over the response."""
+    return ImportanceWeights(0.0, importance_cap, of_sequence=True, masks=False)
+
+
+@correction("IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens")
+def icepop(*, low: NotNegative = 0.5, high: NotNegative = 5.0) -> ImportanceWeights:
+    """w_t if low <= w_t <= high, else 0."""
+    return ImportanceWeights(low, high, of_sequence=False, masks=True)
+
+
+@correction("masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL")
+def mis(*, low: NotNegative = 0.0, high: NotNegative = 2.0) -> ImportanceWeights:
+    """W if low <= W <= high, else 0."""
+    return ImportanceWeights(low, high, of_sequence=True, masks=True)
+
+
+@correction(
+    "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9", needs="one, before each update"
+)
+def sequence_mask(*, delta: NotNegative = 0.5) -> None:
+    """0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update,
+    pi_old: the engine.
     """
-    spec = CORRECTIONS[name]
-    if unknown := [option for option in given if option not in spec.options]:
-        wanted = f"must be among {', '.join(spec.options)}" if spec.options else "do not exist"
-        raise ValueError(f"correction_options of {name} {wanted}, got {unknown[0]!r:.80}")
-    if spec.has_cap:
-        high = check_number(
-            f"importance_cap of {name}", cap, "finite and above 0", lambda x: 0 < x < math.inf
-        )
-        return {"low": 0.0, "high": high}
-    numbers = {}
-    for option, default in spec.options.items():
-        value = given.get(option, default)
-        numbers[option] = check_number(
-            f"{option} of {name}", value, "finite and at least 0", lambda x: 0 <= x < math.inf
-        )
-    if "low" in numbers and numbers["low"] >= numbers["high"]:
-        raise ValueError(
-            f"low of {name} must be below high, got {numbers['low']:g} and {numbers['high']:g}"
-        )
-    return numbers
-
-
-def make_correction(name: str, numbers: Mapping[str, float]) -> ImportanceWeights | None:
-    """Return a correction's token weighting; None if it has none before the first update."""
-    if "low" not in numbers:
-        return None
-    of_sequence, masks = name in ("tis_sequence", "mis"), not CORRECTIONS[name].has_cap
-    return ImportanceWeights(numbers["low"], numbers["high"], of_sequence, masks)

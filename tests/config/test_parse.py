@@ -406,8 +406,7 @@ def test_choices_have_the_names_that_others_give_them():
     --objective pacs --beta 0 | beta of pacs must be a finite number above 0, got 0
     --objective pacs_paper --ref-reset-interval -1 | ref_reset_interval of pacs_paper must be at
         least 0, got -1
-    --objective pacs --rollouts 1 | pacs needs at least 2 rollouts per prompt, but with --score
-        naive, got 1
+    --objective pacs --rollouts 1 | pacs needs at least 2 rollouts per prompt, got 1: rewards 0
     --objective pacs --loss ppo | loss must be reinforce for pacs, whose loss it is a part of,
         got ppo
     --objective pacs --aggregation token_mean | aggregation must be seq_mean_token_sum for pacs

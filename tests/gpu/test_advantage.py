@@ -11,11 +11,7 @@ from maxrl_fast.ops.group_advantage_kernel import forget_tables
 pytestmark = pytest.mark.gpu
 OP = torch.ops.maxrl_fast.group_advantage.default
 SHAPES = [(1, 1), (3, 8), (5, 31), (4, 33), (2, 257), (300, 16), (3, 1024), (2, 3000), (1, 4096)]
-KERNELS = {
-    name: row
-    for name, row in ops.ESTIMATORS.items()
-    if row.kernel is not None and row.alias_of is None
-}
+KERNELS = {name: row for name, row in ops.ESTIMATORS.items() if row.kernel is not None}
 # All run in float32. Those with the same formula differ only in numbers, so one of them runs in the
 # other dtypes.
 FORMULAS = {

@@ -232,7 +232,8 @@ def test_pacs_waits_for_the_lengths_and_its_metrics_only(gpu, updates_per_step):
     with gpu:
         learning = learner(gpu)
         batch = collected(samples(gpu), rewards(gpu))
-    objective = PacsObjective(updates_per_step=updates_per_step)
+    objective = PacsObjective()
+    objective.updates_per_step = updates_per_step
     with gpu:
         step = objective.begin(batch, learning)
     for sequences in batch.minibatches(updates_per_step):

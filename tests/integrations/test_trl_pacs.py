@@ -51,7 +51,8 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
         Rollouts.given([ids for _, ids, _ in rows]),
     )
     batch = collected(samples, known.nan_to_num().view(-1, 4), ~known.isnan().view(-1, 4))
-    objective = PacsObjective(updates_per_step=2, **options)
+    objective = PacsObjective(**options)
+    objective.updates_per_step = 2
     settings = LossSettings(objective.loss, objective.aggregation)
     learner = Learner(
         model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32

@@ -124,7 +124,7 @@ def test_corrections_are_the_weights_of_rollout_correction(name, level, low, hig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     from maxrl_fast.records import Rollouts, Samples
-    from maxrl_fast.training.correction import correction_numbers, make_correction
+    from maxrl_fast.training.correction import CORRECTIONS
 
     logits, targets, engine, _, mask = rollouts()
     logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -135,10 +135,8 @@ def test_corrections_are_the_weights_of_rollout_correction(name, level, low, hig
     )
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
     sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
-    given = {} if low is None else {"low": low, "high": high}
-    correction = make_correction(
-        name, correction_numbers(name, high if low is None else None, given)
-    )
+    given = {"importance_cap": high} if low is None else {"low": low, "high": high}
+    correction = CORRECTIONS[name].function(**given)
     learner = SimpleNamespace(model=None, passes=SimpleNamespace(logprobs=lambda *_: logp))
     weighted = correction.apply(collected(sampled, torch.zeros(1, S)), learner)
     own = weighted.metrics

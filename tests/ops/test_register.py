@@ -138,14 +138,8 @@ def test_a_row_with_a_table_is_computed_by_the_kernel():
     assert "bad" not in ESTIMATORS
 
 
-def test_rows_and_ops_are_pickled_by_name():
-    """Ray and multiprocessing send functions, and what they refer to, to other processes."""
-    ops.register_estimator("of_a_function", centred)
-    for name, row in ESTIMATORS.items():
-        copy = pickle.loads(pickle.dumps(row))
-        assert (copy.function, copy.kernel, copy.needs) == (row.function, row.kernel, row.needs), (
-            name
-        )
+def test_ops_are_pickled_by_name():
+    """Ray and multiprocessing send functions to other processes."""
     for name in ops.__all__:
         assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(
             pickle.dumps(getattr(ops, name))
@@ -175,7 +169,7 @@ def test_rows_and_ops_are_pickled_by_name():
             lambda rewards, reward_parts: rewards,
             "asks for reward_parts, so it must ask for reward_weights too",
         ),
-        (7, "must be a function of rewards, got int"),
+        (7, r"must be one of maxpo, .* or a function of rewards \[G, N\], got 7"),
     ],
 )
 def test_invalid_functions_are_refused(function, message):

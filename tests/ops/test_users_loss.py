@@ -107,9 +107,9 @@ def has_no_gradient(t):
         (raises, "loss raises fails on seven tokens: KeyError: 'no such thing'"),
         (lambda t, u: t.logprobs, "after Tokens must be keyword-only numbers, got u"),
         (lambda *, tau=1.0: None, "must take Tokens as its first parameter"),
-        (min, "loss min must have a signature that Python can read"),
+        (min, "min must take Tokens as its first parameter"),
         (lambda t: t.logprobs / (t.advantages - 1), "must be finite, got -?inf at token 0"),
-        (3, "loss must be one of reinforce, ppo, .*, or a function of ops.Tokens, got 3"),
+        (3, "loss must be one of reinforce, ppo, .*, or a function of Tokens, got 3"),
         ("ppoo", "loss must be one of reinforce, ppo, cispo, gspo, .*, got 'ppoo'"),
     ],
 )

@@ -155,9 +155,6 @@ def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason_that_holds
         ("maxrl_ratio", {}, "maxrl", 1.0),
         ("reinforce", {}, "rloo", 15 / 16),
         ("pkpo", {"k": 4}, "expected_improvement", 4 / 16),
-        ("pkpo_sloo_minus_one", {"k": 4}, "pkpo", 1.0),
-        ("psr", {}, "reinforce_raw", 1.0),
-        ("grpo_trl", {"eps": 1e-6}, "grpo_verl", 1.0),
         ("noisy_verifier_backward", none, "reinforce", 1.0),
         ("noisy_verifier_forward", {"false_negative_rate": 0.0}, "nsr", 1.0),
     ):

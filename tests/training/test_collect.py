@@ -198,9 +198,7 @@ def test_prompts_and_rollouts_are_selected_and_joined():
     assert joined.columns == prompts.columns
 
 
-@pytest.mark.parametrize(
-    "name", ["nsr", "psr", "reinforce_raw", "unlikeliness", "maxrl_conditional"]
-)
+@pytest.mark.parametrize("name", ["nsr", "reinforce_raw", "unlikeliness", "maxrl_conditional"])
 def test_objectives_that_learn_from_equal_rewards_refuse_dynamic_sampling(name, capsys):
     assert train.main(["--objective", name, "--dynamic-sampling", "2"]) == 2
     assert (

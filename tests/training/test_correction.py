@@ -14,12 +14,7 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.correction import (
-    CORRECTIONS,
-    ImportanceWeights,
-    correction_numbers,
-    make_correction,
-)
+from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
@@ -31,8 +26,8 @@ from tests.training.test_learner import PROMPTS, learner
 
 REWARDS = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
 BOUNDS = {
-    "tis": {},
-    "tis_sequence": {},
+    "tis": {"importance_cap": 1.7},
+    "tis_sequence": {"importance_cap": 1.7},
     "icepop": {"low": 0.6, "high": 2.5},
     "mis": {"low": 0.2, "high": 3.0},
 }
@@ -58,9 +53,9 @@ def disturbed(model, spread=1.5):
     return dataclasses.replace(rollouts, logprobs=(rollouts.logprobs.double() - off).float()), off
 
 
-def by_definition(name, off, lengths, low=0.0, high=CAP):
+def by_definition(name, off, lengths, *bounds):
     """Return the weight of each token, response by response, as the publications write them."""
-    weights = []
+    weights, low, high = [], bounds[0], bounds[-1]
     for part in off.split(lengths.tolist()):
         ratios = [math.exp(x) for x in part.tolist()]
         product = math.prod(ratios)
@@ -73,8 +68,8 @@ def by_definition(name, off, lengths, low=0.0, high=CAP):
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def made(name, cap, given):
-    return make_correction(name, correction_numbers(name, cap, given))
+def made(name, given):
+    return CORRECTIONS[name].function(**CORRECTIONS[name].resolve(given))
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -82,14 +77,14 @@ def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
-    weighted = made(name, None if given else CAP, given).apply(
+    weighted = made(name, given).apply(
         collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)
     )
     metrics = weighted.metrics
-    expected = by_definition(name, off, rollouts.lengths, **given)
+    expected = by_definition(name, off, rollouts.lengths, *given.values())
     weights = weighted.rollouts.importance_weights
     torch.testing.assert_close(weights.double(), expected, rtol=2e-4, atol=1e-6)
-    bounded = expected == (0.0 if given else CAP)
+    bounded = expected == (0.0 if "low" in given else CAP)
     assert 0.05 < bounded.double().mean() < 0.95  # both kinds are there
     assert expected[~bounded].std() > 0.05
     # the policy's own
@@ -109,7 +104,7 @@ def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
     samples, learning = Samples(PROMPTS, sampled(model)), learner(model)
     if name == "sequence_mask":
         learning.settings = LossSettings(
-            "ppo", "token_mean", sequence_mask=correction_numbers(name, None, {})["delta"]
+            "ppo", "token_mean", sequence_mask=CORRECTIONS[name].resolve({})["delta"]
         )
         plan = learning.plan(
             learning.passes.packer(samples, -torch.ones(12)), samples, samples.sequences
@@ -117,9 +112,7 @@ def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
         assert plan.sequences.tolist() == list(range(12))
     else:
         weights = (
-            made(name, 2.0, {})
-            .apply(collected(samples, REWARDS), learning)
-            .rollouts.importance_weights
+            made(name, {}).apply(collected(samples, REWARDS), learning).rollouts.importance_weights
         )
         torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-4)
 
@@ -174,12 +167,12 @@ def test_the_gradient_of_a_step_has_the_weights(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
-    weights = by_definition(name, off, rollouts.lengths, **given).float()
+    weights = by_definition(name, off, rollouts.lengths, *given.values()).float()
     advantages = ops.grpo_advantage(REWARDS).flatten().repeat_interleave(rollouts.lengths)
     expected = torch.autograd.grad(
         -(weights * advantages * logprobs_of(model, rollouts)).mean(), [*model.parameters()]
     )
-    metrics = step(model, rollouts, made(name, None if given else CAP, given))
+    metrics = step(model, rollouts, made(name, given))
     assert metrics["ratio"] == pytest.approx(1, abs=1e-4)
     assert metrics["importance_weight"] == pytest.approx(float(weights.mean()), rel=1e-3)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -271,7 +264,7 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
     assert metrics["frac_sequences_masked"] == pytest.approx(sum(masked) / 12)
 
 
-@pytest.mark.parametrize("correction", [None, made("tis", 2.0, {}), made("icepop", None, {})])
+@pytest.mark.parametrize("correction", [None, made("tis", {}), made("icepop", {})])
 def test_under_top_p_every_ratio_is_1(correction):
     """With log-probs of the renormalised distribution they would be the kept mass, which top-p 0.6
     makes much less than 1.
@@ -294,15 +287,14 @@ def test_under_top_p_every_ratio_is_1(correction):
     --correction icepop --importance-cap 2 | --importance-cap is not used by correction icepop
     --correction tis --correction-options low=1 | --correction-options needs --correction icepop
     --correction-options low=1 | --correction-options needs --correction
-    --correction icepop --correction-options lo=1 | correction_options of icepop must be among low,
-        high, got 'lo'
+    --correction icepop --correction-options lo=1 | icepop takes the options low, high, got 'lo'
     --correction icepop --correction-options low=6 | low of icepop must be below high, got 6 and 5
-    --correction mis --correction-options high=nan | high of mis must be finite and at least 0, got
-        nan
+    --correction mis --correction-options high=nan | high of mis must be a finite number of at
+        least 0, got nan
     --correction sequence_mask --correction-options delta | correction_options must be NAME=VALUE
         with a number
-    --rollout vllm --top-p 0.9 --temperature 0.7 | --rollout vllm with --top-p needs --temperature
-        1, got 0.7
+    --rollout vllm --top-p 0.9 --temperature 0.7 | --rollout vllm with --top-p 0.9 needs
+        --temperature 1, got 0.7
     """),
 )
 def test_combinations_that_make_no_sense_are_refused(flags, message):
@@ -314,8 +306,9 @@ def test_options_choose_the_correction():
     def chosen(flags):
         config = parse(flags.split())
         check(config)
-        correction = make_correction(*correction_of(config))
-        return correction_of(config)[1].get("delta") if correction is None else correction
+        name, numbers = correction_of(config)
+        correction = CORRECTIONS[name].function(**numbers)
+        return numbers.get("delta") if correction is None else correction
 
     tis = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
     assert chosen("") is chosen("--top-p 0.9") is chosen("--rollout vllm --objective pacs") is None

@@ -14,7 +14,7 @@ from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
 from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import Passes, run_batch
@@ -231,7 +231,8 @@ def test_the_proxies_of_pacs_are_sums_over_sampled_tokens(is_paper):
         model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 40, torch.float32
     )
     learner.reference = reference
-    pacs = PacsObjective(0.7, updates_per_step=2, has_actor=is_paper)
+    pacs = (PacsPaperObjective if is_paper else PacsObjective)(beta=0.7)
+    pacs.updates_per_step = 2
     samples = Samples(samples.prompts, learner.with_reference(samples))
     step = pacs.begin(collected(samples, labels), learner)
     proxies = torch.stack(

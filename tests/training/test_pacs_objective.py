@@ -13,7 +13,7 @@ from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
 from maxrl_fast.training.passes import Passes
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -27,7 +27,14 @@ SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temp
 def make_pacs(
     is_paper=False, updates_per_step=1, interval=0, score="rloo", class_weight="balanced"
 ):
-    return PacsObjective(0.7, score, class_weight, updates_per_step, is_paper, interval)
+    options = {"beta": 0.7, "score": score, "class_weight": class_weight}
+    objective = (
+        PacsPaperObjective(**options, ref_reset_interval=interval)
+        if is_paper
+        else PacsObjective(**options)
+    )
+    objective.updates_per_step = updates_per_step
+    return objective
 
 
 def make_learner(model, reference=None, lr=0.05):

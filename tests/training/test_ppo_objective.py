@@ -180,7 +180,7 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
     raw = by_definition(values.tolist(), given, rollouts.lengths.tolist(), 0.99, 0.9)
     whitened = (raw - raw[counts].mean()) / (raw[counts].var() + 1e-8).sqrt() * counts
 
-    objective = PpoObjective(0.99, 0.9)
+    objective = PpoObjective(gae_gamma=0.99, gae_lambda=0.9)
     step = objective.begin(samples, one)
     factors = step.batch.rollouts.importance_weights
     assert factors.abs().max() > 1
@@ -342,7 +342,7 @@ def test_options():
     made = objective_of(
         parse(["--objective", "ppo", "--gae-lambda", ".9", "--gae-gamma", ".99", "--rollouts", "1"])
     )
-    assert made == PpoObjective(0.99, 0.9)
+    assert made == PpoObjective(gae_gamma=0.99, gae_lambda=0.9)
     assert made.needs == Needs(token_weights=True, critic=True)
     assert (made.loss, made.aggregation, made.state) == ("ppo", "token_mean", {})
     for flags, message in table("""

@@ -3,6 +3,7 @@ that resumes.
 """
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,9 +29,20 @@ REWARDS = torch.tensor(
 )
 
 
-def begun(objective, rewards, valid=None):
+def started(size):
+    """Return the objective, and a learner that keeps its state."""
+    objective = RiskpoObjective(bundle_size=size)
+    return objective, SimpleNamespace(objective_state=objective.state)
+
+
+def begun(run, rewards, valid=None):
+    objective, learner = run
     prompts = make_prompts([[1] for _ in rewards])
-    return objective.begin(collected(Samples(prompts, None), rewards, valid), None)
+    return objective.begin(collected(Samples(prompts, None), rewards, valid), learner)
+
+
+def quantiles_of(run):
+    return run[1].objective_state["quantiles"]
 
 
 def advantages_of(step):
@@ -59,13 +71,13 @@ def paper_by_paper(rewards, keep, size, low, high):
 
 
 def test_a_step_without_any_score_neither_learns_nor_moves_the_quantiles():
-    objective, nobody = RiskpoObjective(2), torch.zeros(8, 4, dtype=torch.bool)
-    step = begun(objective, 0 * REWARDS, nobody)
+    run, nobody = started(2), torch.zeros(8, 4, dtype=torch.bool)
+    step = begun(run, 0 * REWARDS, nobody)
     assert not step.values.any()
     assert step.finish() == {}  # not NaN, which is no number in metrics.jsonl
-    quantiles = begun(objective, REWARDS).finish()
+    quantiles = begun(run, REWARDS).finish()
     assert 0 < quantiles["riskpo_quantile_low"] < quantiles["riskpo_quantile_high"]
-    step = begun(objective, 0 * REWARDS, nobody)
+    step = begun(run, 0 * REWARDS, nobody)
     assert not step.values.any()
     assert step.finish() == quantiles
 
@@ -76,9 +88,9 @@ def test_every_paper_has_the_authors_advantage(size):
     valid[0, 1] = valid[5, 3] = False
     for known in (None, valid):
         keep = torch.ones_like(valid) if known is None else known
-        objective = RiskpoObjective(size)
-        actual = advantages_of(begun(objective, REWARDS * keep, known))
-        low, high = objective.quantiles.tolist()
+        run = started(size)
+        actual = advantages_of(begun(run, REWARDS * keep, known))
+        low, high = quantiles_of(run).tolist()
         has_score = keep.view(-1, size, 4).all(1)
         scores = (REWARDS * keep).view(-1, size, 4).sum(1)[has_score].double()
         assert [low, high] == torch.quantile(
@@ -93,10 +105,10 @@ def test_every_paper_has_the_authors_advantage(size):
 
 
 def test_the_quantiles_follow_the_scores_by_gradient_descent():
-    objective = RiskpoObjective(2)
-    begun(objective, REWARDS)
-    step = begun(objective, REWARDS)  # as for diagnostics: only the end of a step counts
-    low, high = objective.quantiles.tolist()
+    run = started(2)
+    begun(run, REWARDS)
+    step = begun(run, REWARDS)  # as for diagnostics: only the end of a step counts
+    low, high = quantiles_of(run).tolist()
     scores = REWARDS.view(4, 2, 4).sum(1).flatten()
     metrics = step.finish()
     expected = [
@@ -104,33 +116,33 @@ def test_the_quantiles_follow_the_scores_by_gradient_descent():
         for q, level in ((low, 0.2), (high, 0.9))
     ]
     assert [*metrics.values()] == pytest.approx(expected)
-    second = advantages_of(begun(objective, REWARDS.flip(0)))
+    second = advantages_of(begun(run, REWARDS.flip(0)))
     torch.testing.assert_close(
         second,
         paper_by_paper(REWARDS.flip(0).tolist(), [[True] * 4] * 8, 2, *expected),
         rtol=1e-4,
         atol=1e-5,
     )
-    before = objective.quantiles.clone()
-    step = begun(objective, 100 + REWARDS)
+    before = quantiles_of(run).clone()
+    step = begun(run, 100 + REWARDS)
     for _ in range(10):
         step.finish()  # all scores are above
-    torch.testing.assert_close(objective.quantiles - before, torch.tensor([0.2, 0.9]).double())
-    nothing = RiskpoObjective(2)
+    torch.testing.assert_close(quantiles_of(run) - before, torch.tensor([0.2, 0.9]).double())
+    nothing = started(2)
     assert not begun(nothing, 0 * REWARDS, torch.zeros(8, 4, dtype=torch.bool)).values.any()
-    assert nothing.quantiles.isnan().all()
+    assert quantiles_of(nothing).isnan().all()
 
 
 def test_equal_scores_have_advantages_of_ordinary_size():
-    objective = RiskpoObjective(4)
-    begun(objective, REWARDS)
-    assert begun(objective, 0 * REWARDS).values.abs().max() < 10
-    assert objective.learns_from_equal_rewards(4)
+    run = started(4)
+    begun(run, REWARDS)
+    assert begun(run, 0 * REWARDS).values.abs().max() < 10
+    assert run[0].learns_from_equal_rewards(4)
 
 
 def test_options():
     assert objective_of(parse(["--objective", "riskpo", "--bundle-size", "4"])) == RiskpoObjective(
-        4
+        bundle_size=4
     )
     check(parse(["--objective", "riskpo", "--prompts", "40"]))
     for flags, message in (

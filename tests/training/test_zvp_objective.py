@@ -62,7 +62,7 @@ def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy(alpha):
     for known in (None, valid):
         keep = torch.ones_like(valid) if known is None else known
         samples = collected(Samples(PROMPTS, rollouts), REWARDS * keep, known)
-        objective = ZvpObjective(alpha)
+        objective = ZvpObjective(alpha=alpha)
         step = objective.begin(samples, learner(model))
         advantages = step.advantages(samples.sequences)
         actual = (
@@ -105,7 +105,7 @@ def test_an_update_has_the_gradient_of_advantages_per_token(loss, is_corrected):
     )
     gradients = torch.autograd.grad(expected, [*model.parameters()])
     trained = learner(model, LossSettings(loss=loss, aggregation="token_mean"))
-    objective = ZvpObjective(0.5)
+    objective = ZvpObjective(alpha=0.5)
     step = objective.begin(samples, trained)
     advantages = step.advantages(samples.sequences)
     trained.update(step.batch, advantages, samples.sequences, when="step 1", lr=0.0)
@@ -126,7 +126,7 @@ def test_without_a_group_of_equal_rewards_it_is_grpo_and_needs_no_forward_pass()
 
 def test_options():
     made = objective_of(parse(["--objective", "rl_zvp", "--alpha", ".3", "--eps", "1e-3"]))
-    assert made == ZvpObjective(0.3, 1e-3, 1)
+    assert made == ZvpObjective(alpha=0.3, eps=1e-3)
     assert made.needs == Needs(binary=True, token_weights=True, logprob_passes=1)
     for flags, message in (
         *(

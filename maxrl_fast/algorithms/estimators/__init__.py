@@ -10,7 +10,17 @@ at finite N. 1/p is maximum likelihood, 1 is the plain policy gradient. `ops.eff
 computes it for every estimator that has one.
 """
 
-from maxrl_fast.algorithms.estimator import ESTIMATORS, Estimator, Kernel, Size, alias, estimator
+from dataclasses import replace
+
+from maxrl_fast.algorithms.estimator import (
+    ALIASES,
+    ESTIMATORS,
+    Estimator,
+    Kernel,
+    Size,
+    estimator,
+    find_estimator,
+)
 from maxrl_fast.algorithms.estimators import (
     max_at_k,
     moments,
@@ -21,5 +31,19 @@ from maxrl_fast.algorithms.estimators import (
 )
 from maxrl_fast.algorithms.group import Group
 
-__all__ = ["ESTIMATORS", "Estimator", "Group", "Kernel", "Size", "alias", "estimator"]
-__all__ += ["max_at_k", "moments", "of_batch", "off_policy", "several_rewards", "with_inputs"]
+__all__ = ["ALIASES", "ESTIMATORS", "Estimator", "Group", "Kernel", "Size", "estimator"]
+__all__ += ["find_estimator", "max_at_k", "moments", "of_batch", "off_policy", "several_rewards"]
+__all__ += ["with_inputs"]
+
+# Other names: each runs as the estimator that it stands for, with these options and this way to
+# average token losses.
+for _name, _of, _aggregation, _defaults in (
+    ("dr_grpo", "reinforce", "seq_sum_constant", {}),  # Dr. GRPO, Liu et al. 2025
+    ("grpo_trl", "grpo", "token_mean", {"eps": 1e-4}),
+    ("grpo_verl", "grpo", "token_mean", {}),
+    ("pkpo_sloo_minus_one", "pkpo", "token_mean", {}),  # PKPO, Walder & Karkhanis 2025
+    ("psr", "reinforce_raw", "token_mean", {}),  # PSR, Zhu et al. 2025, arXiv:2506.01347
+):
+    _options = dict(ESTIMATORS[_of].options)
+    _options |= {key: replace(_options[key], default=x) for key, x in _defaults.items()}
+    ALIASES[_name] = replace(ESTIMATORS[_of], aggregation=_aggregation, options=_options)

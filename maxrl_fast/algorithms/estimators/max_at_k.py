@@ -10,7 +10,6 @@ from maxrl_fast.algorithms.estimator import (
     KOfPairs,
     KOfPairsBelowN,
     Order,
-    alias,
     estimator,
 )
 from maxrl_fast.algorithms.estimators import tables
@@ -136,6 +135,3 @@ def passk_training(g: Group, *, k: K) -> Tensor:
 def bon_max_second(g: Group) -> Tensor:
     """best reward - second best for the best rollout, 0 for the others."""
     return g.below(torch.where(g.j == g.n - 1, g.gaps, 0.0))
-
-
-alias("pkpo_sloo_minus_one", "pkpo", "PKPO, Walder & Karkhanis 2025, sloo_minus_one")

@@ -5,7 +5,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimator import Ddof, Eps, K, Kernel, alias, estimator
+from maxrl_fast.algorithms.estimator import Ddof, Eps, K, Kernel, estimator
 from maxrl_fast.algorithms.estimators import tables
 from maxrl_fast.algorithms.estimators.max_at_k import shortfall
 from maxrl_fast.algorithms.group import Group, ratio
@@ -70,7 +70,11 @@ def reinforce_raw(g: Group) -> Tensor:
     return g.rewards
 
 
-@estimator(source="GRPO, Shao et al. 2024, section 4.1.2", kernel=Kernel(centred=True, scale="std"))
+@estimator(
+    source="GRPO, Shao et al. 2024, section 4.1.2",
+    kernel=Kernel(centred=True, scale="std"),
+    aggregation="seq_mean_token_mean",
+)
 def grpo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     """(r - mean)/(std + eps); eps 1e-6, ddof 1."""
     return ratio(g.centre(g.rewards), g.std(g.rewards, ddof) + eps)
@@ -184,9 +188,3 @@ def noisy_verifier_backward(
 def noisy_verifier_forward(g: Group, *, false_negative_rate: FalseNegativeRate) -> Tensor:
     """rho1 where r = 1, rho1 - 1 where r = 0."""
     return g.rewards - 1 + false_negative_rate
-
-
-alias("dr_grpo", "reinforce", "Dr. GRPO, Liu et al. 2025")
-alias("psr", "reinforce_raw", "PSR, Zhu et al. 2025, arXiv:2506.01347")
-alias("grpo_verl", "grpo", "grpo as verl computes it")
-alias("grpo_trl", "grpo", "grpo as TRL computes it", eps=1e-4)

@@ -5,27 +5,28 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from maxrl_fast.algorithms.arguments import is_host_readable
-from maxrl_fast.algorithms.options import Option, check_options, formula_of, options_of
+from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
+from maxrl_fast.algorithms.options import check_options, options_of, parameters_of
 from maxrl_fast.algorithms.tokens import Tokens
 
 # numbers of several losses: arguments of ops.policy_gradient_loss
 CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 
-@dataclass(frozen=True, eq=False)
-class TokenLoss:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLoss(Method):
     """A token loss: a function of Tokens that returns the loss of each token [T].
 
+    In the formula A is the advantage, rho = pi / pi_old, and sg a constant factor.
+
     Args:
-        formula: the docstring. A: advantage, rho = pi / pi_old, sg: a constant factor.
-        source: the publication, and the code that the formula was compared with.
         weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for the
             tokens that clip_cov, lp_reg and simko choose.
         clips: whether it takes clip_low and clip_high.
@@ -37,20 +38,40 @@ class TokenLoss:
         fused: whether a kernel computes it.
     """
 
-    name: str
-    function: Callable[..., Tensor]
-    formula: str
-    source: str
-    weight: str
-    options: Mapping[str, Option]
-    clips: bool
+    clips: bool = False
     aggregation: str | None = None
     by_sequence: bool = False
     over_batch: bool = False
     rows: Callable[..., Tensor] | None = None
     fused: bool = False
 
-    def resolve(self, given: Mapping[str, float] | None) -> dict[str, float]:
+    noun: ClassVar[str] = "loss"
+    first: ClassVar[str] = "Tokens"
+    of_users: ClassVar[Mapping[str, Any]] = {"weight": ""}
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], **fields: Any) -> "TokenLoss":
+        asked = [parameter.name for parameter in parameters_of(function)]
+        options = options_of(function) if asked else {}
+        known = {*options, *CLIPS}
+        others = [
+            parameter.name
+            for parameter in parameters_of(function)[1:]
+            if parameter.name not in known and parameter.default is parameter.empty
+        ]
+        if others:
+            raise ValueError(
+                f"the parameters of loss {name_of(function)} after Tokens must be keyword-only "
+                f"numbers, got {', '.join(others)}"
+            )
+        own = {name: option for name, option in options.items() if name not in CLIPS}
+        return super().of(function, options=own, clips="clip_low" in asked, **fields)
+
+    @property
+    def shown_options(self) -> str:
+        return " ".join([super().shown_options, "--clip-low, --clip-high" * self.clips]).strip()
+
+    def resolve(self, given: Mapping[str, Any] | None) -> dict[str, float]:
         """Return all options; raise ValueError or TypeError where one does not fit."""
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
@@ -65,75 +86,15 @@ class TokenLoss:
         return partial(self.function, **options, **taken)
 
 
-LOSSES: dict[str, TokenLoss] = {}
+_REGISTRY = Registry(TokenLoss)
+LOSSES, find_loss = _REGISTRY.methods, _REGISTRY.find
 
 
 def token_loss(
-    source: str, *, weight: str = "", **more: Any
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function in LOSSES; `more` are further fields of its TokenLoss.
-
-    Raises ValueError if the name is taken, or the function has parameters that nothing gives.
-    """
-
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        row = _row_of(function, source=source, weight=weight, **more)
-        known = LOSSES.get(row.name)
-        if known is not None and known.function.__module__ != function.__module__:
-            where = known.function.__module__
-            raise ValueError(f"there is a loss {row.name} already, in {where}: choose another name")
-        LOSSES[row.name] = row
-        return function
-
-    return register
-
-
-def _row_of(function: Callable[..., Tensor], source: str, **more: Any) -> TokenLoss:
-    name = str(getattr(function, "__name__", type(function).__name__))
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        raise ValueError(f"loss {name} must have a signature that Python can read") from None
-    options = {key: option for key, option in options_of(function).items() if key not in CLIPS}
-    known = {*options, *CLIPS}
-    if not parameters or parameters[0].kind not in (
-        parameters[0].POSITIONAL_ONLY,
-        parameters[0].POSITIONAL_OR_KEYWORD,
-    ):
-        raise ValueError(f"loss {name} must take Tokens as its first parameter")
-    if others := [x.name for x in parameters[1:] if x.name not in known and x.default is x.empty]:
-        raise ValueError(
-            f"the parameters of loss {name} after Tokens must be keyword-only numbers, got "
-            f"{', '.join(others)}"
-        )
-    return TokenLoss(
-        name,
-        function,
-        formula=formula_of(function),
-        source=source,
-        options=options,
-        clips="clip_low" in (parameter.name for parameter in parameters),
-        **more,
-    )
-
-
-def find_loss(loss: str | Callable[..., Tensor]) -> TokenLoss:
-    if isinstance(loss, str) and loss in LOSSES:
-        return LOSSES[loss]
-    if isinstance(loss, str) or not callable(loss):
-        raise ValueError(
-            f"loss must be one of {', '.join(LOSSES)}, or a function of ops.Tokens, got "
-            f"{loss!r:.80}"
-        )
-    registered = LOSSES.get(getattr(loss, "__name__", ""))
-    if registered is not None and registered.function is loss:
-        return registered
-    return _row_of_users(loss)
-
-
-@lru_cache(maxsize=256)
-def _row_of_users(function: Callable[..., Tensor]) -> TokenLoss:
-    return _row_of(function, source=str(getattr(function, "__module__", "")), weight="")
+    source: str, *, weight: str = "", **fields: Any
+) -> Callable[[AnyFunction], AnyFunction]:
+    """Register the decorated function in LOSSES; `fields`: further ones of its TokenLoss."""
+    return _REGISTRY.register(source, weight=weight, **fields)
 
 
 def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:

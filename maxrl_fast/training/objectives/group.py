@@ -1,6 +1,5 @@
 """Objectives with the advantages of an estimator, computed once per step."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimators import Estimator
+from maxrl_fast.algorithms.estimators import Estimator, find_estimator
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import ESTIMATORS, group_advantage
+from maxrl_fast.ops import group_advantage
+from maxrl_fast.ops.register import example_inputs
 from maxrl_fast.records import sequence_sums
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
-
-# the others: token_mean
-AGGREGATIONS = {"grpo": "seq_mean_token_mean", "dr_grpo": "seq_sum_constant"}
 
 
 @dataclass
@@ -36,10 +33,12 @@ class GroupObjective(Objective):
     per_token: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.estimator, str):
-            self.aggregation = AGGREGATIONS.get(self.estimator, "token_mean")
+        self.aggregation = self.row.aggregation
+
+    @property
+    def needs(self) -> Needs:
         inputs = self.row.inputs
-        self.needs = Needs(
+        return Needs(
             greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(inputs),
             binary=self.row.binary,
             parts="reward_parts" in inputs,
@@ -50,25 +49,11 @@ class GroupObjective(Objective):
 
     @property
     def row(self) -> Estimator:
-        return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
+        return find_estimator(self.estimator)
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        shape = (2, num_rollouts)
-        wrong_then_correct = torch.tensor([[0.0], [1.0]]).expand(shape)
-        known = {
-            "lengths": torch.ones(shape, dtype=torch.int64),
-            "logprobs": -torch.arange(1.0, num_rollouts + 1).expand(shape),
-            "greedy_correct": torch.tensor([False, False]),
-            "greedy_rewards": torch.tensor([0.5, 0.5]),
-            "reward_parts": torch.stack(
-                [wrong_then_correct, torch.arange(float(num_rollouts)).expand(shape)]
-            ),
-            "prompts": [0, 1],
-            "log_ratios": torch.zeros(shape),
-            "texts": [["Response."] * num_rollouts] * 2,
-            "components": [[defaultdict(float)] * num_rollouts] * 2,
-        }
-        inputs: dict[str, Any] = {name: known[name] for name in self.row.inputs}
+        wrong_then_correct = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)
+        inputs = example_inputs(self.row, wrong_then_correct)
         return bool(
             group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any()
         )
@@ -91,12 +76,7 @@ class GroupObjective(Objective):
             "components": lambda: _grouped(batch.components, batch.num_rollouts),
         }
         inputs = {name: known[name]() for name in self.row.inputs}
-        try:
-            values = group_advantage(
-                rewards, self.estimator, valid=valid, **inputs, **self.options_for(batch)
-            )
-        except ValueError as error:
-            raise InputError(f"step {batch.step}: {error}") from error
+        values = self.compute(batch, rewards, valid, **inputs)
         if self.per_token != (values.shape != rewards.shape):
             kinds = ("[T]", "[G, N]") if self.per_token else ("[G, N]", "[T]")
             raise InputError(
@@ -125,13 +105,19 @@ class GroupObjective(Objective):
         has_gradient = sequence_sums(advantages.abs(), lengths) != 0
         return ObjectiveStep(batch.weighted(advantages), has_gradient.to(batch.rewards))
 
-    def options_for(self, batch: RolloutBatch) -> dict[str, Any]:
+    def compute(
+        self, batch: RolloutBatch, rewards: Tensor, valid: Tensor | None, **inputs: Any
+    ) -> Tensor:
+        """Return the advantages of rewards, all or some groups of the batch."""
         options = dict(self.options)
         if batch.reward_terms is not None:
             options["reward_weights"] = batch.term_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
-        return options
+        try:
+            return group_advantage(rewards, self.estimator, valid=valid, **inputs, **options)
+        except ValueError as error:
+            raise InputError(f"step {batch.step}: {error}") from error
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

@@ -1,10 +1,14 @@
 """The interface of objectives, which choose the advantages."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from maxrl_fast.algorithms.method import Method, Registry
+from maxrl_fast.algorithms.options import Refusal
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 
@@ -59,6 +63,9 @@ class Objective(ABC):
 
     The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another
     loss of the log-prob ratios with the same A_i. An objective chooses A_i.
+
+    It is the same for all runs with the same options: what changes from step to step is in its
+    `ObjectiveStep`, or in its state, which the learner keeps.
     """
 
     loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
@@ -66,12 +73,21 @@ class Objective(ABC):
     # Whether loss and aggregation are fixed by the objective. Then options cannot change them, and
     # importance weights do not apply.
     owns_loss: bool = False
-    needs: Needs = Needs()
+    updates_per_step: int = 1  # of the run
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def min_rollouts(self) -> int:
+        """Return the smallest number of rollouts per prompt."""
+        return 1
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Host tensors, by name, that the next step needs. Checkpoints store them and load them in
-        place.
+        """Host tensors, by name, that the next step needs, as they are before the first. The
+        learner keeps them in `objective_state`; checkpoints store them and load them in place.
         """
         return {}
 
@@ -82,3 +98,27 @@ class Objective(ABC):
     @abstractmethod
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         """Take a step's samples and rewards before its first update."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ObjectiveSpec(Method):
+    """An objective that is not an estimator. The function is its class, a dataclass whose fields
+    are its options.
+
+    Args:
+        presets: defaults of a run's other options, where they are the objective's.
+        refuses: options that it does not go with.
+    """
+
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    refuses: tuple[Refusal, ...] = ()
+    noun: ClassVar[str] = "objective"
+
+
+_REGISTRY = Registry(ObjectiveSpec)
+OBJECTIVE_CLASSES, objective = _REGISTRY.methods, _REGISTRY.register
+
+
+def has_teacher(options: Mapping[str, Any]) -> bool:
+    """Whether the reference policy of these options is not the policy, or reads something else."""
+    return options["reference"] is not None or options["teacher_prompt"] is not None

@@ -7,15 +7,13 @@ summed over the response.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
-from maxrl_fast.errors import InputError
-from maxrl_fast.ops import group_advantage, log_ratio_reward
+from maxrl_fast.ops import log_ratio_reward
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.training.collect import RolloutBatch
@@ -32,36 +30,24 @@ class OffPolicyObjective(GroupObjective):
     owns_loss = True
 
     def __post_init__(self) -> None:
-        self.aggregation, self.needs = "seq_mean_token_sum", Needs(logprob_passes=1)
+        self.aggregation = "seq_mean_token_sum"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(logprob_passes=1)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
-        rewards, options = batch.rewards, self.options_for(batch)
-        at_one = self.estimate(batch, rewards, batch.valid, torch.zeros_like(rewards), options)
+        rewards = batch.rewards
+        at_one = self.compute(batch, rewards, batch.valid, log_ratios=torch.zeros_like(rewards))
         cu_seqlens, learns = to_host(batch.rollouts.cu_seqlens, at_one.any(1))
         values = torch.zeros_like(rewards.flatten())
-        return _Step(batch, values, self, learner, options, cu_seqlens, learns)
-
-    def estimate(
-        self,
-        batch: RolloutBatch,
-        rewards: Tensor,
-        valid: Tensor | None,
-        log_ratios: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        try:
-            return group_advantage(
-                rewards, self.estimator, valid=valid, log_ratios=log_ratios, **options
-            )
-        except ValueError as error:
-            raise InputError(f"step {batch.step}: {error}") from error
+        return _Step(batch, values, self, learner, cu_seqlens, learns)
 
 
 @dataclass
 class _Step(ObjectiveStep):
     objective: OffPolicyObjective
     learner: Learner
-    options: dict[str, Any]
     cu_seqlens: Tensor  # [S+1] of the responses, on the host
     # [G] bool on the host: groups with an advantage other than 0; no ratio changes that
     learns: Tensor
@@ -85,8 +71,8 @@ class _Step(ObjectiveStep):
             return values
         log_ratios = torch.zeros_like(values).scatter(0, chosen, own_ratios).view(shape)
         valid = None if batch.valid is None else batch.valid[groups]
-        values.view(shape)[groups] = self.objective.estimate(
-            batch, batch.rewards[groups], valid, log_ratios[groups], self.options
+        values.view(shape)[groups] = self.objective.compute(
+            batch, batch.rewards[groups], valid, log_ratios=log_ratios[groups]
         )
         self.ratios.append(own_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         return values

@@ -8,41 +8,64 @@ term of the paper's eq. 5, the log-likelihood of the outcome.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import CountOrZero, Help, Positive, Refusal
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.records import cumulative, gather_sequences
 from maxrl_fast.runtime.device import host_numbers, to_device
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
+from maxrl_fast.training.objectives.objective import (
+    Needs,
+    Objective,
+    ObjectiveStep,
+    has_teacher,
+    objective,
+)
+
+NEEDS = "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)"
 
 
-@dataclass
+@objective("PACS, eq. 8, code", name="pacs", needs=NEEDS)
+@dataclass(kw_only=True)
 class PacsObjective(Objective):
-    """The objectives pacs and pacs_paper.
+    """-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta
+    (log-ratio to the reference); the reference is the sampling policy.
 
-    `beta` is in reward per nat of log-ratio. With one update per step, the policy is its own
-    reference and no forward pass is needed. `has_actor` is for pacs_paper: the actor term, and a
-    frozen reference policy in place of the sampling policy. Every `ref_reset_interval` steps (0:
-    never) the policy becomes the reference and the optimizer restarts.
+    With one update per step, the policy is its own reference and no forward pass is needed.
     """
 
-    beta: float = 1.0
-    score: str = "rloo"
-    class_weight: str = "balanced"
-    updates_per_step: int = 1
-    has_actor: bool = False
-    ref_reset_interval: int = 0
+    beta: Annotated[
+        Positive, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")
+    ] = 1.0
+    score: Annotated[
+        Literal["rloo", "grpo", "dr_grpo", "naive"],
+        Help(
+            "Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, "
+            "dr_grpo or naive."
+        ),
+    ] = "rloo"
+    class_weight: Annotated[
+        Literal["balanced", "none"],
+        Help("PACS's weights of correct and wrong rollouts: balanced in every group, or none."),
+    ] = "balanced"
     loss = "reinforce"
     aggregation = "seq_mean_token_sum"
     owns_loss = True
+    has_actor = False
 
-    def __post_init__(self) -> None:
+    @property
+    def min_rollouts(self) -> int:
+        return 1 if self.score == "naive" else 2
+
+    @property
+    def needs(self) -> Needs:
         has_passes = self.has_actor or self.updates_per_step > 1
-        self.needs = Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
+        return Needs(reference=self.has_actor, binary=True, logprob_passes=2 * has_passes)
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
         return False
@@ -59,6 +82,37 @@ class PacsObjective(Objective):
             cu_seqlens = batch.rollouts.cu_seqlens.cpu()
         values = torch.zeros_like(batch.rewards.flatten())
         return _Step(batch, values, self, learner, ref_logprobs, cu_seqlens)
+
+
+@objective(
+    "PACS, eqs. 5, 8",
+    name="pacs_paper",
+    needs=NEEDS,
+    refuses=(
+        Refusal(
+            "pacs_paper with --reference or --teacher-prompt needs --ref-reset-interval 0, got "
+            "{ref_reset_interval}",
+            lambda c: c["ref_reset_interval"] and has_teacher(c),
+        ),
+    ),
+)
+@dataclass(kw_only=True)
+class PacsPaperObjective(PacsObjective):
+    """-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta
+    (log-ratio to the reference); plus the log-likelihood of R; the reference is reset every
+    --ref-reset-interval steps.
+
+    The reference is a frozen policy in place of the sampling policy.
+    """
+
+    ref_reset_interval: Annotated[
+        CountOrZero,
+        Help(
+            "Steps after which the policy becomes the reference policy of pacs_paper and the "
+            "optimizer restarts; 0: never."
+        ),
+    ] = 50
+    has_actor = True
 
 
 @dataclass
@@ -101,9 +155,10 @@ class _Step(ObjectiveStep):
         return self.values
 
     def finish(self) -> dict[str, float]:
-        interval = self.objective.ref_reset_interval
-        if self.objective.has_actor and interval and self.batch.step % interval == 0:
-            self.learner.restart_from_reference()
+        if isinstance(self.objective, PacsPaperObjective):
+            interval = self.objective.ref_reset_interval
+            if interval and self.batch.step % interval == 0:
+                self.learner.restart_from_reference()
         metrics = self.metrics
         return host_numbers(
             {

@@ -4,10 +4,19 @@ import contextlib
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.algorithms.options import (
+    DERIVED,
+    Default,
+    Help,
+    NotNegative,
+    Positive,
+    UnitInterval,
+)
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
@@ -17,7 +26,7 @@ from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
-from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
@@ -30,9 +39,16 @@ class CriticError(NonFiniteError):
     advice = "A lower --critic-lr often helps; --dtype float32 rules out rounding."
 
 
-@dataclass
+@objective(
+    "PPO, Schulman et al. 2017, arXiv:1707.06347; GAE, arXiv:1506.02438",
+    name="ppo",
+    needs="N >= 1; memory and work of a second model that is trained",
+)
+@dataclass(kw_only=True)
 class PpoObjective(Objective):
-    """PPO with a critic (Schulman et al. 2017, arXiv:1707.06347).
+    """A_t = sum_l (gamma lambda)^l d_(t+l), whitened over the batch's tokens; d_t = r_t + gamma
+    V_(t+1) - V_t, r at the last token; the critic V: a copy of the policy with a value head,
+    trained on A + V.
 
     Token advantages come from gae.gae_advantages and are whitened over the step's tokens whose
     reward is known. The critic learns the returns A + V, with A before whitening, after the policy
@@ -42,8 +58,30 @@ class PpoObjective(Objective):
     advantage.
     """
 
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
+    gae_gamma: Annotated[
+        UnitInterval,
+        Help("Discount of the reward per token in the generalized advantage estimates of ppo."),
+    ] = 1.0
+    gae_lambda: Annotated[
+        UnitInterval,
+        Help(
+            "Lambda of these estimates: 1 is the return minus the value; smaller relies more on "
+            "the critic."
+        ),
+    ] = 1.0
+    # the next are the critic's
+    value_clip: Annotated[
+        NotNegative,
+        Help(
+            "Values of ppo's critic gain nothing by moving further than this from those before the "
+            "step; 0: no limit."
+        ),
+    ] = 0.2
+    critic_lr: Annotated[
+        Positive,
+        Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4"),
+        Help("Learning rate of ppo's critic, constant from the first step."),
+    ] = DERIVED
     needs = Needs(token_weights=True, critic=True)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
@@ -53,7 +91,7 @@ class PpoObjective(Objective):
         has_reward, lengths = batch.has_reward.flatten(), rollouts.lengths
         counts = has_reward.repeat_interleave(lengths, output_size=len(values))
         advantages = gae_advantages(
-            values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gamma, self.gae_lambda
+            values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gae_gamma, self.gae_lambda
         )
         return _Step(
             batch.weighted(whitened(advantages, counts).float()),

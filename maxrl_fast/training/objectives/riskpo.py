@@ -1,14 +1,16 @@
 """RiskPO: advantages from scores of bundles of prompts, relative to tracked quantiles."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import Count, Help, Refusal
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Objective, ObjectiveStep
+from maxrl_fast.training.objectives.objective import Objective, ObjectiveStep, objective
 
 LOW, HIGH = 0.2, 0.9  # the levels of the quantiles
 _LEVELS = torch.tensor([LOW, HIGH], dtype=torch.float64)
@@ -16,10 +18,24 @@ _MIX, _RATE, _EPS = 1.5, 0.1, 1e-6
 _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts as 0
 
 
-@dataclass
+@objective(
+    "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
+    name="riskpo",
+    needs="N >= 2; --prompts a multiple of --bundle-size",
+    refuses=(
+        Refusal(
+            "prompts must be a multiple of bundle_size, got {prompts} and {bundle_size}",
+            lambda c: c["prompts"] % c["bundle_size"],
+        ),
+    ),
+)
+@dataclass(kw_only=True)
 class RiskpoObjective(Objective):
-    """RiskPO (arXiv:2510.00911), mixed value at risk, with the settings of the authors' script
-    (RTkenny/RiskPO).
+    """(1.5 c + x)/2.5, over the stds of s in the bundle and of r in the group; s: sum of the n-th
+    rewards of 5 prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a -
+    b)/.7, c = -(a - s)+/.2.
+
+    Mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO).
 
     A bundle is `bundle_size` consecutive prompts. Its n-th paper is the n-th rollout of each
     prompt; the paper's score s is the sum of their rewards. With the tracked quantiles a and b of
@@ -31,19 +47,14 @@ class RiskpoObjective(Objective):
     where a standard deviation of 0 counts as 1. The authors' code does so only for r, which gives a
     bundle of equal scores advantages of 1e6. The first step sets a and b to the quantiles of its
     own scores; every step ends with q += .1 (level - share of scores below q).
-
-    Attributes:
-        quantiles: float64 [2], a and b; NaN before the first step. Checkpoints store them.
     """
 
-    bundle_size: int = 5
-    quantiles: Tensor = field(
-        default_factory=lambda: _LEVELS * torch.nan, repr=False, compare=False
-    )
+    bundle_size: Annotated[Count, Help("Prompts in a bundle of riskpo; it divides --prompts.")] = 5
+    min_rollouts = 2
 
     @property
     def state(self) -> dict[str, Tensor]:
-        return {"quantiles": self.quantiles}
+        return {"quantiles": _LEVELS * torch.nan}  # [2] float64, a and b
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         # to the host: they are few, and the quantiles are there
@@ -53,9 +64,10 @@ class RiskpoObjective(Objective):
         has_score = known.view(bundles.shape).all(1)  # [G/B, N]
         scores = bundles.sum(1)  # [G/B, N]
         of_papers = scores[has_score]  # [papers with a score]
-        if bool(self.quantiles.isnan().any()) and len(of_papers):
-            self.quantiles.copy_(torch.quantile(of_papers, _LEVELS))
-        low, high = self.quantiles
+        quantiles = learner.objective_state["quantiles"]
+        if bool(quantiles.isnan().any()) and len(of_papers):
+            quantiles.copy_(torch.quantile(of_papers, _LEVELS))
+        low, high = quantiles
         within = ((scores - low).clamp_min(0) - (scores - high).clamp_min(0) + low - high) / (
             HIGH - LOW + _EPS
         )
@@ -63,13 +75,13 @@ class RiskpoObjective(Objective):
         mixed = (_MIX * below + within) / (_MIX + 1) / (_spread(scores, has_score) + _EPS)
         spreads = _spread(rewards, known).view(*bundles.shape[:2], 1)  # [G/B, B, 1]
         values = (mixed[:, None] / (spreads + _EPS)).masked_fill(~has_score[:, None], 0.0)
-        return _Step(batch, values.flatten().to(batch.rewards), of_papers, self.quantiles)
+        return _Step(batch, values.flatten().to(batch.rewards), of_papers, quantiles)
 
 
 @dataclass
 class _Step(ObjectiveStep):
     scores: Tensor  # [papers with a score]
-    quantiles: Tensor  # the objective's
+    quantiles: Tensor  # the learner's, moved in place
 
     def finish(self) -> dict[str, float]:
         if len(self.scores):

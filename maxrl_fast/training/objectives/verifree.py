@@ -7,13 +7,20 @@ import torch
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
 
 
-@dataclass
+@objective(
+    "VeriFree, Zhou et al. 2025, arXiv:2505.21493, as the authors' code",
+    name="verifree",
+    needs="N >= 2; a task with reference answers; one more forward pass",
+)
+@dataclass(kw_only=True)
 class VerifreeObjective(Objective):
-    """VeriFree (Zhou et al. 2025, arXiv:2505.21493). The gradient of E_z pi(y* | x, z) is the mean
-    over responses of
+    """rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference
+    answer y* put after it.
+
+    The gradient of E_z pi(y* | x, z) is the mean over responses of
 
         A grad log pi(z | x) + R grad log pi(y* | x, z),
 
@@ -27,6 +34,7 @@ class VerifreeObjective(Objective):
 
     loss = "reinforce"
     aggregation = "seq_mean_token_sum"
+    min_rollouts = 2
     needs = Needs(answers=True, token_weights=True, logprob_passes=1)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:

@@ -1,21 +1,30 @@
 """RL-ZVP: grpo, plus entropy-based token advantages in groups whose rewards are all equal."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.estimator import Ddof, Eps
+from maxrl_fast.algorithms.options import Help, Positive
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.training.collect import RolloutBatch, is_mixed
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
+from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
 
 
-@dataclass
+@objective(
+    "RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
+    name="rl_zvp",
+    needs="rewards 0 or 1, N >= 1; one more forward pass over these groups",
+)
+@dataclass(kw_only=True)
 class ZvpObjective(Objective):
-    """RL-ZVP (Le et al. 2025, arXiv:2509.21880), for rewards 0 or 1.
+    """grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t)
+    where all r = 0, H_t its entropy, max over its response; alpha .1.
 
     If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha
     (max_s H_s - H_t), with s over the tokens of its response. H_t is the entropy, in nats, of the
@@ -25,9 +34,9 @@ class ZvpObjective(Objective):
     The learner takes an advantage per response, here 1 or -1, and a factor per token.
     """
 
-    alpha: float = 0.1
-    eps: float = 1e-6
-    ddof: int = 1
+    alpha: Annotated[Positive, Help("Weight of the tokens' entropies, per nat.")] = 0.1
+    eps: Eps = 1e-6
+    ddof: Ddof = 1
     # one pass at most: only groups with equal rewards need it
     needs = Needs(binary=True, token_weights=True, logprob_passes=1)
 

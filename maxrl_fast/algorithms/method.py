@@ -1,0 +1,130 @@
+"""The methods that a run chooses by name: estimators of advantages, token losses, objectives and
+corrections. Each is a function, and one of your own has the same form as the built-in ones:
+
+    @token_loss("Williams 1992", weight="1")
+    def reinforce(t: Tokens) -> Tensor:
+        \"\"\"-A logp.\"\"\"
+
+The docstring up to an empty line is the formula, and what follows it a note. Keyword-only
+parameters are options.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import Parameter
+from typing import Any, ClassVar, Generic, TypeVar
+
+from maxrl_fast.algorithms.options import (
+    Option,
+    check_options,
+    formula_of,
+    options_of,
+    parameters_of,
+)
+
+AnyMethod = TypeVar("AnyMethod", bound="Method")
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # methods are keys of caches
+class Method:
+    """A method by name.
+
+    Args:
+        source: the publication, and the code that the formula was compared with.
+        formula, weight, needs: as people write them.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    source: str
+    formula: str
+    options: Mapping[str, Option]
+    weight: str = "-"
+    needs: str = "-"
+
+    noun: ClassVar[str] = "method"
+    first: ClassVar[str] = ""  # the first parameter of a function; "": it takes options alone
+    of_users: ClassVar[Mapping[str, Any]] = {}  # fields of a function of the user's
+
+    @classmethod
+    def of(cls: type[AnyMethod], function: Callable[..., Any], **fields: Any) -> AnyMethod:
+        """Return the method of a function, which must have a signature that Python can read."""
+        name = name_of(function)
+        if cls.first:
+            parameters = parameters_of(function)
+            positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+            if not parameters or parameters[0].kind not in positional:
+                raise ValueError(f"{name} must take {cls.first} as its first parameter")
+        if "options" not in fields:
+            fields["options"] = options_of(function)
+        made: dict[str, Any] = {"name": name, "function": function, "formula": formula_of(function)}
+        return cls(**(made | {"source": str(getattr(function, "__module__", ""))} | fields))
+
+    @property
+    def shown_options(self) -> str:
+        """Return the options with their defaults, on one line."""
+        defaults = {name: option.default for name, option in self.options.items()}
+        return " ".join(
+            f"{name}={value:g}" if isinstance(value, (int, float)) else f"{name}={value}"
+            for name, value in defaults.items()
+        )
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all options; raise ValueError where one does not fit."""
+        return check_options(self.name, self.options, given)
+
+
+class Registry(Generic[AnyMethod]):
+    """The methods of one kind by name, and other names of them."""
+
+    def __init__(self, kind: type[AnyMethod]) -> None:
+        self.kind = kind
+        self.methods: dict[str, AnyMethod] = {}
+        self.aliases: dict[str, AnyMethod] = {}
+
+    def register(self, source: str, **fields: Any) -> Callable[[AnyFunction], AnyFunction]:
+        """Register the decorated function. `fields`: of its method. Raise ValueError if the name is
+        taken, or the function has parameters that nothing gives.
+        """
+
+        def decorate(function: AnyFunction) -> AnyFunction:
+            made = self.kind.of(function, source=source, **fields)
+            known = self.methods.get(made.name)
+            if known is not None and known.function.__module__ != function.__module__:
+                raise ValueError(
+                    f"there is a {made.noun} {made.name} already, in {known.function.__module__}: "
+                    "choose another name"
+                )
+            self.methods[made.name] = made
+            return function
+
+        return decorate
+
+    def find(self, method: str | Callable[..., Any] | AnyMethod) -> AnyMethod:
+        """Return a method by its name, by its function, or as it is."""
+        if isinstance(method, self.kind):
+            return method
+        if isinstance(method, str) and (method in self.methods or method in self.aliases):
+            return self.methods.get(method) or self.aliases[method]
+        if isinstance(method, str) or not callable(method):
+            raise ValueError(
+                f"{self.kind.noun} must be one of {', '.join(self.methods)}, or a function of "
+                f"{self.kind.first}, got {method!r:.80}"
+            )
+        known = self.methods.get(getattr(method, "__name__", ""))
+        if known is not None and known.function is method:
+            return known
+        kind: Any = self.kind
+        found: AnyMethod = _method_of_user(kind, method)
+        return found
+
+
+@lru_cache(maxsize=256)
+def _method_of_user(kind: Any, function: Callable[..., Any]) -> Any:
+    return kind.of(function, **kind.of_users)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__)).rstrip("_")

@@ -12,12 +12,11 @@ import torch
 
 from bench.layouts import update_flops
 from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
-from maxrl_fast.config.checks import check
+from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build import build_trainer, build_warm_start
-from maxrl_fast.job.build_engine import build_run_engine
-from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build import RunContext, build_trainer, build_warm_start
+from maxrl_fast.job.build_policy import build_policy, build_run_engine
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
@@ -102,7 +101,9 @@ def timed_trainer(
     """
     clock = DeviceStopwatch(torch.device(config.run.device))
     engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
-    trainer, _ = build_trainer(config, task, engine, scorer, model, clock)
+    objective = objective_of(config)
+    context = RunContext(config, task, objective, model, engine, scorer, clock=clock)
+    trainer, _ = build_trainer(context)
     make_prompts = trainer.collector.make_prompts or partial(task.prompts, "train")
 
     def timed_prompts(start: int, count: int) -> Prompts:

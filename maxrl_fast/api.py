@@ -18,9 +18,10 @@ from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.job.build_engine import build_sampling
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.build_policy import build_sampling, find_policy
 from maxrl_fast.job.build_task import build_run_task
-from maxrl_fast.job.launch import Job, Trained, find_policy
+from maxrl_fast.job.launch import Job
 from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log
 from maxrl_fast.job.screen import Screen
@@ -49,7 +50,7 @@ class Run:
     out: Path
     exit: int
     task: Task
-    _trained: Trained
+    _context: RunContext
     # arguments of `run` that cannot be stored in the folder
     _objects: dict[str, Any] = field(default_factory=dict)
 
@@ -59,7 +60,7 @@ class Run:
 
         `out / "latest"` is its Hugging Face checkpoint.
         """
-        return self._trained.model
+        return self._context.policy
 
     @cached_property
     def metrics(self) -> Log:
@@ -99,7 +100,7 @@ class Run:
         Returns:
             A row per response: id of its prompt, prompt, response, truncated, tokens.
         """
-        config, engine = self._trained.config, self._trained.engine
+        config, engine = self._context.config, self._context.engine
         sampling = build_sampling(config, self.task)
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature)
@@ -200,15 +201,15 @@ def run(
         job = Job(
             resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1
         )
-        ending, trained = job.run()
+        ending, context = job.run()
     if ending.error is not None:
         raise ending.error
     # SIGTERM or SIGHUP: everything is saved, so let this process handle it
     if ending.code not in (0, 128 + signal.SIGINT):
         signal.raise_signal(ending.code - 128)
-    assert trained is not None  # None only after a dry run or an error
-    trained.model.eval()
-    return Run(trained.config.run.out, ending.code, found, trained, objects)
+    assert context is not None  # None only after a dry run or an error
+    context.policy.eval()
+    return Run(context.config.run.out, ending.code, found, context, objects)
 
 
 def _named(

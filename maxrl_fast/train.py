@@ -14,9 +14,9 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, source_location
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import EngineError, InputError, StorageError
-from maxrl_fast.job.build_policy import build_policy, build_reference
+from maxrl_fast.job.build_policy import build_policy, build_reference, find_policy
 from maxrl_fast.job.build_task import build_run_task
-from maxrl_fast.job.launch import Job, find_policy
+from maxrl_fast.job.launch import Job
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.output import protect_output

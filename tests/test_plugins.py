@@ -14,7 +14,7 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_engine import build_engine
+from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.runtime.loading import load_code
 from tests.models import tiny_decoder

@@ -29,14 +29,13 @@ from rich.table import Table
 from torch import Tensor
 from training_runs import train_all, workers
 
-from maxrl_fast.config.checks import check
+from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build import build_evaluator, build_trainer
-from maxrl_fast.job.build_engine import build_run_engine
-from maxrl_fast.job.build_policy import build_policy, build_reference
+from maxrl_fast.job.build import RunContext, build_evaluator, build_trainer
+from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.runtime.files import write_json
@@ -279,10 +278,12 @@ def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
     model = build_policy(config, task)
     engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
     teacher = build_reference(config, task)
-    trainer, _ = build_trainer(config, task, engine, scorer, model, teacher=teacher)
+    objective = objective_of(config)
+    context = RunContext(config, task, objective, model, engine, scorer, teacher)
+    trainer, _ = build_trainer(context)
     trainer.learner.set_reference()
     engine.load_weights(model)
-    return trainer, build_evaluator(config, task, engine, scorer)
+    return trainer, build_evaluator(context)
 
 
 def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:

@@ -16,7 +16,7 @@ from maxrl_fast.rewards.environment_pool import (
 from maxrl_fast.rewards.models import CLASSIFIER, JUDGE, Classifier, Judge, default_cache
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.pool import InProcessReward, RewardPool
-from maxrl_fast.rewards.scoring import MajorityVote, Scorer, WeightedRewards
+from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import EpisodeTask
@@ -162,12 +162,6 @@ def _key(environment: Sequence[str]) -> str | None:
     if names and names[0] not in os.environ:
         raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
     return os.environ[names[0]] if names else None
-
-
-def build_training_scorer(config: ResolvedConfig, task: Task, scorer: Scorer) -> Scorer:
-    """Return the scorer of training rollouts; majority votes never score evaluations."""
-    is_vote = config.shaping.reward_source == "vote"
-    return Scorer(task, MajorityVote(task.answer)) if is_vote else scorer
 
 
 def build_policy_reward(

@@ -109,11 +109,10 @@ def build_task(
         "answer_key": options.answer_key,
         "sft_data": sft_data,
         "max_new_tokens": max_new_tokens,
+        "needs_reward": needs_reward,
     }
     if options.environment is None:
-        task = DatasetTask(spec, seed, model, **text)
-        task.needs_reward = needs_reward
-        return task
+        return DatasetTask(spec, seed, model, **text)
     workers = build_environments(rewards, options.environment, environment, output)
     try:
         if needs_reward and not (workers.signature["has_reward"] or rewards.reward):

@@ -36,8 +36,7 @@ from maxrl_fast.evaluation.tables import (
     summary_tables,
 )
 from maxrl_fast.evaluation.tally import SampleTally
-from maxrl_fast.job.build_engine import build_engine
-from maxrl_fast.job.build_policy import compare_policy
+from maxrl_fast.job.build_policy import build_engine, compare_policy
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_task, closing_task
 from maxrl_fast.job.screen import Screen

@@ -6,16 +6,21 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_rewards import reward_names
+from maxrl_fast.model.hub import directory_of
+from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.names import OBJECT, is_plugin
 
 
-def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]:
+def fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
-    `files` are by the option that names them. Only a function's own file is read, not its imports.
-    Raises InputError if a file cannot be read.
+    Of a function only its own file is read, not its imports. Raises InputError if a file cannot be
+    read.
     """
     contents = {
         "the prompts": task.fingerprint.encode(),
@@ -24,7 +29,7 @@ def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]
     for name, content in task.tokenizer_files().items():
         if isinstance(content, bytes):  # a file that was read; the task's code makes the others
             contents[f"{name} of the tokenizer"] = content
-    for option, file in files.items():
+    for option, file in _files(config, task).items():
         if file is not None:
             try:
                 contents[f"the file of --{option}"] = file.read_bytes()
@@ -33,8 +38,35 @@ def fingerprints(task: Task, files: Mapping[str, Path | None]) -> dict[str, str]
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
+def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
+    """Return the files that the result depends on, by the option that names them."""
+    name, loss = config.task.task, config.loss
+    files = {
+        "objective": source_file(config.objective.objective),
+        "loss": source_file(loss.loss),
+        "judge-template": config.reward.judge_template,
+        "task": source_file(name) if is_plugin(name) else None,
+        "environment": source_file(config.task.environment or ""),
+        "rollout": source_file(config.rollout.rollout),
+        "teacher-prompt": source_file(loss.teacher_prompt or ""),
+    }
+    if loss.reference is not None:
+        files["reference"] = directory_of(loss.reference) / "config.json"
+    for i, reward in enumerate(reward_names(config.reward, task)):
+        is_model = reward.startswith(CLASSIFIER)
+        path = (
+            Path(reward.removeprefix(CLASSIFIER), "config.json")
+            if is_model
+            else source_file(reward)
+        )
+        # a Python object has no file
+        files[f"reward {i + 1}" if i else "reward"] = None if reward.startswith(OBJECT) else path
+    return files
+
+
 def source_file(function: str) -> Path | None:
-    """Return the file of FILE.py:FUNCTION or package.module:function, without importing it."""
+    """Return the file of FILE.py:FUNCTION or package.module:function, without importing it; None if
+    the name is built in."""
     place, spec, path = function.rpartition(":")[0], None, None
     if is_file(function):
         return Path(place) if Path(place).is_file() else None

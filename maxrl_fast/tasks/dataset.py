@@ -49,9 +49,12 @@ class DatasetTask(TextTask):
         allow_special_tokens: bool = False,
         sft_data: Path | None = None,
         max_new_tokens: int | None = None,
+        needs_reward: bool = True,
     ):
         suffix = spec.suffix if prompt_suffix is None else prompt_suffix
-        super().__init__(model, suffix, plain_prompts, max_prompt_tokens, allow_special_tokens)
+        super().__init__(
+            model, suffix, plain_prompts, max_prompt_tokens, allow_special_tokens, needs_reward
+        )
         self._seed, self._spec, self._key = seed, spec, prompt_key or spec.prompt_key
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit

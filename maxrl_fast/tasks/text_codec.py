@@ -122,10 +122,15 @@ class TextCodec:
 
 
 class TextTask:
-    """What tasks share whose prompts are text. Arguments: as of TextCodec."""
+    """What tasks share whose prompts are text.
+
+    Args:
+        model, max_prompt_tokens, is_plain, allow_special: as of TextCodec.
+        suffix: of prompts that are text.
+        needs_reward: False: without --reward, every response has the reward 0.
+    """
 
     name: str
-    needs_reward = True  # False: without --reward, every response has the reward 0
 
     def __init__(
         self,
@@ -134,14 +139,15 @@ class TextTask:
         is_plain: bool,
         max_prompt_tokens: int,
         allow_special: bool,
+        needs_reward: bool = True,
     ):
         self._text = TextCodec(model, max_prompt_tokens, is_plain, allow_special)
-        self._suffix = suffix  # of prompts that are text
+        self._suffix, self._needs_reward = suffix, needs_reward
         self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """`reward` or the user's function scores responses, in worker processes."""
-        if not self.needs_reward:
+        if not self._needs_reward:
             return torch.zeros(len(rollouts))
         raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
 

@@ -12,7 +12,7 @@ from maxrl_fast import train
 from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job import build_engine as build
+from maxrl_fast.job import build_policy as build
 from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.model.checkpoint import hf_config

@@ -411,7 +411,7 @@ def test_a_changed_log_is_refused_by_name(whole, tmp_path, capsys):
     (out / "metrics.jsonl").unlink()
     assert train.main(["--resume", str(out)]) == 0
     assert (
-        f"warning: {out / 'metrics.jsonl'} is missing: a new one begins" in capsys.readouterr().err
+        f"warning: {out / 'metrics.jsonl'} is missing: it is recreated" in capsys.readouterr().err
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.naive_engine import NaiveEngine
-from maxrl_fast.job.build_engine import compare_engine
+from maxrl_fast.job.build_policy import compare_engine
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.native import NativeEngine

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build import build_trainer
-from maxrl_fast.job.build_engine import build_run_engine
-from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build import RunContext, build_trainer
+from maxrl_fast.job.build_policy import build_policy, build_run_engine
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, Samples
@@ -211,7 +211,9 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
         teacher.requires_grad_(False).lm_head.weight.mul_(2)
     engine = build_run_engine(config, model, task)
     scorer = build_scorer(config.reward, task)
-    trainer, _ = build_trainer(config, task, engine, scorer, model, teacher=teacher)
+    objective = objective_of(config)
+    context = RunContext(config, task, objective, model, engine, scorer, teacher)
+    trainer, _ = build_trainer(context)
     seen = []
     update = trainer.learner.update
 

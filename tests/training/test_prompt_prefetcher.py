@@ -12,7 +12,7 @@ from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build import build_collector
+from maxrl_fast.job.build import RunContext, build_collector
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
@@ -147,8 +147,9 @@ class Engine:
 def test_dynamic_sampling_takes_the_same_prompts(is_ahead):
     task, engine = RecordedTask(), Engine()
     config = resolve(TINY, task)
+    scorer = build_scorer(config.reward, task)
     collector = build_collector(
-        config, task, engine, build_scorer(config.reward, task), objective_of(config)
+        RunContext(config, task, objective_of(config), None, engine, scorer)
     )
     if is_ahead:
         collector = dataclasses.replace(collector, make_prompts=PromptPrefetcher(task).take)
@@ -168,7 +169,8 @@ def test_prompts_that_take_time_are_made_ahead_on_a_gpu(task_name, device, is_ah
     task = build_task(config.task, 0)
     resolved = resolve(config, task)
     resolved = resolved.replace(device=device)
+    scorer = build_scorer(resolved.reward, task)
     collector = build_collector(
-        resolved, task, Engine(), build_scorer(resolved.reward, task), objective_of(resolved)
+        RunContext(resolved, task, objective_of(resolved), None, Engine(), scorer)
     )
     assert (collector.make_prompts is not None) == is_ahead

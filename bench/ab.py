@@ -87,7 +87,7 @@ def rollout(device: torch.device) -> tuple[float, None]:
     """Return the milliseconds of a rollout of the paper's maze job."""
     from bench.measure import milliseconds
     from bench.rollout import CASES, policy
-    from maxrl_fast.rollout import Sampling
+    from maxrl_fast.rollout import RolloutRequest, Sampling
     from maxrl_fast.rollout.native import NativeEngine
     from maxrl_fast.tasks.maze import MazeTask
 
@@ -100,7 +100,7 @@ def rollout(device: torch.device) -> tuple[float, None]:
     sampling = Sampling(1.0, limit, tuple(task.stop_ids))
 
     def generate() -> object:
-        return engine.generate(prompts, counts[1], sampling, seed=0, step=1)
+        return engine.generate(RolloutRequest(prompts, counts[1], sampling, 0, 1))
 
     return milliseconds({"ours": generate}, 5, device)["ours"], None
 

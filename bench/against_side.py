@@ -35,6 +35,14 @@ def module(name: str, flat_name: str) -> Any:
 learning, packing = module("training.learner", "learner"), module("training.packing", "batching")
 
 
+def rolled_out(engine: Any, prompts: Prompts, num_samples: int, sampling: Sampling) -> Any:
+    """Before 26 November 2026 engines took the fields of a request as arguments."""
+    request = getattr(importlib.import_module("maxrl_fast.rollout"), "RolloutRequest", None)
+    if request is None:
+        return engine.generate(prompts, num_samples, sampling, seed=0, step=1)
+    return engine.generate(request(prompts, num_samples, sampling, seed=0, step=1))
+
+
 def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
     if IS_FLAT:
         optimizer = learning.make_optimizer(model, module("", "options").OptimizerOptions())
@@ -146,9 +154,7 @@ class Rollout:
         self.rollouts: Rollouts | None = None
 
     def __call__(self) -> None:
-        self.rollouts = self.engine.generate(
-            self.prompts, self.num_rollouts, self.sampling, seed=0, step=1
-        )
+        self.rollouts = rolled_out(self.engine, self.prompts, self.num_rollouts, self.sampling)
 
     def results(self) -> dict[str, float]:
         assert self.rollouts is not None

@@ -28,7 +28,7 @@ from bench.measure import argument_parser, describe, machine, prepare, run_comma
 from bench.rollout import CASES, policy
 from bench.token_loss import Case
 from maxrl_fast.errors import InputError
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks.maze import MazeTask
@@ -63,7 +63,7 @@ def decoding_steps(case: str, dtype: torch.dtype, device: torch.device) -> Calla
     task, sampling = MazeTask(maze_size, 0), Sampling(1.0, LIMIT, ())
     engine = NativeEngine(policy(task, *sizes).to(device), dtype, in_cpp=False)
     prompts = task.prompts("train", 0, num_prompts).to(device)
-    engine.generate(prompts, num_samples, sampling, seed=0, step=1)
+    engine.generate(RolloutRequest(prompts, num_samples, sampling, 0, 1))
     assert isinstance(engine.decoder, DeviceDecoder)
     assert engine.decoder.batch is not None
     slots = engine.decoder.batch

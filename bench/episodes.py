@@ -34,8 +34,9 @@ from maxrl_fast.config.parse import parse_options
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Reply, Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.guess import BOS, CORRECT, PAD, GuessEpisodes, GuessTask
 
 DELAY = 0.05  # seconds from a turn to its reply
@@ -126,9 +127,7 @@ def measure(num_prompts: int, rounds: int, device: torch.device) -> dict[str, An
         prompts = task.prompts("train", 0, num_prompts).to(device)
         hidden = [CORRECT + line["answer"] for line in prompts.columns or ()]
         episodes = kind([x for x in hidden for _ in range(NUM_SAMPLES)], task.max_turns)
-        rollouts = engine.generate(
-            prompts, NUM_SAMPLES, sampling, seed=0, step=1, environments=episodes
-        )
+        rollouts = engine.generate(RolloutRequest(prompts, NUM_SAMPLES, sampling, 0, 1, episodes))
         return len(rollouts.tokens)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.runtime.device import resolve_dtype
 from maxrl_fast.tasks import Task
@@ -160,7 +160,9 @@ def measure(
         engine = make()
 
         def sample() -> int:
-            count = len(engine.generate(prompts, num_samples, sampling, seed=0, step=1).tokens)
+            count = len(
+                engine.generate(RolloutRequest(prompts, num_samples, sampling, 0, 1)).tokens
+            )
             steps[side] = decoding(engine)
             return count
 

@@ -30,7 +30,7 @@ It takes some minutes on two cores; a case has 30 to 60 seconds in `make gpu`.
 import argparse
 import json
 import sys
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.flash_choice import first_right
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
+from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
 from maxrl_fast.tasks.maze import MazeTask
 
@@ -63,12 +64,12 @@ def job(config: Config) -> tuple[Case, dict[str, Any]]:
     collector = timed.trainer.collector
     collected = collector.collect(1, FIRST_PROMPT)
     prompts, num_rollouts = collected.prompts, collected.num_rollouts
-    generate = partial(collector.engine.generate, sampling=collector.sampling, seed=0, step=1)
-    repeated = repeat_prompts(prompts, num_rollouts)
+    shared = RolloutRequest(prompts, num_rollouts, collector.sampling, seed=0, step=1)
+    repeated = replace(shared, prompts=repeat_prompts(prompts, num_rollouts), num_samples=1)
     rollout_ways = milliseconds(
         {
-            "shared": lambda: generate(prompts, num_rollouts),
-            "repeated": lambda: generate(repeated, 1),
+            "shared": lambda: collector.engine.generate(shared),
+            "repeated": lambda: collector.engine.generate(repeated),
         },
         3,
         collector.device,

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import Environments, RolloutStatistics, Sampling, check_request
-from maxrl_fast.rollout.random import sample_keys, uniforms
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, Sampling
+from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
 
@@ -54,39 +54,27 @@ class NaiveEngine:
         """Do nothing: there is no cache to free."""
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt."""
-        if environments is not None:
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        """Sample the request's responses."""
+        if request.environments is not None:
             raise InputError("NaiveEngine samples no episodes: use --rollout native")
-        check_request(prompts, num_samples, sampling, self.model.config)
-        start, samples = (
-            time.perf_counter(),
-            torch.arange(num_samples, device=prompts.tokens.device),
-        )
-        parts = []
-        for prompt, i in zip(
-            prompts.tokens.split(prompts.lengths.tolist()), prompts.ids, strict=True
-        ):
-            # The numbers of a sample depend on nothing but its own place, so a resumed run draws
-            # the same ones.
-            parts.append(
-                self._respond(
-                    prompt, sample_keys(seed, step, i.expand(num_samples), samples), sampling
-                )
+        request.check(self.model.config)
+        start, prompts = time.perf_counter(), request.prompts
+        # The numbers of a sample depend on nothing but its own place, so a resumed run draws the
+        # same ones.
+        keys = request.keys().split(request.num_samples)
+        parts = [
+            self._respond(prompt, own, request.sampling)
+            for prompt, own in zip(
+                prompts.tokens.split(prompts.lengths.tolist()), keys, strict=True
             )
+        ]
         rollouts = Rollouts.concatenate(parts)
-        seconds, tokens = time.perf_counter() - start, len(rollouts.tokens)
         self.statistics = RolloutStatistics(
-            0.0, seconds, sampling.max_new_tokens, len(prompts.tokens), tokens, 0
+            decode_seconds=time.perf_counter() - start,
+            decode_steps=request.sampling.max_new_tokens,
+            prompt_tokens=len(prompts.tokens),
+            response_tokens=len(rollouts.tokens),
         )
         return rollouts
 

@@ -26,7 +26,8 @@ from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.rollout.scored import sample_and_score
+from maxrl_fast.rollout import RolloutRequest
+from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.loading import check_members
 from maxrl_fast.runtime.ranks import Ranks
@@ -106,9 +107,8 @@ class Run:
             sampling = replace(sampling, temperature=temperature)
         batch = self.task.prompts("test", start, prompts).to(self.policy.lm_head.weight.device)
         engine.load_weights(self.policy)
-        sampled = sample_and_score(
-            engine, self.task, None, batch, samples, sampling, seed=seed, step=0
-        )
+        request = RolloutRequest(batch, samples, sampling, seed)
+        sampled = sample_and_score(engine, self.task, None, request)
         rows = [*sample_records(self.task, sampled, sampled.rewards, sampled.components)]
         return Log(
             [{name: value for name, value in row.items() if name != "reward"} for row in rows]

@@ -1,10 +1,23 @@
 """Rollouts and batches for the tests."""
 
+from dataclasses import dataclass
+
 import torch
 
 from maxrl_fast.records import Prompts, Rollouts, Samples, pack
+from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.packing import MicroBatch, Packer
+
+
+@dataclass(frozen=True)
+class Chosen(RolloutRequest):
+    """Some samples of a larger request, by their keys."""
+
+    chosen: torch.Tensor | None = None
+
+    def keys(self):
+        return self.chosen
 
 
 def make_prompts(token_lists: list[list[int]]) -> Prompts:

@@ -11,7 +11,7 @@ from torch import Tensor
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Inserted, Rollouts
 from maxrl_fast.rewards import Failure, Scores
-from maxrl_fast.rollout import Reply
+from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.maze import DONE, MazeTask
 
 Parts = list[list[int]]  # an episode: a turn, an insertion, a turn, ...
@@ -152,8 +152,9 @@ class CountingTask(MazeTask):
 class CountingEngine:
     """Plays the episodes of CountingTask, in the order of the replies."""
 
-    def generate(self, prompts, num_samples, sampling, *, seed, step, environments):
-        size = len(prompts) * num_samples
+    def generate(self, request):
+        size, num_samples = request.num_sequences, request.num_samples
+        environments, max_turns = request.environments, request.sampling.max_turns
         episodes: list[Parts] = [[] for _ in range(size)]
         going = set(range(size))
 
@@ -161,7 +162,7 @@ class CountingEngine:
             turn = [(8 + s % num_samples) % 24] * (len(episodes[s]) // 2 + 1) + [DONE]
             episodes[s].append(turn)
             environments.submit(s, turn)
-            if (len(episodes[s]) + 1) // 2 == sampling.max_turns:
+            if (len(episodes[s]) + 1) // 2 == max_turns:
                 going.discard(s)
 
         for s in range(size):

@@ -248,8 +248,8 @@ def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(trained
         "import dataclasses\n"
         "from examples.naive_engine import NaiveEngine\n"
         "class Broken(NaiveEngine):\n"
-        "    def generate(self, *arguments, **options):\n"
-        "        rollouts = super().generate(*arguments, **options)\n"
+        "    def generate(self, request):\n"
+        "        rollouts = super().generate(request)\n"
         "        return dataclasses.replace(rollouts, logprobs=rollouts.logprobs + 50)\n"
     )
     flags = ("--rollout", f"{file}:Broken", "--samples", "1", "--out", tmp_path / "out")

@@ -199,10 +199,7 @@ def test_the_estimate_of_memory_says_that_it_leaves_an_own_engine_out(capsys):
 def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):
     base = "from examples.naive_engine import NaiveEngine\nclass Own(NaiveEngine):\n    "
     file = written(tmp_path / "own.py", base + "def generate(self, prompts, num_samples): ...\n")
-    wanted = (
-        r"must have the method generate\(prompts, num_samples, sampling, seed, step, "
-        r"environments\), got generate\(prompts, num_samples\)"
-    )
+    wanted = r"must have the method generate\(request\), got generate\(prompts, num_samples\)"
     with pytest.raises(InputError, match=wanted):
         engine_of(f"{file}:Own")
     with pytest.raises(InputError, match=r"NaiveEngine takes model, dtype, got cache_bytes"):

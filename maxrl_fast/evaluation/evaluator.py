@@ -11,8 +11,8 @@ from torch import Tensor
 from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.scored import sample_and_score
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
+from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 
@@ -112,16 +112,8 @@ class Evaluator:
             if own:
                 prompts = self.task.prompts(self.split, first, own).to(self.device)
             if own or self.shares_engine:
-                sampled = sample_and_score(
-                    self.engine,
-                    self.task,
-                    self.scorer,
-                    prompts,
-                    self.num_samples,
-                    self.sampling,
-                    seed=self.seed,
-                    step=0,
-                )
+                request = RolloutRequest(prompts, self.num_samples, self.sampling, self.seed)
+                sampled = sample_and_score(self.engine, self.task, self.scorer, request)
                 if own and keep:
                     keep(sampled, sampled.rewards, sampled.components)
                 places.append(torch.arange(first, first + own, device=self.device))

@@ -20,10 +20,10 @@ from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import tokenizer_files
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.checked import CheckedEngine
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
+from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task

@@ -44,7 +44,8 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rollout.scored import sample_and_score
+from maxrl_fast.rollout import RolloutRequest
+from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.ranks import Ranks
@@ -291,16 +292,8 @@ def check_rewards(collector: RolloutCollector) -> str:
     sampling = replace(
         collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MAX_TOKENS)
     )
-    rewards = sample_and_score(
-        collector.engine,
-        collector.task,
-        scorer,
-        prompts,
-        NUM_ROLLOUTS,
-        sampling,
-        seed=collector.seed,
-        step=0,
-    ).rewards
+    request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, collector.seed)
+    rewards = sample_and_score(collector.engine, collector.task, scorer, request).rewards
     warning = scorer.failures(collector.ranks, WHEN)[1]
     if collector.needs_binary:
         check_binary(rewards.nan_to_num().view(len(prompts), NUM_ROLLOUTS), prompts, WHEN)

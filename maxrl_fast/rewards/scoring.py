@@ -20,7 +20,7 @@ from maxrl_fast.rewards import Failure, Progress, RewardSource, Rows, Scores, no
 from maxrl_fast.rewards.function import result_of
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import Episodes, EpisodeTask
+from maxrl_fast.tasks.episode import Environments, EpisodeTask
 from maxrl_fast.tasks.texts import response_texts
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
@@ -112,7 +112,7 @@ class Scorer:
         return Scorer(self._task, self._source, threshold=self._threshold)
 
     def score(
-        self, prompts: Prompts, rollouts: Rollouts, episodes: Episodes | None = None
+        self, prompts: Prompts, rollouts: Rollouts, episodes: Environments | None = None
     ) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.tasks.episode import Environments
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,73 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class RolloutRequest:
+    """The responses, or with `environments` the episodes, that an engine is asked for.
+
+    The random numbers of a sample depend only on the seed, the step, its prompt's id, its number
+    and the position of a token.
+    """
+
+    prompts: Prompts  # G
+    num_samples: int  # N, of each prompt
+    sampling: Sampling
+    seed: int = 0
+    step: int = 0
+    environments: Environments | None = None  # of the S = G N samples; None: a response is one turn
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * self.num_samples
+
+    def keys(self) -> Tensor:
+        """Return the keys of random.uniforms for each sample, int64 [S]."""
+        ids = self.prompts.ids
+        samples = torch.arange(self.num_samples, device=ids.device).repeat(len(ids))
+        return sample_keys(self.seed, self.step, ids.repeat_interleave(self.num_samples), samples)
+
+    def name_of(self, sample: int) -> str:
+        """Return how messages call a sample s = g N + n."""
+        prompt = int(self.prompts.ids[sample // self.num_samples])
+        return f"sample {sample % self.num_samples} of prompt {prompt}"
+
+    def check(self, model: PolicySizes) -> None:
+        """Raise InputError for what no engine can serve with a policy of these sizes."""
+        prompts, sampling, lengths = self.prompts, self.sampling, self.prompts.lengths
+        if self.num_samples < 1 or len(prompts) < 1:
+            raise InputError(
+                f"rollout needs at least one prompt and one sample, got {len(prompts)} and "
+                f"{self.num_samples}"
+            )
+        for name in ("max_new_tokens", "max_turns"):
+            if (limit := getattr(sampling, name)) < 1:
+                raise InputError(f"{name} must be at least 1, got {limit}")
+        if int(lengths.min()) < 1:
+            empty = int(prompts.ids[lengths.argmin()])
+            raise InputError(f"prompts must have at least one token, got prompt {empty} with none")
+        ends = int(prompts.tokens.min()), int(prompts.tokens.max())
+        for what, tokens in (("prompt tokens", ends), ("stop ids", sampling.stop_ids)):
+            for token in tokens:
+                if not 0 <= token < model.vocab_size:
+                    wanted = f"must be in the vocabulary, 0 to {model.vocab_size - 1}"
+                    raise InputError(f"{what} {wanted}, got {token}")
+        longest = int(lengths.max())
+        if longest + sampling.max_new_tokens > model.max_position_embeddings:
+            raise InputError(
+                "a prompt and its response must fit the model's context of "
+                f"{model.max_position_embeddings} tokens, got prompt "
+                f"{int(prompts.ids[lengths.argmax()])} of {longest} tokens and max_new_tokens "
+                f"{sampling.max_new_tokens}"
+            )
+        tau, top_k = sampling.temperature, sampling.top_k
+        top_p, min_p = sampling.top_p, sampling.min_p
+        if not (0 <= tau < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
+            raise InputError(
+                "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
+                f"0 <= min_p <= 1, got {tau}, {top_k}, {top_p} and {min_p}"
+            )
+
+
+@dataclass(frozen=True)
 class RolloutStatistics:
     prefill_seconds: float = 0.0  # for the prompts and the first token of each response
     decode_seconds: float = 0.0
@@ -50,25 +119,6 @@ class RolloutStatistics:
     decoded_rows: int = 0
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What an environment answers to a turn."""
-
-    sample: int  # s = g N + n of the S in this call of generate
-    tokens: list[int]  # that the policy reads next, at least one unless `is_last`
-    is_last: bool  # the episode ends; the tokens are ignored
-
-
-class Environments(Protocol):
-    """The environments of the S samples of one call of generate, one each."""
-
-    def submit(self, sample: int, turn: list[int]) -> None:
-        """Take a finished turn, its stop token included."""
-
-    def replies(self, wait: bool) -> list[Reply]:
-        """Return the replies that are there; with `wait`, at least one of those that are due."""
-
-
 class Engine(Protocol):
     statistics: RolloutStatistics  # of the last call of generate
 
@@ -81,17 +131,8 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Free memory, if the engine can; `load_weights` must follow before `generate`."""
 
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
-        """Sample `num_samples` responses to each prompt, or episodes with `environments`.
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        """Sample the responses, or episodes where the request has environments.
 
         In an episode a stop token ends a turn, which is submitted. The episode ends with turn
         max_turns, with a reply that is the last, or truncated: by the length limit, also where a
@@ -102,45 +143,6 @@ class Engine(Protocol):
         engine cannot know are NaN, and training refuses them. Raises InputError if the engine
         cannot serve the request, and EngineError on replies that cannot be true.
         """
-
-
-def check_request(
-    prompts: Prompts, num_samples: int, sampling: Sampling, model: PolicySizes
-) -> None:
-    lengths = prompts.lengths
-    if num_samples < 1 or len(prompts) < 1:
-        raise InputError(
-            f"rollout needs at least one prompt and one sample, got {len(prompts)} and "
-            f"{num_samples}"
-        )
-    if sampling.max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
-    if sampling.max_turns < 1:
-        raise InputError(f"max_turns must be at least 1, got {sampling.max_turns}")
-    if int(lengths.min()) < 1:
-        empty = int(prompts.ids[lengths.argmin()])
-        raise InputError(f"prompts must have at least one token, got prompt {empty} with none")
-    vocabulary = f"must be in the vocabulary, 0 to {model.vocab_size - 1}, got"
-    for token in (int(prompts.tokens.min()), int(prompts.tokens.max())):
-        if not 0 <= token < model.vocab_size:
-            raise InputError(f"prompt tokens {vocabulary} {token}")
-    longest = int(lengths.max())
-    if longest + sampling.max_new_tokens > model.max_position_embeddings:
-        raise InputError(
-            "a prompt and its response must fit the model's context of "
-            f"{model.max_position_embeddings} tokens, got prompt "
-            f"{int(prompts.ids[lengths.argmax()])} of {longest} tokens and max_new_tokens "
-            f"{sampling.max_new_tokens}"
-        )
-    for stop in sampling.stop_ids:
-        if not 0 <= stop < model.vocab_size:
-            raise InputError(f"stop ids {vocabulary} {stop}")
-    tau, top_k, top_p, min_p = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    if not (0 <= tau < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
-        raise InputError(
-            "sampling needs a finite temperature >= 0, top_k >= 0, 0 < top_p <= 1 and "
-            f"0 <= min_p <= 1, got {tau}, {top_k}, {top_p} and {min_p}"
-        )
 
 
 def check_cache(

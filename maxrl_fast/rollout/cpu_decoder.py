@@ -4,14 +4,13 @@ batch."""
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
 from maxrl_fast.ops.dispatch import KernelLaunch
-from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutStatistics, Sampling
-from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout.episodes import Turns
 
 CPU = torch.device("cpu")
 RUN_SECONDS = 0.2  # how long C++ runs before Python handles signals
@@ -103,28 +102,22 @@ class CpuDecoder:
         """Do nothing: the cache exists only while samples are decoded."""
 
     def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        keys: Tensor,
-        budget: int,
-        max_batch: int,
-        turns: Turns | None = None,
+        self, request: RolloutRequest, budget: int, max_batch: int
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most `max_batch` at a time, in `budget` bytes
-        of KV cache; keys [S] int64 select the random numbers."""
+        """Serve a checked request, at most `max_batch` samples at a time, in `budget` bytes of KV
+        cache."""
+        prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
         fitting = int((budget - 2 * prompt) / (own + prompt / num_samples))
         num_slots = min(max(1, fitting), max_batch)
-        shape = (len(prompts) * num_samples, sampling.max_new_tokens)
+        shape = (request.num_sequences, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
         lengths = torch.zeros(shape[0], dtype=torch.int64)
         truncated = torch.zeros(shape[0], dtype=torch.bool)
         prompt_tokens, cu_seqlens, keys = (
-            x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, keys)
+            x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, request.keys())
         )
         # keeps the tensors until this function returns, because the generation has their addresses
         call = KernelLaunch(CPU)
@@ -134,7 +127,7 @@ class CpuDecoder:
             num_samples=num_samples,
             max_new_tokens=sampling.max_new_tokens,
             num_slots=num_slots,
-            max_turns=turns.max_turns if turns else 0,
+            max_turns=0 if request.environments is None else sampling.max_turns,
             tokens=call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
             cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
             keys=call.address("keys", keys, torch.int64, shape[:1]),
@@ -149,21 +142,25 @@ class CpuDecoder:
             truncated=call.keep(truncated),
             num_threads=torch.get_num_threads(),
         )
-        if turns is None:
+        given = None
+        if request.environments is None:
             while not generation.run(RUN_SECONDS):
                 pass
-            rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated)
         else:
-            is_done = False
-            while not is_done:
-                is_done = generation.run(REPLY_SECONDS if turns.due else RUN_SECONDS)
-                for s in generation.take_turns():
-                    turns.submit(s, tokens[s, turns.lengths[s] : lengths[s]].tolist())
-                if not is_done and turns.due:
-                    for reply in turns.replies(wait=generation.all_wait):
-                        generation.feed(reply.sample, [] if reply.is_last else reply.tokens)
+            turns = Turns(request, self.config.vocab_size)
+
+            def sample_on() -> tuple[list[tuple[int, list[int]]], bool]:
+                is_done = generation.run(REPLY_SECONDS if turns.waiting else RUN_SECONDS)
+                ended = [
+                    (s, tokens[s, turns.lengths[s] : lengths[s]].tolist())
+                    for s in generation.take_turns()
+                ]
+                return ended, not (is_done or generation.all_wait)
+
+            turns.play(sample_on, generation.feed)
             truncated |= turns.truncated
-            rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, turns.given)
+            given = turns.given
+        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
         done = generation.statistics
         return rollouts, RolloutStatistics(
             prefill_seconds=done["prefill_seconds"],

@@ -17,11 +17,11 @@ from torch import Tensor
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
-from maxrl_fast.rollout import RolloutStatistics, Sampling
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
-from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
 
@@ -78,17 +78,11 @@ class DeviceDecoder:
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        keys: Tensor,
-        budget: int,
-        max_batch: int,
-        turns: Turns | None = None,
+        self, request: RolloutRequest, budget: int, max_batch: int
     ) -> tuple[Rollouts, RolloutStatistics]:
-        """Sample responses to checked prompts, at most `max_batch` at a time. keys: [S] int64,
-        which select the random numbers. budget: bytes of the KV cache and a step's tensors."""
+        """Serve a checked request, at most `max_batch` samples at a time, in `budget` bytes of KV
+        cache and a step's tensors."""
+        prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         limit = sampling.max_new_tokens
         row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
         # the largest shape within the budget that this call can use
@@ -109,30 +103,24 @@ class DeviceDecoder:
                 self.batch = None  # before the new one is allocated
                 self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel)
             self.batch.begin(slots, group_size, sampling)
-            return _Job(prompts, num_samples, sampling, keys, self.batch, turns).run()
+            return _Job(request, self.batch, self.model.config.vocab_size).run()
 
 
 class _Job:
-    def __init__(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        keys: Tensor,
-        batch: DecodeSlots,
-        turns: Turns | None,
-    ):
-        self.turns = turns
+    def __init__(self, request: RolloutRequest, batch: DecodeSlots, vocab_size: int):
+        self.turns = None if request.environments is None else Turns(request, vocab_size)
         self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
-        self.prompts, self.sampling, self.keys, self.batch = prompts, sampling, keys, batch
-        shape, device = (len(keys), sampling.max_new_tokens), keys.device
+        self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
+        self.keys = keys = request.keys()
+        num_samples, device = request.num_samples, keys.device
+        shape = (len(keys), self.sampling.max_new_tokens)
         self.results = {
             "tokens": torch.zeros(shape, dtype=torch.int64, device=device),
             "logprobs": torch.zeros(shape, device=device),
             "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
         }
         # A prompt with more than group_size samples has several groups, the last padded with -1.
-        samples = torch.arange(len(keys), device=device).view(len(prompts), num_samples)
+        samples = torch.arange(len(keys), device=device).view(-1, num_samples)
         padding = -num_samples % batch.group_size
         padded = torch.nn.functional.pad(samples, (0, padding), value=-1)
         self.groups = padded.view(-1, batch.group_size)
@@ -245,7 +233,7 @@ class _Job:
         held, ended = active, (~active & (samples >= 0)).nonzero()[:, 0]
         if self.turns is not None:
             self._submit(self.turns, ended, samples[ended], lengths[ended])
-            if self.turns.due:  # at once, so that an episode that ends leaves its row
+            if self.waiting:  # at once, so that an episode that ends leaves its row
                 self._feed(self.turns, active, wait=False)
             rows = torch.tensor([*self.waiting.values()], dtype=torch.int64)
             held = active.index_fill(0, rows, True)

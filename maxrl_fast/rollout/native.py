@@ -4,18 +4,10 @@ import torch
 
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import (
-    Environments,
-    RolloutStatistics,
-    Sampling,
-    check_cache,
-    check_request,
-)
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, check_cache
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from maxrl_fast.rollout.random import sample_keys
-from maxrl_fast.rollout.turns import Turns
 from maxrl_fast.runtime.device import memory_bytes
 
 MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
@@ -77,27 +69,11 @@ class NativeEngine:
         """Free the PyTorch decoder's cache; see `DeviceDecoder.sleep`."""
         self.decoder.sleep()
 
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
+    def generate(self, request: RolloutRequest) -> Rollouts:
         """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
         cache."""
-        check_request(prompts, num_samples, sampling, self.config)
-        device = prompts.tokens.device
-        samples = torch.arange(len(prompts) * num_samples, device=device) % num_samples
-        keys = sample_keys(seed, step, prompts.ids.repeat_interleave(num_samples), samples)
-        self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)  # or an error
-        turns = None
-        if environments is not None:
-            turns = Turns(environments, len(keys), sampling, self.config.vocab_size)
-        rollouts, self.statistics = self.decoder.generate(
-            prompts, num_samples, sampling, keys, self.cache_bytes, self.max_batch, turns
-        )
+        request.check(self.config)
+        longest = int(request.prompts.lengths.max())
+        self.sequence_bytes(longest, request.sampling.max_new_tokens)  # or an error
+        rollouts, self.statistics = self.decoder.generate(request, self.cache_bytes, self.max_batch)
         return rollouts

@@ -6,7 +6,6 @@ waits for the reply to each turn before its next step, so that its samples have 
 """
 
 import time
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,17 +20,11 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import (
-    Environments,
-    RolloutStatistics,
-    Sampling,
-    check_cache,
-    check_request,
-)
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, check_cache
+from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
-from maxrl_fast.rollout.random import sample_keys, uniforms
+from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
-from maxrl_fast.rollout.turns import Turns
 
 
 class TransformersEngine:
@@ -76,51 +69,29 @@ class TransformersEngine:
         return prompt, own
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
-        check_request(prompts, num_samples, sampling, self.config)
-        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        request.check(self.config)
+        prompts, num_samples = request.prompts, request.num_samples
+        limit = request.sampling.max_new_tokens
+        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), limit)
         # of a prompt, in one pass
         samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))
         fitting = self.cache_bytes // (prompt + samples * own)
         groups = max(1, min(self.max_batch // samples, fitting))
-        stops = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=self.device)
-        stops[list(sampling.stop_ids)] = True
-        start, parts = time.perf_counter(), []
-        index = torch.arange(len(prompts) * num_samples, device=self.device).view(-1, num_samples)
+        start = time.perf_counter()
         turns = None
-        if environments is not None:
-            turns = Turns(environments, index.numel(), sampling, self.config.vocab_size)
-        passes = [
-            _Pass(self.model, self.dtype, sampling, stops, turns)
-            for _ in range(-(-len(prompts) // groups))
-        ]
-        for i, one in enumerate(passes):
-            chosen = prompts.take(i * groups, min(groups, len(prompts) - i * groups))
-            shares = [
-                one.run(chosen, seed, step, part, part % num_samples)
-                for part in index[i * groups : i * groups + len(chosen)].split(samples, 1)
-            ]
-            parts.append([torch.cat(x, 1).flatten(0, 1) for x in zip(*shares, strict=True)])
-        tokens, logprobs, lengths = (torch.cat(column) for column in zip(*parts, strict=True))
-        truncated, given = ~stops[tokens.gather(1, lengths[:, None] - 1)[:, 0]], None  # [S]
-        if turns is not None:
-            truncated |= turns.truncated.to(self.device)
-            given = turns.given.to(self.device)
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
-        prefill = sum(one.prefill_seconds for one in passes)
+        if request.environments is not None:
+            turns = Turns(request, self.config.vocab_size)
+        passes = _Passes(self.model, self.dtype, request, turns)
+        index = torch.arange(request.num_sequences, device=self.device).view(-1, num_samples)
+        for i in range(0, len(prompts), groups):
+            for part in index[i : i + groups].split(samples, 1):
+                passes.run(prompts.take(i, groups), part)
+        rollouts = passes.rollouts()
         self.statistics = RolloutStatistics(
-            prefill_seconds=prefill,
-            decode_seconds=time.perf_counter() - start - prefill,
-            decode_steps=sum(one.steps for one in passes),
+            prefill_seconds=passes.prefill_seconds,
+            decode_seconds=time.perf_counter() - start - passes.prefill_seconds,
+            decode_steps=passes.steps,
             prompt_tokens=len(prompts.tokens),
             response_tokens=len(rollouts.tokens),
             cache_bytes=min(len(prompts), groups) * (prompt + samples * own),
@@ -128,71 +99,91 @@ class TransformersEngine:
         return rollouts
 
 
-@dataclass
-class _Pass:
-    model: HuggingFacePolicy
-    dtype: torch.dtype
-    sampling: Sampling
-    stops: Tensor  # [V] bool, the tokens that end a response or a turn
-    turns: Turns | None
-    prefill_seconds: float = 0.0
-    steps: int = 0
-    # by layer: keys and values of prompts, and of samples
-    caches: dict[int, list[Tensor]] = field(default_factory=dict)
+class _Passes:
+    """Decodes the samples of a request, some at a time."""
 
-    def run(
-        self, prompts: Prompts, seed: int, step: int, index: Tensor, number: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and log-probs [g, n, limit] and lengths [g, n] of the samples `index`
-        [g, n] of the call, each `number` [g, n] of its prompt."""
-        start, device, n = time.perf_counter(), prompts.tokens.device, index.shape[1]
-        limit = self.sampling.max_new_tokens
-        keys = sample_keys(seed, step, prompts.ids.repeat_interleave(n), number.flatten())
-        u = uniforms(keys, 0).view(-1, n)
-        token, log_p = sample(self._prefill(prompts, n), u, self.sampling)
+    def __init__(
+        self,
+        model: HuggingFacePolicy,
+        dtype: torch.dtype,
+        request: RolloutRequest,
+        turns: Turns | None,
+    ):
+        self.model, self.dtype, self.turns = model, dtype, turns
+        self.sampling, self.keys = request.sampling, request.keys()
+        device, shape = self.keys.device, (len(self.keys), self.sampling.max_new_tokens)
+        self.stops = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
+        self.stops[list(self.sampling.stop_ids)] = True
+        # of all samples, [S, limit] and [S]
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.lengths = torch.zeros_like(self.keys)
+        # by layer: keys and values of prompts, and of samples
+        self.caches: dict[int, list[Tensor]] = {}
+        self.prefill_seconds, self.steps = 0.0, 0
+
+    def run(self, prompts: Prompts, index: Tensor) -> None:
+        """Sample responses to prompts [g]; index: [g, n] samples of the request."""
+        start, n, turns = time.perf_counter(), index.shape[1], self.turns
+        samples, limit = index.flatten(), self.sampling.max_new_tokens
+        keys, numbers = self.keys[samples], samples.tolist()
+        row_of = {s: row for row, s in enumerate(numbers)}
+        first = sample(self._prefill(prompts, n), uniforms(keys, 0).view(-1, n), self.sampling)
+        newest = first[0].flatten(), first[1].flatten()
         self.prefill_seconds += time.perf_counter() - start
-        token, log_p = token.flatten(), log_p.flatten()
-        tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=device)
-        logprobs, lengths = torch.zeros(len(keys), limit, device=device), torch.zeros_like(keys)
+        tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=keys.device)
+        logprobs, lengths = torch.zeros(tokens.shape, device=keys.device), torch.zeros_like(keys)
         is_done = torch.zeros_like(keys, dtype=torch.bool)
         given_end = torch.zeros_like(keys)  # up to here, `tokens` has what environments wrote
-        for t in range(limit):
-            if t:
-                logits = self._step(token, prompts.lengths, t - 1)
-                u = uniforms(keys, t)[:, None]
-                token, log_p = (x[:, 0] for x in sample(logits, u, self.sampling))
-            is_given = t < given_end
-            token = torch.where(is_given, tokens[:, t], token)
-            tokens[:, t], logprobs[:, t] = token.where(~is_done, 0), log_p.where(~is_done, 0)
-            lengths += ~is_done
-            ends = self.stops[token] & ~is_done & ~is_given
-            is_done |= ends
-            if self.turns is not None and bool(ends.any()):
-                rows = {int(index.flatten()[row]): row for row in ends.nonzero()[:, 0].tolist()}
-                for s, reply in self._replies(self.turns, rows, tokens, t + 1).items():
-                    end = t + 1 + len(reply)
-                    tokens[rows[s], t + 1 : end] = torch.tensor(reply, device=device)
-                    given_end[rows[s]], is_done[rows[s]] = end, False
-            if bool(is_done.all()):
-                break
-        self.caches.clear()
-        return tokens.view(-1, n, limit), logprobs.view(-1, n, limit), lengths.view(-1, n)
+        t = 0
 
-    def _replies(
-        self, turns: Turns, rows: dict[int, int], tokens: Tensor, length: int
-    ) -> dict[int, list[int]]:
-        """Submit the turns that end at `length` in the rows of these samples, wait for their
-        replies, and return those that do not end their episodes, by sample."""
-        due, replies = set[int](), {}
-        for s, row in rows.items():
-            if turns.submit(s, tokens[row, turns.lengths[s] : length].tolist()):
-                due.add(s)
-        while due:
-            for reply in turns.replies(wait=True):
-                due.remove(reply.sample)
-                if not reply.is_last:
-                    replies[reply.sample] = reply.tokens
-        return replies
+        def sample_on() -> tuple[list[tuple[int, list[int]]], bool]:
+            """Sample one token of each; see Turns.play."""
+            nonlocal t, newest
+            if t == limit or bool(is_done.all()) or (turns is not None and turns.waiting):
+                return [], False
+            if t:
+                logits = self._step(newest[0], prompts.lengths, t - 1)
+                drawn = sample(logits, uniforms(keys, t)[:, None], self.sampling)
+                newest = drawn[0][:, 0], drawn[1][:, 0]
+            is_given = t < given_end
+            token, log_p = torch.where(is_given, tokens[:, t], newest[0]), newest[1]
+            newest = token, log_p
+            tokens[:, t], logprobs[:, t] = token.where(~is_done, 0), log_p.where(~is_done, 0)
+            lengths.add_(~is_done)
+            ends = self.stops[token] & ~is_done & ~is_given
+            is_done.logical_or_(ends)
+            t += 1
+            ended = []
+            if turns is not None:
+                for row in ends.nonzero()[:, 0].tolist():
+                    s = numbers[row]
+                    ended.append((s, tokens[row, turns.lengths[s] : t].tolist()))
+            return ended, True
+
+        def feed(s: int, reply: list[int]) -> None:
+            row, end = row_of[s], t + len(reply)
+            if not reply:
+                return
+            tokens[row, t:end] = torch.tensor(reply, device=tokens.device)
+            given_end[row], is_done[row] = end, False
+
+        if turns is not None:
+            turns.play(sample_on, feed)
+        else:
+            while sample_on()[1]:
+                pass
+        self.caches.clear()
+        self.tokens[samples], self.logprobs[samples] = tokens, logprobs
+        self.lengths[samples] = lengths
+
+    def rollouts(self) -> Rollouts:
+        last = self.tokens.gather(1, self.lengths[:, None] - 1)[:, 0]
+        truncated, given = ~self.stops[last], None  # [S]
+        if self.turns is not None:
+            truncated |= self.turns.truncated.to(truncated.device)
+            given = self.turns.given.to(truncated.device)
+        return Rollouts.from_padded(self.tokens, self.logprobs, self.lengths, truncated, given)
 
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
         lengths = prompts.lengths

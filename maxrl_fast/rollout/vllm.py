@@ -10,7 +10,6 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -19,7 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,16 @@ from torch.nn import functional as F
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
-from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import Environments, RolloutStatistics, Sampling, check_request
+from maxrl_fast.records import Rollouts, unpack
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.native import default_cache_bytes
-from maxrl_fast.rollout.turns import Turns
 from maxrl_fast.rollout.vllm_shared import (
     VERSIONS,
-    TurnRequests,
     check_version,
     logprobs_mode,
     named_weights,
+    play,
     rollouts_of,
     sampling_parameters,
 )
@@ -181,109 +181,75 @@ class VllmEngine:
         self._is_asleep = False
         self._llm.reset_prefix_cache()
 
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
-        """See `Engine.generate`. Ranks that share an engine call it all with `environments`, each
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        """See `Engine.generate`. Ranks that share an engine call it all with environments, each
         with those of its own prompts, or all without."""
         if self._is_asleep:
             raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
-        requested = self._peers.gather(prompts)  # the same on all ranks of this engine
+        prompts, num_samples = request.prompts, request.num_samples
+        # the same on all ranks of this engine
+        whole = replace(request, prompts=self._peers.gather(prompts))
         count = torch.tensor([len(prompts)], device=prompts.ids.device)
         counts = self._peers.concatenate(count).tolist()
-        check_request(requested, num_samples, sampling, self.config)
+        whole.check(self.config)
         start, first = time.perf_counter(), sum(counts[: self._peers.rank])
-        if environments is None:
-            outputs = self._sample(requested, num_samples, sampling, seed, step)
+        if request.environments is None:
             samples = [
                 [
                     (list(x.token_ids), x.logprobs.logprobs, x.finish_reason == "length")
                     for x in output.outputs
                 ]
-                for output in outputs[first : first + len(prompts)]
+                for output in self._sample(whole)[first : first + len(prompts)]
             ]
-            rollouts = rollouts_of(samples, num_samples, sampling, self._logprobs_mode)
+            rollouts = rollouts_of(samples, num_samples, request.sampling, self._logprobs_mode)
         else:
             own = range(first * num_samples, (first + len(prompts)) * num_samples)
-            turns = Turns(environments, len(own), sampling, self.config.vocab_size)
-            requests = TurnRequests(requested, num_samples, sampling, seed, step)
+            turns = Turns(request, self.config.vocab_size, self._peers, own)
             with torch.inference_mode():
-                self._play(requests, turns, own)
-            rollouts = requests.rollouts(own, turns, self._logprobs_mode)
+                rollouts = self._play(whole, turns)
         seconds = time.perf_counter() - start
         longest = max(rollouts.lengths.tolist(), default=0)
         numbers = longest, len(prompts.tokens), len(rollouts.tokens), self.cache_bytes
         self.statistics = RolloutStatistics(0.0, seconds, *numbers)
         return rollouts.to(prompts.tokens.device)
 
-    def _sample(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> list[Any]:
-        bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
-        options = sampling_parameters(sampling, num_samples)
-        parameters = importlib.import_module("vllm").SamplingParams(**options, flat_logprobs=True)
-        requests = [{"prompt_token_ids": tokens[a:b]} for a, b in itertools.pairwise(bounds)]
+    def _sample(self, request: RolloutRequest) -> list[Any]:
+        prompts, vllm = request.prompts, importlib.import_module("vllm")
+        options = sampling_parameters(request.sampling, request.num_samples)
+        parameters = vllm.SamplingParams(**options, flat_logprobs=True)
+        asked = [{"prompt_token_ids": x} for x in unpack(prompts.tokens, prompts.lengths)]
         # all GPUs if not named
         devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode():
             # The ranks of an engine draw the same numbers; ranks with other prompts draw others.
-            torch.manual_seed(hash((seed, step, int(prompts.ids[0]))) % 2**63)
-            outputs: list[Any] = self._llm.generate(requests, parameters, use_tqdm=False)
+            key = (request.seed, request.step, int(prompts.ids[0]))
+            torch.manual_seed(hash(key) % 2**63)
+            outputs: list[Any] = self._llm.generate(asked, parameters, use_tqdm=False)
         return outputs
 
-    def _play(self, requests: TurnRequests, turns: Turns, own: range) -> None:
-        """Sample the turns of all ranks of this engine; `own` are this rank's samples, of which
-        `turns` are. The ranks add the same requests in the same order."""
+    def _play(self, request: RolloutRequest, turns: Turns) -> Rollouts:
+        """Sample the turns of all ranks of this engine, which add the same requests in the same
+        order."""
         vllm, engine = importlib.import_module("vllm"), self._llm.llm_engine
         only_whole = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
-        running, waiting = set[int](), set[int]()  # samples of all ranks
-        counts = [0] * len(requests.tokens)  # turns that have ended
+        running = set[int]()
 
-        def add(sample: int) -> None:
-            tokens, options = requests.request(sample)
+        def ask(sample: int, tokens: list[int], options: dict[str, Any]) -> None:
             parameters = vllm.SamplingParams(**options, flat_logprobs=True, output_kind=only_whole)
-            name = f"{sample}/{len(requests.tokens[sample])}"
+            name = f"{sample}/{len(tokens)}"
             engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
             running.add(sample)
 
-        for sample in range(len(requests.tokens)):
-            add(sample)
-        while running or waiting:
+        def answers() -> tuple[list[tuple[int, Sequence[int], Sequence[float]]], bool]:
+            found = []
             for output in engine.step() if running else []:
-                if not output.finished:
-                    continue
-                sample, turn = int(output.request_id.split("/")[0]), output.outputs[0]
-                running.remove(sample)
-                if not requests.add_turn(sample, turn.token_ids, turn.logprobs.logprobs):
-                    continue
-                counts[sample] += 1
-                if sample in own:
-                    turns.submit(sample - own.start, list(turn.token_ids))
-                if counts[sample] < turns.max_turns:
-                    waiting.add(sample)
-            if not waiting:
-                continue
-            # each rank's replies: the sample, the number of tokens (0: the last reply), the tokens
-            flat, is_due = list[int](), any(sample in own for sample in waiting)
-            for reply in turns.replies(wait=not running) if is_due else []:
-                tokens = [] if reply.is_last else reply.tokens
-                flat += [own.start + reply.sample, len(tokens), *tokens]
-            everything = iter(
-                self._peers.concatenate(torch.tensor(flat, dtype=torch.int64)).tolist()
-            )
-            for sample in everything:
-                tokens = [*itertools.islice(everything, next(everything))]
-                waiting.remove(sample)
-                if tokens:
-                    requests.add_reply(sample, tokens)
-                    add(sample)
+                if output.finished:
+                    sample, turn = int(output.request_id.split("/")[0]), output.outputs[0]
+                    running.remove(sample)
+                    found.append((sample, turn.token_ids, turn.logprobs.logprobs))
+            return found, bool(running)
+
+        return play(request, turns, ask, answers, self._logprobs_mode)
 
     def sleep(self) -> None:
         if self._can_sleep:

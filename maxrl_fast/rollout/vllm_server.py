@@ -6,13 +6,12 @@ transfer of weights needs NCCL.
 """
 
 import contextlib
-import itertools
 import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,15 +22,15 @@ from safetensors.torch import save_file
 
 from maxrl_fast.errors import EngineError, InputError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import Environments, RolloutStatistics, Sampling, check_request
-from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.records import Rollouts, unpack
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.vllm_shared import (
     Sample,
-    TurnRequests,
     check_version,
     logprobs_mode,
     named_weights,
+    play,
     rollouts_of,
     sampling_parameters,
 )
@@ -124,83 +123,54 @@ class VllmServerEngine:
                 raise EngineError(f"the vLLM server at {self.url} {what}")
         self._ranks.wait_for_all()  # before the others sample
 
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
+    def generate(self, request: RolloutRequest) -> Rollouts:
         """See `Engine.generate`. Raises EngineError if the server fails, or takes longer than
         WORK_LIMIT."""
-        check_request(prompts, num_samples, sampling, self.config)
-        start = time.perf_counter()
-        if environments is None:
-            rollouts = self._sample(prompts, num_samples, sampling, seed, step)
-        else:
-            turns = Turns(
-                environments, len(prompts) * num_samples, sampling, self.config.vocab_size
-            )
-            requests = TurnRequests(prompts, num_samples, sampling, seed, step)
-            self._play(requests, turns)
-            rollouts = requests.rollouts(range(len(requests.tokens)), turns, self._logprobs_mode)
+        request.check(self.config)
+        start, prompts = time.perf_counter(), request.prompts
+        most = len(prompts) if request.environments is None else request.num_sequences
+        pool = ThreadPoolExecutor(min(most, MAX_REQUESTS))
+        try:
+            rollouts = (self._sample if request.environments is None else self._play)(request, pool)
+        finally:
+            pool.shutdown(cancel_futures=True)
         numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(rollouts.tokens), 0
         self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
         return rollouts.to(prompts.tokens.device)
 
-    def _sample(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
-    ) -> Rollouts:
-        parameters = sampling_parameters(sampling, num_samples)
-        bounds, tokens = prompts.cu_seqlens.tolist(), prompts.tokens.tolist()
-        requests = [
+    def _sample(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
+        prompts, num_samples = request.prompts, request.num_samples
+        parameters = sampling_parameters(request.sampling, num_samples)
+        bodies = [
             # Sample i of a request has the seed + i.
             {
-                "token_ids": tokens[a:b],
-                "sampling_params": parameters | {"seed": hash((seed, step, index)) % 2**62},
+                "token_ids": tokens,
+                "sampling_params": parameters
+                | {"seed": hash((request.seed, request.step, index)) % 2**62},
             }
-            for (a, b), index in zip(itertools.pairwise(bounds), prompts.ids.tolist(), strict=True)
+            for tokens, index in zip(
+                unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist(), strict=True
+            )
         ]
+        answers = list(pool.map(self._answer, bodies))
+        return rollouts_of(answers, num_samples, request.sampling, self._logprobs_mode)
 
-        pool = ThreadPoolExecutor(min(len(requests), MAX_REQUESTS))
-        try:
-            answers = list(pool.map(self._answer, requests))
-        finally:
-            pool.shutdown(cancel_futures=True)
-        return rollouts_of(answers, num_samples, sampling, self._logprobs_mode)
-
-    def _play(self, requests: TurnRequests, turns: Turns) -> None:
+    def _play(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
+        turns = Turns(request, self.config.vocab_size)
         running: dict[Future[list[Sample]], int] = {}  # requests and their samples
-        waiting = set[int]()  # samples that wait for a reply
-        pool = ThreadPoolExecutor(min(len(requests.tokens), MAX_REQUESTS))
 
-        def ask(sample: int) -> None:
-            tokens, parameters = requests.request(sample)
-            request = {"token_ids": tokens, "sampling_params": parameters}
-            running[pool.submit(self._answer, request)] = sample
+        def ask(sample: int, tokens: list[int], parameters: dict[str, Any]) -> None:
+            body = {"token_ids": tokens, "sampling_params": parameters}
+            running[pool.submit(self._answer, body)] = sample
 
-        try:
-            for sample in range(len(requests.tokens)):
-                ask(sample)
-            while running or waiting:
-                timeout = REPLY_SECONDS if waiting else None
-                for future in wait(running, timeout, FIRST_COMPLETED).done:
-                    sample = running.pop(future)
-                    tokens, logprobs, _ = future.result()[0]
-                    if requests.add_turn(sample, tokens, logprobs) and turns.submit(sample, tokens):
-                        waiting.add(sample)
-                if not waiting:
-                    continue
-                for reply in turns.replies(wait=not running):
-                    waiting.remove(reply.sample)
-                    if not reply.is_last:
-                        requests.add_reply(reply.sample, reply.tokens)
-                        ask(reply.sample)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        def answers() -> tuple[list[tuple[int, list[int], Sequence[float]]], bool]:
+            found, timeout = [], REPLY_SECONDS if turns.waiting else None
+            for future in wait(running, timeout, FIRST_COMPLETED).done:
+                tokens, logprobs, _ = future.result()[0]
+                found.append((running.pop(future), tokens, logprobs))
+            return found, bool(running)
+
+        return play(request, turns, ask, answers, self._logprobs_mode)
 
     def _answer(self, request: dict[str, Any]) -> list[Sample]:
         parameters = request["sampling_params"]

@@ -1,6 +1,6 @@
 """What both vLLM engines share: versions, requests, results and the names of weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts, pack, padded_slots, unpack
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.records import Rollouts, pack, padded_slots, unpack
+from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout.episodes import Turns
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
 # the first version that --rollout vllm supports, and the first one that it does not
@@ -56,58 +56,66 @@ def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
     }
 
 
-class TurnRequests:
-    """The episodes of a call of generate as requests of vLLM: one for each turn, with all tokens
-    before it, of which vLLM has the keys and values in its prefix cache."""
+def play(
+    request: RolloutRequest,
+    turns: Turns,
+    ask: Callable[[int, list[int], dict[str, Any]], None],
+    answers: Callable[[], tuple[Iterable[tuple[int, Sequence[int], Sequence[float]]], bool]],
+    mode: str,
+) -> Rollouts:
+    """Play episodes as requests of vLLM: one for each turn, with all tokens before it, of which
+    vLLM has the keys and values in its prefix cache.
 
-    def __init__(
-        self, prompts: Prompts, num_samples: int, sampling: Sampling, seed: int, step: int
-    ):
-        self.prompts, self.ids = unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist()
-        self.num_samples, self.sampling, self.key = num_samples, sampling, (seed, step)
-        self.tokens: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
-        self.logprobs: list[list[float]] = [[] for _ in self.tokens]
+    Args:
+        request: of all ranks that share the engine.
+        turns: of this rank's samples, whose episodes are returned.
+        ask: has the turn of a sample sampled, given the tokens before it and parameters.
+        answers: returns finished turns, (sample, tokens, log-probs), and whether there are more.
+        mode: see `rollouts_of`.
+    """
+    sampling, ids = request.sampling, request.prompts.ids.tolist()
+    prompts = unpack(request.prompts.tokens, request.prompts.lengths)
+    tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
+    logprobs: list[list[float]] = [[] for _ in tokens]
 
-    def request(self, sample: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the tokens before a sample's next turn, and its sampling parameters. The seed
-        depends on what precedes the turn, and not on when it is sampled."""
-        prompt, number = divmod(sample, self.num_samples)
-        length = len(self.tokens[sample])
-        key = (*self.key, self.ids[prompt])
-        parameters = sampling_parameters(self.sampling, 1) | {
-            "max_tokens": self.sampling.max_new_tokens - length,
+    def next_turn(sample: int) -> None:
+        """The seed depends on what precedes the turn, and not on when it is sampled."""
+        prompt, number = divmod(sample, request.num_samples)
+        length, key = len(tokens[sample]), (request.seed, request.step, ids[prompt])
+        parameters = sampling_parameters(sampling, 1) | {
+            "max_tokens": sampling.max_new_tokens - length,
             # of the first turn: as sample `number` of a request for all samples of the prompt
             "seed": hash((*key, number, length)) % 2**62 if length else hash(key) % 2**62 + number,
         }
-        return self.prompts[prompt] + self.tokens[sample], parameters
+        ask(sample, prompts[prompt] + tokens[sample], parameters)
 
-    def add_turn(self, sample: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Return whether a stop token ended the turn."""
-        self.tokens[sample].extend(tokens)
-        self.logprobs[sample].extend(logprobs)
-        return self.tokens[sample][-1] in self.sampling.stop_ids
+    def sample_on() -> tuple[list[tuple[int, list[int]]], bool]:
+        (found, is_running), ended = answers(), []
+        for sample, turn, chosen in found:
+            tokens[sample].extend(turn)
+            logprobs[sample].extend(chosen)
+            if turn[-1] in sampling.stop_ids:
+                ended.append((sample, list(turn)))
+        return ended, is_running
 
-    def add_reply(self, sample: int, tokens: list[int]) -> None:
-        self.tokens[sample].extend(tokens)
-        self.logprobs[sample].extend([0.0] * len(tokens))
+    def feed(sample: int, reply: list[int]) -> None:
+        if reply:
+            tokens[sample].extend(reply)
+            logprobs[sample].extend([0.0] * len(reply))
+            next_turn(sample)
 
-    def rollouts(self, samples: range, turns: Turns, mode: str) -> Rollouts:
-        """Return the episodes of these samples, whose turns these are."""
-        stop_ids, limit = self.sampling.stop_ids, self.sampling.max_new_tokens
-        whole = rollouts_of(
-            [
-                [(self.tokens[s], self.logprobs[s], self.tokens[s][-1] not in stop_ids)]
-                for s in samples
-            ],
-            1,
-            self.sampling,
-            mode,
-        )
-        slots, size = padded_slots(whole.lengths, limit), (len(samples), limit)
-        tokens, logprobs = torch.zeros(size, dtype=torch.int64), torch.zeros(size)
-        tokens.view(-1)[slots], logprobs.view(-1)[slots] = whole.tokens, whole.logprobs
-        truncated = whole.truncated | turns.truncated
-        return Rollouts.from_padded(tokens, logprobs, whole.lengths, truncated, turns.given)
+    for sample in range(request.num_sequences):
+        next_turn(sample)
+    turns.play(sample_on, feed)
+    own: list[list[Sample]] = [
+        [(tokens[s], logprobs[s], tokens[s][-1] not in sampling.stop_ids)] for s in turns.own
+    ]
+    whole, size = rollouts_of(own, 1, sampling, mode), turns.given.shape
+    slots = padded_slots(whole.lengths, size[1])
+    padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)  # tokens and log-probs
+    padded[0].view(-1)[slots], padded[1].view(-1)[slots] = whole.tokens, whole.logprobs
+    truncated = whole.truncated | turns.truncated
+    return Rollouts.from_padded(*padded, whole.lengths, truncated, turns.given)
 
 
 def rollouts_of(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Scores
-from maxrl_fast.rollout import Reply
+from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "HIGHER", "LOWER", "CORRECT")

@@ -12,9 +12,9 @@ from maxrl_fast.records import Prompts, unpack
 from maxrl_fast.rewards import Scores, printable
 from maxrl_fast.rewards.environment_pool import EnvironmentWorkers
 from maxrl_fast.rewards.function import mismatch
-from maxrl_fast.rollout import Reply
 from maxrl_fast.tasks.chat_format import ChatFormat, ToolCall
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.jsonl import Line
 
 WAIT_SECONDS = 1.0  # of a look for results

@@ -13,8 +13,8 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
 from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
-from maxrl_fast.rollout import Engine, Sampling, check_finite, check_rewards
-from maxrl_fast.rollout.scored import sample_and_score
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
+from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.texts import response_texts
@@ -197,22 +197,14 @@ class RolloutCollector:
         """Return one batch; add the metrics of its rewards to `of_rewards`."""
         clock, ranks, scorer = self.clock, self.ranks, self.scorer
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
-        sample = partial(
-            sample_and_score,
-            self.engine,
-            self.task,
-            scorer if self.policy_reward is None else None,
-            seed=self.seed,
-            step=step,
-            clock=clock,
-        )
         seconds = -clock.total("rollout")
         with clock("rollout"):
             make_prompts = self.make_prompts or partial(self.task.prompts, "train")
             prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
-        sampled = sample(part, self.num_rollouts, self.sampling)
+        request = RolloutRequest(part, self.num_rollouts, self.sampling, self.seed, step)
+        sampled = self._sample_and_score(request)
         with clock("rollout"):
             rollouts = ranks.gather(sampled.rollouts)
             check_finite(rollouts, prompts, step)
@@ -228,13 +220,18 @@ class RolloutCollector:
         of_rewards.update(scorer.pop_metrics())
         greedy_rewards = None
         if self.needs_greedy:
-            greedy = sample(part, 1, self.sampling.greedy)
+            one = replace(request, num_samples=1, sampling=self.sampling.greedy)
+            greedy = self._sample_and_score(one)
             greedy_rewards = ranks.concatenate(greedy.rewards)
             # as if all had failed
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
         batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, seconds)
         weights = tuple(scorer.weights.values())
         return replace(batch, components=tuple(parts), reward_terms=terms, term_weights=weights)
+
+    def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
+        scorer = self.scorer if self.policy_reward is None else None
+        return sample_and_score(self.engine, self.task, scorer, request, self.clock)
 
     def _by_policy(
         self,

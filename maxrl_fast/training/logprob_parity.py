@@ -9,7 +9,7 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
 
@@ -83,7 +83,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
         [torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()]
     )
     prompts = Prompts(tokens, cu_seqlens, torch.zeros(1, dtype=torch.int64)).to(device)
-    rollouts = engine.generate(prompts, 2, Sampling(1.0, 8, ()), seed=0, step=0)
+    rollouts = engine.generate(RolloutRequest(prompts, 2, Sampling(1.0, 8, ())))
     responses = rollouts.tokens.split(rollouts.lengths.tolist())
     if isinstance(policy, HuggingFacePolicy):
         logits = [

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.decode_attention import Step, has_kernel, num_splits
 from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
@@ -195,10 +195,12 @@ def test_attention_to_own_tokens_needs_no_copies(limit, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"max_batch": 7}])
 def test_a_rollout_draws_the_same_tokens_as_the_cpu(options):
     model, sampling = tiny_decoder(), Sampling(1.3, 12, (3, 17))
-    expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
+    expected = NativeEngine(model, torch.float32).generate(
+        RolloutRequest(PROMPTS, 6, sampling, 4, 2)
+    )
     with emulated_gpu():
         engine = NativeEngine(model, torch.float32, in_cpp=False, **options)
         assert engine.decoder.in_kernel
-        rollouts = engine.generate(PROMPTS, 6, sampling, seed=4, step=2)
+        rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 4, 2))
     assert torch.equal(rollouts.tokens, expected.tokens)
     torch.testing.assert_close(rollouts.logprobs, expected.logprobs, rtol=0, atol=1e-4)

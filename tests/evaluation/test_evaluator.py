@@ -30,9 +30,9 @@ class Oracle:
     def __init__(self, task, solved, split="test"):
         self.task, self.num_solved, self.split = task, lambda index: solved, split
 
-    def generate(self, prompts, num_samples, sampling, *, seed, step):
-        answers = []
-        for index in prompts.ids.tolist():
+    def generate(self, request):
+        answers, num_samples = [], request.num_samples
+        for index in request.prompts.ids.tolist():
             path = [*shortest_path(self.task.maze(self.split, index)), DONE]
             answers += [
                 path if sample < self.num_solved(index) else [UP, DONE]
@@ -123,9 +123,7 @@ def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engin
     """
     task, oracle, counts = MazeTask(7), Oracle(MazeTask(7), 3), []
     generate = oracle.generate
-    oracle.generate = lambda prompts, *a, **options: (
-        counts.append(len(prompts)) or generate(prompts, *a, **options)
-    )
+    oracle.generate = lambda request: counts.append(len(request.prompts)) or generate(request)
     monkeypatch.setattr(Ranks, "concatenate", lambda self, x: x)
     for shares_engine in (False, True):
         evaluated(oracle, task, ranks=Ranks(0, 3), chunk=13, shares_engine=shares_engine)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.rollout import Sampling, device_decoder
+from maxrl_fast.rollout import RolloutRequest, Sampling, device_decoder
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
 from tests.decoding import SHAPES, TEMPERATURES, VOCABULARIES, attention, check_sampling
@@ -56,7 +56,7 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
     engine = NativeEngine(model, dtype)
     prompts = PROMPTS.to(GPU)
     for step in range(3):  # the first call captures the CUDA graphs, and later calls replay them
-        rollouts = engine.generate(prompts, 16, SAMPLINGS[0], seed=4, step=step)
+        rollouts = engine.generate(RolloutRequest(prompts, 16, SAMPLINGS[0], 4, step))
         logits = response_logits(model, one_batch(prompts, rollouts), dtype)
         expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
         assert (rollouts.logprobs - expected).abs().max() < tolerance
@@ -65,13 +65,13 @@ def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
 def test_a_policy_on_another_gpu_than_the_current_one():
     """With one GPU the two are the same."""
     expected = NativeEngine(tiny_decoder(), torch.float32).generate(
-        PROMPTS, 6, SAMPLINGS[0], seed=4, step=2
+        RolloutRequest(PROMPTS, 6, SAMPLINGS[0], 4, 2)
     )
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         engine = NativeEngine(tiny_decoder().to(device), torch.float32)
         for _ in range(2):  # captures, then replays
-            rollouts = engine.generate(PROMPTS.to(device), 6, SAMPLINGS[0], seed=4, step=2)
+            rollouts = engine.generate(RolloutRequest(PROMPTS.to(device), 6, SAMPLINGS[0], 4, 2))
             assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
 
 
@@ -79,10 +79,12 @@ def test_a_policy_on_another_gpu_than_the_current_one():
 @pytest.mark.parametrize("options", [{}, {"max_batch": 12}, {"max_batch": 7}])
 def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
     model = tiny_decoder()
-    expected = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=4, step=2)
+    expected = NativeEngine(model, torch.float32).generate(
+        RolloutRequest(PROMPTS, 6, sampling, 4, 2)
+    )
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32, **options)
     for _ in range(3):
-        rollouts = engine.generate(PROMPTS.to(GPU), 6, sampling, seed=4, step=2).to(
+        rollouts = engine.generate(RolloutRequest(PROMPTS.to(GPU), 6, sampling, 4, 2)).to(
             torch.device("cpu")
         )
         assert torch.equal(rollouts.tokens, expected.tokens)
@@ -93,11 +95,11 @@ def test_graphs_draw_the_same_tokens_as_the_cpu(sampling, options):
 def test_the_same_graphs_serve_every_call(memory, monkeypatch):
     engine = NativeEngine(tiny_decoder().to(GPU), torch.float32)
     expected = NativeEngine(tiny_decoder(), torch.float32).generate(
-        PROMPTS, 40, SAMPLINGS[0], seed=4, step=2
+        RolloutRequest(PROMPTS, 40, SAMPLINGS[0], 4, 2)
     )
     batch, first = None, set()
     for step in range(3):
-        rollouts = engine.generate(PROMPTS.to(GPU), 40, SAMPLINGS[0], seed=4, step=2)
+        rollouts = engine.generate(RolloutRequest(PROMPTS.to(GPU), 40, SAMPLINGS[0], 4, 2))
         assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
         graphs = set(engine.decoder.batch.graphs)
         assert graphs <= {(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)}
@@ -127,12 +129,12 @@ def test_graphs_are_captured_while_another_thread_uses_the_gpu():
     thread = threading.Thread(target=copy)
     thread.start()
     expected = NativeEngine(tiny_decoder(), torch.float32).generate(
-        PROMPTS, 6, SAMPLINGS[0], seed=4, step=2
+        RolloutRequest(PROMPTS, 6, SAMPLINGS[0], 4, 2)
     )
     try:
         for _ in range(3):
             rollouts = NativeEngine(tiny_decoder().to(GPU), torch.float32).generate(
-                PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=4, step=2
+                RolloutRequest(PROMPTS.to(GPU), 6, SAMPLINGS[0], 4, 2)
             )
             assert torch.equal(rollouts.tokens.cpu(), expected.tokens)
     finally:
@@ -144,13 +146,13 @@ def test_graphs_are_captured_while_another_thread_uses_the_gpu():
 def test_new_weights_reach_the_captured_graphs():
     engine = NativeEngine(tiny_decoder(0).to(GPU), torch.float32)
     for _ in range(2):
-        engine.generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
+        engine.generate(RolloutRequest(PROMPTS.to(GPU), 6, SAMPLINGS[0], 0, 0))
     other = tiny_decoder(1).to(GPU)
     engine.load_weights(other)
-    after = engine.generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
+    after = engine.generate(RolloutRequest(PROMPTS.to(GPU), 6, SAMPLINGS[0], 0, 0))
     assert torch.equal(
         after.tokens,
         NativeEngine(other, torch.float32)
-        .generate(PROMPTS.to(GPU), 6, SAMPLINGS[0], seed=0, step=0)
+        .generate(RolloutRequest(PROMPTS.to(GPU), 6, SAMPLINGS[0], 0, 0))
         .tokens,
     )

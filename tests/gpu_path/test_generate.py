@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, decode_sample, decode_slots
+from maxrl_fast.rollout import RolloutRequest, Sampling, decode_sample, decode_slots
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime import tuning
@@ -88,7 +88,7 @@ def sample(gpu, engine, num_samples, sampling=SAMPLING):
     prompts = gpu.put(prompts)
     with gpu:
         gpu.waits.clear()
-        rollouts = engine.generate(prompts, num_samples, sampling, seed=3, step=1)
+        rollouts = engine.generate(RolloutRequest(prompts, num_samples, sampling, 3, 1))
         num_waits, lengths = len(gpu.waits), rollouts.lengths.cpu()
     samples = torch.arange(NUM_PROMPTS * num_samples)
     keys = sample_keys(3, 1, samples // num_samples, samples % num_samples)

@@ -13,7 +13,7 @@ from maxrl_fast import _C
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.ops.dispatch import KernelLaunch
-from maxrl_fast.rollout import Sampling, check_finite
+from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
 from maxrl_fast.rollout.cpu_decoder import CPU, CpuDecoder
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts, one_batch
@@ -101,7 +101,7 @@ def generate(
 ):
     sampling = Sampling(temperature, limit, STOPS)
     return engine_of(model, arithmetic, **options).generate(
-        prompts, num_samples, sampling, seed=4, step=2
+        RolloutRequest(prompts, num_samples, sampling, 4, 2)
     )
 
 
@@ -184,7 +184,7 @@ def test_load_weights_replaces_the_weights(arithmetic):
     model, other = tiny_decoder(0), tiny_decoder(1)
     engine = engine_of(model, arithmetic)
     engine.load_weights(other)
-    after = engine.generate(PROMPTS, 2, Sampling(1.3, 8, STOPS), seed=4, step=2)
+    after = engine.generate(RolloutRequest(PROMPTS, 2, Sampling(1.3, 8, STOPS), 4, 2))
     expected = generate(other, arithmetic, num_samples=2, limit=8)
     assert torch.equal(after.tokens, expected.tokens)
     assert torch.equal(after.logprobs, expected.logprobs)
@@ -223,7 +223,7 @@ def test_a_run_in_bfloat16_decodes_by_the_fastest_instructions(monkeypatch):
             engine = NativeEngine(tiny_decoder(), torch.bfloat16)
             assert engine.describe().startswith(f"native (C++, {chosen}, key/value cache")
             assert (
-                engine.generate(PROMPTS, 2, Sampling(1.0, 8, STOPS), seed=0, step=0)
+                engine.generate(RolloutRequest(PROMPTS, 2, Sampling(1.0, 8, STOPS), 0, 0))
                 .logprobs.isfinite()
                 .all()
             )

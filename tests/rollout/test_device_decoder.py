@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, decode_slots, device_decoder
+from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots, device_decoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.runtime import tuning
@@ -28,7 +28,7 @@ def sample(
     sampling: Sampling = SAMPLING,
     prompts: Prompts = PROMPTS,
 ):
-    return engine.generate(prompts, num_samples, sampling, seed=4, step=2)
+    return engine.generate(RolloutRequest(prompts, num_samples, sampling, 4, 2))
 
 
 @pytest.fixture

@@ -19,16 +19,16 @@ from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.rollout import Reply, Sampling
-from maxrl_fast.rollout.checked import find_wrong
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.rollout.transformers import TransformersEngine
-from maxrl_fast.rollout.turns import Turns
+from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
-from tests.batches import make_prompts, one_batch
+from maxrl_fast.tasks.episode import Reply
+from tests.batches import Chosen, make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.models import response_logits, tiny_decoder
 from tests.rollout.test_device_decoder import fake_graphs  # noqa: F401
@@ -146,8 +146,8 @@ def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(
 ):
     """With replies of more tokens than C++ reads at a time, which have stop tokens too."""
     game, engine = Game(LONG, late=random.Random(0)), make_engine(checkpoint, kind)
-    rollouts = engine.generate(PROMPTS, 5, sampling, seed=1, step=2, environments=game)
-    assert find_wrong(rollouts, PROMPTS, 5, sampling, VOCAB) == ""
+    rollouts = engine.generate(RolloutRequest(PROMPTS, 5, sampling, 1, 2, game))
+    assert find_wrong(rollouts, RolloutRequest(PROMPTS, 5, sampling), VOCAB) == ""
     expected = expected_logprobs(load_checkpoint(checkpoint), rollouts, 1.3)
     assert rollouts.logprobs.std() > 0.5
     assert (rollouts.logprobs - expected).abs().max() < 1e-4
@@ -179,7 +179,7 @@ def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(
 def test_all_engines_play_the_same_episodes(checkpoint, sampling):
     rollouts = [
         make_engine(checkpoint, kind).generate(
-            PROMPTS, 4, sampling, seed=1, step=2, environments=Game(late=random.Random(i))
+            RolloutRequest(PROMPTS, 4, sampling, 1, 2, Game(late=random.Random(i)))
         )
         for i, kind in enumerate(ENGINES)
     ]
@@ -195,11 +195,11 @@ def test_environments_that_end_at_once_change_nothing(checkpoint, kind, max_turn
     sampling = Sampling(1.3, 24, STOPS, max_turns=max_turns)
     engine = make_engine(checkpoint, kind)
     game = Game(last=1.0)
-    expected = engine.generate(PROMPTS, 6, replace(sampling, max_turns=1), seed=4, step=2)
-    actual = engine.generate(PROMPTS, 6, sampling, seed=4, step=2, environments=game)
+    expected = engine.generate(RolloutRequest(PROMPTS, 6, replace(sampling, max_turns=1), 4, 2))
+    actual = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 4, 2, game))
     same(actual, expected)
     assert actual.inserted is None
-    same(engine.generate(PROMPTS, 6, sampling, seed=4, step=2), expected)
+    same(engine.generate(RolloutRequest(PROMPTS, 6, sampling, 4, 2)), expected)
     ended = (~expected.truncated).nonzero()[:, 0].tolist()
     assert game.turns == {
         s: [expected.tokens[expected.cu_seqlens[s] : expected.cu_seqlens[s + 1]].tolist()]
@@ -209,10 +209,9 @@ def test_environments_that_end_at_once_change_nothing(checkpoint, kind, max_turn
 
 
 def play(decoder, game, keys, sampling, prompts=PROMPTS, max_batch=1024):
-    turns = Turns(game, len(keys), sampling, decoder.config.vocab_size)
     num_samples = len(keys) // len(prompts)
-    rollouts, _ = decoder.generate(prompts, num_samples, sampling, keys, 10**9, max_batch, turns)
-    return rollouts
+    request = Chosen(prompts, num_samples, sampling, environments=game, chosen=keys)
+    return decoder.generate(request, 10**9, max_batch)[0]
 
 
 ARITHMETICS = ["float32", *_C.bfloat16_arithmetics()]
@@ -259,14 +258,14 @@ def test_when_replies_come_changes_nothing(arithmetic, num_samples, temperature)
 def test_in_pytorch_late_replies_and_the_batch_change_only_rounding(checkpoint, kind):
     sampling = Sampling(1.3, 40, STOPS, max_turns=3)
     whole = make_engine(checkpoint, kind).generate(
-        PROMPTS, 6, sampling, seed=1, step=2, environments=Game()
+        RolloutRequest(PROMPTS, 6, sampling, 1, 2, Game())
     )
     for seed, max_batch in enumerate((1024, 7, 2)):
         game, engine = (
             Game(late=random.Random(seed)),
             make_engine(checkpoint, kind, max_batch=max_batch),
         )
-        other = engine.generate(PROMPTS, 6, sampling, seed=1, step=2, environments=game)
+        other = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 1, 2, game))
         torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
         same(replace(other, logprobs=whole.logprobs), whole)
 
@@ -278,7 +277,7 @@ def test_captured_steps_read_given_tokens_without_waiting_for_the_device(
 ):
     sampling = Sampling(1.3, 60, STOPS, max_turns=4)
     expected = make_engine(checkpoint, "C++").generate(
-        PROMPTS, 6, sampling, seed=1, step=2, environments=Game()
+        RolloutRequest(PROMPTS, 6, sampling, 1, 2, Game())
     )
     steps = DecodeSlots.steps
 
@@ -290,15 +289,15 @@ def test_captured_steps_read_given_tokens_without_waiting_for_the_device(
     engine = make_engine(checkpoint, "grid")
     for seed in range(2):
         game = Game(late=random.Random(seed))
-        actual = engine.generate(PROMPTS, 6, sampling, seed=1, step=2, environments=game)
+        actual = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 1, 2, game))
         same(replace(actual, logprobs=expected.logprobs), expected)
     assert {"capture", "replay"} <= {kind for kind, _ in fake_graphs}
     # a graph of single turns has no part for given tokens
     single = replace(sampling, max_turns=1)
     same(
-        replace(engine.generate(PROMPTS, 6, single, seed=1, step=2), logprobs=torch.zeros(0)),
+        replace(engine.generate(RolloutRequest(PROMPTS, 6, single, 1, 2)), logprobs=torch.zeros(0)),
         replace(
-            make_engine(checkpoint, "C++").generate(PROMPTS, 6, single, seed=1, step=2),
+            make_engine(checkpoint, "C++").generate(RolloutRequest(PROMPTS, 6, single, 1, 2)),
             logprobs=torch.zeros(0),
         ),
     )
@@ -325,16 +324,14 @@ def test_a_reply_that_leaves_no_room_ends_the_episode_truncated(checkpoint, kind
     for spare in (0, 1, 200):
         game = Says(lambda s, turn, spare=spare: Reply(s, [7] * (30 + spare - len(turn)), False))
         dropped = make_engine(checkpoint, kind).generate(
-            PROMPTS, 3, sampling, seed=0, step=0, environments=game
+            RolloutRequest(PROMPTS, 3, sampling, 0, 0, game)
         )
         assert dropped.inserted is None
         assert dropped.truncated.all()
         assert len(game.turns) == 15
         assert sorted(game.turns) == sorted(parts[0][0] for parts in episodes_of(dropped))
     game = Says(lambda s, turn: Reply(s, [7] * (29 - len(turn)), False))
-    fits = make_engine(checkpoint, kind).generate(
-        PROMPTS, 3, sampling, seed=0, step=0, environments=game
-    )
+    fits = make_engine(checkpoint, kind).generate(RolloutRequest(PROMPTS, 3, sampling, 0, 0, game))
     assert int((fits.inserted.lengths > 0).sum()) == 15
     for parts in episodes_of(fits):
         assert [len(part) for part, _ in parts][1:] == [29 - len(parts[0][0]), 1]
@@ -347,7 +344,7 @@ def test_episodes_end_with_the_last_turn_which_is_submitted(checkpoint, kind):
         sampling = Sampling(1.0, 200, tuple(range(20)), max_turns=max_turns)
         game = Says(lambda s, turn: Reply(s, [39, 38], False))
         rollouts = make_engine(checkpoint, kind).generate(
-            PROMPTS, 3, sampling, seed=0, step=0, environments=game
+            RolloutRequest(PROMPTS, 3, sampling, 0, 0, game)
         )
         assert len(game.turns) == 15 * max_turns
         assert not rollouts.truncated.any()
@@ -376,7 +373,7 @@ def test_replies_that_cannot_be_true_are_a_sentence(checkpoint, kind, say, messa
     sampling = Sampling(1.0, 60, STOPS, max_turns=3)
     with pytest.raises(EngineError, match=message):
         make_engine(checkpoint, kind).generate(
-            PROMPTS, 3, sampling, seed=0, step=0, environments=Says(say)
+            RolloutRequest(PROMPTS, 3, sampling, 0, 0, Says(say))
         )
 
 
@@ -393,16 +390,14 @@ def test_a_second_reply_and_none_are_refused(checkpoint, kind):
     sampling, say = Sampling(1.0, 60, STOPS, max_turns=3), bad([1])
     for game, message in ((Twice(say), "which has none due"), (Silent(say), "no reply when")):
         with pytest.raises(EngineError, match=message):
-            make_engine(checkpoint, kind).generate(
-                PROMPTS, 3, sampling, seed=0, step=0, environments=game
-            )
+            make_engine(checkpoint, kind).generate(RolloutRequest(PROMPTS, 3, sampling, 0, 0, game))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_no_turns_are_refused(checkpoint, kind):
     with refused("max_turns must be at least 1, got 0"):
         make_engine(checkpoint, kind).generate(
-            PROMPTS, 3, Sampling(1.0, 60, STOPS, max_turns=0), seed=0, step=0
+            RolloutRequest(PROMPTS, 3, Sampling(1.0, 60, STOPS, max_turns=0), 0, 0)
         )
 
 
@@ -474,7 +469,7 @@ PLAYED = Sampling(1.0, 24, STOPS, max_turns=4)
 
 def check_played(rollouts, game, prompts=PROMPTS, num_samples=4):
     """Check each turn against what the stand-in samples after everything before it."""
-    assert find_wrong(rollouts, prompts, num_samples, PLAYED, VOCAB) == ""
+    assert find_wrong(rollouts, RolloutRequest(prompts, num_samples, PLAYED), VOCAB) == ""
     assert rollouts.inserted is not None
     for s, parts in enumerate(episodes_of(rollouts)):
         prompt = int(prompts.ids[s // num_samples])
@@ -500,16 +495,16 @@ def test_a_turn_is_a_request_to_the_server(of_turns):
     engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
     for seed in range(3):
         game = Game(late=random.Random(seed))
-        rollouts = engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=game)
+        rollouts = engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, game))
         check_played(rollouts, game)
-    at_once = engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Game(last=1.0))
-    same(at_once, engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2))
+    at_once = engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, Game(last=1.0)))
+    same(at_once, engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2)))
     game = Game(late=random.Random(0))
-    greedy = engine.generate(PROMPTS, 4, PLAYED.greedy, seed=1, step=2, environments=game)
+    greedy = engine.generate(RolloutRequest(PROMPTS, 4, PLAYED.greedy, 1, 2, game))
     assert len(greedy) == 20
     assert not greedy.logprobs.any()
     with pytest.raises(EngineError, match="replied with no tokens"):
-        engine.generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Says(bad([])))
+        engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, Says(bad([]))))
 
 
 class LLMOfTurns(FakeLLM):
@@ -549,12 +544,10 @@ def make_vllm_engine(make_fake_engine, monkeypatch):  # noqa: F811
 def test_a_turn_is_a_request_of_vllm(make_vllm_engine):
     for seed in range(3):
         game = Game(late=random.Random(seed))
-        rollouts = make_vllm_engine().generate(
-            PROMPTS, 4, PLAYED, seed=1, step=2, environments=game
-        )
+        rollouts = make_vllm_engine().generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, game))
         check_played(rollouts, game)
     with pytest.raises(EngineError, match="replied with no tokens"):
-        make_vllm_engine().generate(PROMPTS, 4, PLAYED, seed=1, step=2, environments=Says(bad([])))
+        make_vllm_engine().generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, Says(bad([]))))
 
 
 class TogetherInThreads:
@@ -587,9 +580,7 @@ def test_ranks_that_share_vllm_add_the_same_requests_in_one_order(make_vllm_engi
 
     def play(rank):
         engines[rank]._peers = together.of(rank)
-        return engines[rank].generate(
-            parts[rank], 4, PLAYED, seed=1, step=2, environments=games[rank]
-        )
+        return engines[rank].generate(RolloutRequest(parts[rank], 4, PLAYED, 1, 2, games[rank]))
 
     with ThreadPoolExecutor(2) as pool:
         rollouts = list(pool.map(play, range(2)))

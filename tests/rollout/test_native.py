@@ -13,11 +13,11 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, check_finite
+from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
 from maxrl_fast.rollout.decode_slots import DecodeSlots
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys, uniforms
-from tests.batches import make_prompts, one_batch
+from tests.batches import Chosen, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.tables import refused
 
@@ -46,7 +46,7 @@ def generate(
     limits = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
     sampling = Sampling(temperature, limit, stops, **limits)
     return make_engine(model, **options).generate(
-        prompts, num_samples, sampling, seed=seed, step=step
+        RolloutRequest(prompts, num_samples, sampling, seed, step)
     )
 
 
@@ -251,7 +251,8 @@ def check_merged_rows(decoder, num_samples, sampling):
     keys = sample_keys(1, 1, samples // num_samples, samples % num_samples)
 
     def draw(prompts, num_samples, keys, max_batch):
-        return decoder.generate(prompts, num_samples, sampling, keys, 10**9, max_batch)
+        request = Chosen(prompts, num_samples, sampling, chosen=keys)
+        return decoder.generate(request, 10**9, max_batch)
 
     alone = [draw(prompts.take(s // num_samples, 1), 1, keys[s, None], 1)[0] for s in range(size)]
     expected = {
@@ -312,17 +313,17 @@ def test_memory_stays_within_the_budget(in_cpp):
     model = tiny_decoder()
     sampling = Sampling(1.0, 24, STOPS)
     free = make_engine(model, in_cpp=in_cpp)
-    free.generate(PROMPTS, 6, sampling, seed=0, step=0)
+    free.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 0))
     budget = free.statistics.cache_bytes // 3
     bounded = make_engine(model, in_cpp=in_cpp, cache_bytes=budget)
-    rollouts = bounded.generate(PROMPTS, 6, sampling, seed=0, step=0)
+    rollouts = bounded.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 0))
     assert 0 < bounded.statistics.cache_bytes <= budget
     assert bounded.statistics.decode_steps > free.statistics.decode_steps
     assert bounded.statistics.prompt_tokens >= len(PROMPTS.tokens)
     assert bounded.statistics.response_tokens == len(rollouts.tokens)
     with refused(r"kv_cache_gb must hold the longest prompt and a response, .* got 1e-06"):
         make_engine(model, in_cpp=in_cpp, cache_bytes=1000).generate(
-            PROMPTS, 6, sampling, seed=0, step=0
+            RolloutRequest(PROMPTS, 6, sampling, 0, 0)
         )
 
 
@@ -348,7 +349,7 @@ def test_bad_requests_are_refused(prompts, changes, message, in_cpp):
     sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 24, "stop_ids": STOPS} | changes)
     engine = make_engine(tiny_decoder(), in_cpp=in_cpp)
     with refused(message):
-        engine.generate(make_prompts(prompts), 2, sampling, seed=0, step=0)
+        engine.generate(RolloutRequest(make_prompts(prompts), 2, sampling, 0, 0))
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
@@ -369,8 +370,10 @@ def test_load_weights_replaces_the_weights(in_cpp):
     engine = make_engine(model, in_cpp=in_cpp)
     engine.load_weights(other)
     sampling = Sampling(1.0, 8, STOPS)
-    after = engine.generate(PROMPTS, 2, sampling, seed=0, step=0)
-    expected = make_engine(other, in_cpp=in_cpp).generate(PROMPTS, 2, sampling, seed=0, step=0)
+    after = engine.generate(RolloutRequest(PROMPTS, 2, sampling, 0, 0))
+    expected = make_engine(other, in_cpp=in_cpp).generate(
+        RolloutRequest(PROMPTS, 2, sampling, 0, 0)
+    )
     assert torch.equal(after.tokens, expected.tokens)
     assert torch.equal(after.logprobs, expected.logprobs)
 
@@ -414,7 +417,7 @@ def test_tokens_follow_the_exact_distribution(options, in_cpp):
     sampling = Sampling(max_new_tokens=2, stop_ids=(), **options)
     prompts = PROMPTS.take(0, 1)
     rollouts = make_engine(model, in_cpp=in_cpp, max_batch=n).generate(
-        prompts, n, sampling, seed=4, step=2
+        RolloutRequest(prompts, n, sampling, 4, 2)
     )
     tokens, logprobs = rollouts.tokens.view(n, 2), rollouts.logprobs.view(n, 2)
     common = int(tokens[:, 0].mode().values)
@@ -479,7 +482,7 @@ def test_tokens_are_independent_across_samples_and_positions(in_cpp):
     prompts = PROMPTS.take(0, 2)
     sampling = Sampling(1.0, 2, (), top_k=6)
     rollouts = make_engine(model, in_cpp=in_cpp, max_batch=2 * n).generate(
-        prompts, n, sampling, seed=8, step=1
+        RolloutRequest(prompts, n, sampling, 8, 1)
     )
     tokens = rollouts.tokens.view(2, n, 2)
     for first, second in (

@@ -11,7 +11,7 @@ import torch
 from examples.naive_engine import NaiveEngine
 from maxrl_fast.job.build_policy import compare_engine
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
@@ -49,7 +49,9 @@ def test_it_draws_the_tokens_of_the_native_engine(sampling):
         NaiveEngine(tiny_decoder(seed=1), torch.float32),
     )
     naive.load_weights(model)
-    expected, actual = (x.generate(PROMPTS, 5, sampling, seed=4, step=2) for x in (native, naive))
+    expected, actual = (
+        x.generate(RolloutRequest(PROMPTS, 5, sampling, 4, 2)) for x in (native, naive)
+    )
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)
     assert torch.equal(actual.truncated, expected.truncated)

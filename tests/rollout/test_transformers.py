@@ -9,7 +9,7 @@ from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.ops import linear_token_logprobs
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.training.passes import run_batch
@@ -24,7 +24,7 @@ SAMPLING = Sampling(1.3, 20, (3, 17))
 
 def generate(policy, num_samples=6, sampling=SAMPLING, dtype=torch.float32, **options):
     return TransformersEngine(policy, dtype, **options).generate(
-        PROMPTS, num_samples, sampling, seed=4, step=2
+        RolloutRequest(PROMPTS, num_samples, sampling, 4, 2)
     )
 
 
@@ -67,7 +67,7 @@ def test_bfloat16():
 def test_the_native_engine_draws_the_same_tokens(sampling, tmp_path):
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
     native = NativeEngine(load_checkpoint(tmp_path), torch.float32, in_cpp=False)
-    expected = native.generate(PROMPTS, 6, sampling, seed=4, step=2)
+    expected = native.generate(RolloutRequest(PROMPTS, 6, sampling, 4, 2))
     actual = generate(load_huggingface(tmp_path, 64), sampling=sampling)
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)
@@ -98,8 +98,8 @@ def test_load_weights_copies_and_merges_adapters():
         for module in policy.modules():
             if isinstance(module, LoraLinear):
                 module.lora_b.normal_(generator=torch.Generator().manual_seed(1))
-    before = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
+    before = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, 0, 0))
     assert float((before.logprobs - logprobs(policy, before)).abs().max()) > 0.1
     engine.load_weights(policy)
-    after = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
+    after = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, 0, 0))
     assert float((after.logprobs - logprobs(policy, after)).abs().max()) < 1e-4

@@ -22,11 +22,11 @@ import torch
 
 from maxrl_fast import train
 from maxrl_fast.model.huggingface_checkpoint import policy_of
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
-from maxrl_fast.rollout.checked import find_wrong
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
+from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
 from maxrl_fast.rollout.vllm_shared import NEEDS, named_weights
 from maxrl_fast.runtime.device import memory_bytes
@@ -212,7 +212,7 @@ def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_f
     engine._llm.calls.clear()
     engine.sleep()
     with pytest.raises(RuntimeError, match="load_weights must follow sleep"):
-        engine.generate(PROMPTS, 1, Sampling(1.0, 4, STOPS), seed=0, step=0)
+        engine.generate(RolloutRequest(PROMPTS, 1, Sampling(1.0, 4, STOPS), 0, 0))
     engine.load_weights(tiny_decoder(1))
     engine.load_weights(tiny_decoder(2))
     woken = ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
@@ -310,11 +310,11 @@ def own_logprobs(model, rollouts, sampling):
 def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling):
     model = tiny_decoder()
     engine.load_weights(model)
-    rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
+    rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
     assert len(rollouts.lengths) == 24
     assert rollouts.logprobs.std() > 0.3
     assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
-    native = NativeEngine(model, torch.float32).generate(PROMPTS, 6, sampling, seed=0, step=1)
+    native = NativeEngine(model, torch.float32).generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
     assert (native.logprobs - own_logprobs(model, native, sampling)).abs().max() < 1e-4
     for s, (start, end) in enumerate(
         zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)
@@ -334,8 +334,8 @@ def test_episodes_do_not_depend_on_when_replies_come(engine):
     engine.load_weights(model)
     for late in (None, random.Random(0), random.Random(1)):
         game = Game((1, 2, 20), late=late, vocab=32)
-        rollouts = engine.generate(PROMPTS, 4, sampling, seed=0, step=1, environments=game)
-        assert find_wrong(rollouts, PROMPTS, 4, sampling, 32) == ""
+        rollouts = engine.generate(RolloutRequest(PROMPTS, 4, sampling, 0, 1, game))
+        assert find_wrong(rollouts, RolloutRequest(PROMPTS, 4, sampling), 32) == ""
         expected = expected_logprobs(model, rollouts, 1.0, PROMPTS)
         assert (rollouts.logprobs - expected).abs().max() < 1e-4
         played.append([[part for part, _ in parts] for parts in episodes_of(rollouts)])
@@ -350,7 +350,7 @@ def test_logprobs_under_top_p_are_those_before_it():
     """
     code = """
 import torch
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling import filtered_logprobs
 from maxrl_fast.rollout.vllm import VllmEngine
 from tests.batches import one_batch
@@ -361,7 +361,7 @@ model = tiny_decoder()
 engine = VllmEngine(model, torch.float32, cache_bytes=2**28, filters_tokens=True)
 for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
     sampling = Sampling(1.0, 24, STOPS, **options)
-    rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
+    rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
     assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4, options
     if options:
         logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
@@ -369,8 +369,8 @@ for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
         kept = kept.gather(-1, rollouts.tokens[:, None])[:, 0]
         assert kept.isfinite().all() and (kept - rollouts.logprobs).mean() > 0.01, options
 cold = Sampling(0.7, 4, STOPS)
-assert engine.generate(PROMPTS, 2, cold, seed=0, step=1).logprobs.isnan().all()
-assert not engine.generate(PROMPTS, 2, cold.greedy, seed=0, step=1).logprobs.any()
+assert engine.generate(RolloutRequest(PROMPTS, 2, cold, 0, 1)).logprobs.isnan().all()
+assert not engine.generate(RolloutRequest(PROMPTS, 2, cold.greedy, 0, 1)).logprobs.any()
 print("done")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -381,8 +381,8 @@ print("done")
 @pytest.mark.vllm
 def test_logprobs_that_vllm_does_not_give_are_nan(engine):
     sampling = Sampling(1.0, 4, STOPS, top_p=0.8)
-    assert engine.generate(PROMPTS, 2, sampling, seed=0, step=1).logprobs.isnan().all()
-    assert not engine.generate(PROMPTS, 2, sampling.greedy, seed=0, step=1).logprobs.any()
+    assert engine.generate(RolloutRequest(PROMPTS, 2, sampling, 0, 1)).logprobs.isnan().all()
+    assert not engine.generate(RolloutRequest(PROMPTS, 2, sampling.greedy, 0, 1)).logprobs.any()
 
 
 @pytest.mark.vllm
@@ -390,8 +390,8 @@ def test_greedy_responses_equal_the_native_engines(engine):
     model = tiny_decoder(1)
     engine.load_weights(model)
     sampling = Sampling(0.0, 24, STOPS)
-    rollouts = engine.generate(PROMPTS, 3, sampling, seed=0, step=1)
-    native = NativeEngine(model, torch.float32).generate(PROMPTS, 3, sampling, seed=0, step=1)
+    rollouts = engine.generate(RolloutRequest(PROMPTS, 3, sampling, 0, 1))
+    native = NativeEngine(model, torch.float32).generate(RolloutRequest(PROMPTS, 3, sampling, 0, 1))
     assert torch.equal(rollouts.tokens, native.tokens)
     assert torch.equal(rollouts.truncated, native.truncated)
     assert (rollouts.logprobs == 0).all()
@@ -403,7 +403,7 @@ def test_load_weights_replaces_the_weights(engine):
     for seed in (1, 2, 1, 0):
         model = tiny_decoder(seed)
         engine.load_weights(model)
-        rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=seed)
+        rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, seed))
         assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
         other = tiny_decoder(seed + 5)
         assert (rollouts.logprobs - own_logprobs(other, rollouts, sampling)).abs().max() > 1
@@ -416,9 +416,11 @@ def test_tokens_follow_the_distribution(engine):
     """
     model = tiny_decoder(1)
     engine.load_weights(model)
-    tokens = engine.generate(PROMPTS.take(0, 1), 4_000, Sampling(1.5, 1, ()), seed=3, step=1).tokens
+    tokens = engine.generate(
+        RolloutRequest(PROMPTS.take(0, 1), 4_000, Sampling(1.5, 1, ()), 3, 1)
+    ).tokens
     one = NativeEngine(model, torch.float32).generate(
-        PROMPTS.take(0, 1), 1, Sampling(1.5, 1, ()), seed=0, step=0
+        RolloutRequest(PROMPTS.take(0, 1), 1, Sampling(1.5, 1, ()), 0, 0)
     )
     logits = response_logits(model, one_batch(PROMPTS.take(0, 1), one), torch.float32)[0].detach()
     p = torch.softmax(logits / 1.5, -1)
@@ -431,7 +433,7 @@ def test_tokens_follow_the_distribution(engine):
 @pytest.mark.vllm
 def test_bad_requests_are_refused(engine):
     with refused("vocabulary, 0 to 31, got 40"):
-        engine.generate(make_prompts([[40]]), 2, Sampling(1.0, 24, STOPS), seed=0, step=0)
+        engine.generate(RolloutRequest(make_prompts([[40]]), 2, Sampling(1.0, 24, STOPS), 0, 0))
 
 
 @pytest.mark.vllm
@@ -440,14 +442,14 @@ def test_other_families(family):
     """Each family runs in its own process, because a process can have only one engine."""
     code = f"""
 import torch
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.vllm import VllmEngine
 from tests.models import tiny_decoder
 from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs
 
 model = tiny_decoder(model_type={family!r}, tie_word_embeddings=False)
 engine, sampling = VllmEngine(model, torch.float32, cache_bytes=2**28), Sampling(1.0, 24, STOPS)
-rollouts = engine.generate(PROMPTS, 6, sampling, seed=0, step=1)
+rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
 assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
 print("done")
 """

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import new_files, write_policy
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout import vllm_server as module
-from maxrl_fast.rollout.checked import CheckedEngine
+from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
@@ -109,15 +109,15 @@ def server():
 
 def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):
     engine = VllmServerEngine(tiny_decoder(), torch.float32, server.url + "/")
-    rollouts = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
+    rollouts = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, 0, 1))
     assert rollouts.tokens.tolist() == [5, 5, 3, 9, 9, 3, 9, 9, 3]
     assert rollouts.lengths.tolist() == [1, 2] * 3
     assert rollouts.logprobs.tolist() == [-0.5, -0.5, -1.5] * 3
     assert rollouts.truncated.tolist() == [True, False] * 3
-    greedy = engine.generate(PROMPTS, 2, SAMPLING.greedy, seed=0, step=1)
+    greedy = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING.greedy, 0, 1))
     assert greedy.tokens.tolist() == [5, 5, 9, 9, 9, 9]
     assert not greedy.logprobs.any()
-    engine.generate(PROMPTS.take(1, 2), 2, SAMPLING, seed=0, step=1)  # some of them again
+    engine.generate(RolloutRequest(PROMPTS.take(1, 2), 2, SAMPLING, 0, 1))  # some of them again
     seeds = {}
     for path, request in server.requests:
         if path == "/inference/v1/generate" and request["sampling_params"]["temperature"]:
@@ -200,7 +200,7 @@ def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
         (of_filters, top_p, True),
         (of_filters, cold, False),
     ):
-        logprobs = engine.generate(PROMPTS, 2, sampling, seed=0, step=1).logprobs
+        logprobs = engine.generate(RolloutRequest(PROMPTS, 2, sampling, 0, 1)).logprobs
         assert logprobs.isfinite().all() if is_known else logprobs.isnan().all()
 
 
@@ -227,7 +227,7 @@ def test_failures_while_sampling_are_sentences(server, monkeypatch):
     def fails(answer, message):
         server.answers["/inference/v1/generate"] = answer
         with pytest.raises(EngineError, match=message):
-            engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=1)
+            engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, 0, 1))
 
     fails(
         (500, '{"error": "engine dead"}'),
@@ -294,9 +294,11 @@ def test_what_a_server_cannot_have_sampled_is_refused(server, answer, message):
     checked = CheckedEngine(engine, "vllm", model.config.vocab_size)
     server.answers["/inference/v1/generate"] = (200, answer)
     with pytest.raises(EngineError, match=message):
-        checked.generate(PROMPTS.take(0, 1), 1, SAMPLING, seed=0, step=1)
+        checked.generate(RolloutRequest(PROMPTS.take(0, 1), 1, SAMPLING, 0, 1))
     server.answers["/inference/v1/generate"] = (200, choice())
-    assert checked.generate(PROMPTS.take(0, 1), 1, SAMPLING, seed=0, step=1).tokens.tolist() == [
+    assert checked.generate(
+        RolloutRequest(PROMPTS.take(0, 1), 1, SAMPLING, 0, 1)
+    ).tokens.tolist() == [
         5,
         3,
     ]

@@ -8,7 +8,7 @@ import torch
 
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.vllm import VllmEngine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.sharding import distribute, shard
@@ -66,7 +66,7 @@ def main(tensor_parallel):
             else:
                 distribute(model, None, ranks, torch.float32, sharded=False)
             engine.load_weights(model)
-            rollouts = engine.generate(own, NUM_SAMPLES, SAMPLING, seed=0, step=seed)
+            rollouts = engine.generate(RolloutRequest(own, NUM_SAMPLES, SAMPLING, 0, seed))
             assert len(rollouts) == NUM_SAMPLES * len(own)
             assert engine.statistics.response_tokens == len(rollouts.tokens)
             difference = (
@@ -80,7 +80,7 @@ def main(tensor_parallel):
                 everything.select(torch.arange(s, s + NUM_SAMPLES)) for s in (0, 4 * NUM_SAMPLES)
             )
             assert first.tokens.tolist() != last.tokens.tolist()
-            again = engine.generate(own, NUM_SAMPLES, SAMPLING, seed=0, step=seed)
+            again = engine.generate(RolloutRequest(own, NUM_SAMPLES, SAMPLING, 0, seed))
             assert again.tokens.tolist() == rollouts.tokens.tolist()
         # as in the last chunk of an evaluation
         for prompts, count in ((PROMPTS.take(0, 1), 1), (Prompts.none(CPU), 0)):
@@ -90,9 +90,9 @@ def main(tensor_parallel):
                 else (PROMPTS.take(1, 1) if count == 0 else Prompts.none(CPU))
             )
             if tensor_parallel > 1 or len(prompts):
-                assert len(engine.generate(prompts, 2, SAMPLING.greedy, seed=0, step=0)) == 2 * len(
-                    prompts
-                )
+                assert len(
+                    engine.generate(RolloutRequest(prompts, 2, SAMPLING.greedy, 0, 0))
+                ) == 2 * len(prompts)
         print(f"rank {ranks.rank}: done", flush=True)
 
 

@@ -53,7 +53,8 @@ class NumberedTask(MazeTask):
 class NumberedEngine:
     """Sample n of prompt i is UP i times, then DONE. Each of its tokens has log-prob -(n + 1)."""
 
-    def generate(self, prompts, num_samples, sampling, *, seed, step):
+    def generate(self, request):
+        prompts, num_samples = request.prompts, request.num_samples
         responses = [[UP] * i + [DONE] for i in prompts.ids.tolist() for _ in range(num_samples)]
         tokens, cu_seqlens = pack(responses)
         logprobs = (

@@ -12,7 +12,7 @@ from maxrl_fast import ops
 from maxrl_fast.config.checks import check, correction_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.records import Samples
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
 from maxrl_fast.training.loss_settings import LossSettings
@@ -37,7 +37,9 @@ CAP = 1.7
 def sampled(model, top_p=1.0):
     """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25), top_p=top_p)
-    rollouts = NativeEngine(model, torch.float32).generate(PROMPTS, 4, sampling, seed=1, step=1)
+    rollouts = NativeEngine(model, torch.float32).generate(
+        RolloutRequest(PROMPTS, 4, sampling, 1, 1)
+    )
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 

@@ -17,7 +17,7 @@ from maxrl_fast.job.build_policy import build_policy, build_run_engine
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.learner import Learner, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
@@ -263,7 +263,7 @@ def test_the_policy_becomes_its_teacher(kl, num_samples, is_near):
     for step in range(150):
         engine.load_weights(model)
         rollouts = engine.generate(
-            prompts, num_samples, Sampling(1.0, length, ()), seed=0, step=step
+            RolloutRequest(prompts, num_samples, Sampling(1.0, length, ()), 0, step)
         )
         samples = Samples(prompts, rollouts)
         samples = Samples(prompts, trained.with_reference(samples))

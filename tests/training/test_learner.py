@@ -10,7 +10,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training import passes as learner_passes
 from maxrl_fast.training.learner import Learner, frozen_copy
@@ -25,7 +25,7 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 
 def sampled(model, num_samples=4, limit=9):
     return NativeEngine(model, torch.float32).generate(
-        PROMPTS, num_samples, Sampling(1.0, limit, (3,)), seed=1, step=1
+        RolloutRequest(PROMPTS, num_samples, Sampling(1.0, limit, (3,)), 1, 1)
     )
 
 

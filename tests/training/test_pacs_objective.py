@@ -9,7 +9,7 @@ import torch
 
 from maxrl_fast.ops import log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
@@ -44,7 +44,7 @@ def make_learner(model, reference=None, lr=0.05):
 
 def sampled(model):
     return NativeEngine(model, torch.float32).generate(
-        PROMPTS, N, Sampling(0.9, 9, (3,)), seed=1, step=1
+        RolloutRequest(PROMPTS, N, Sampling(0.9, 9, (3,)), 1, 1)
     )
 
 

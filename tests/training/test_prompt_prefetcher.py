@@ -138,9 +138,9 @@ class Engine:
     may.
     """
 
-    def generate(self, prompts, num_samples, sampling, *, seed, step):
-        self.seen = [*getattr(self, "seen", []), *prompts.ids.tolist()]
-        return Rollouts.given([[7]] * (len(prompts) * num_samples))
+    def generate(self, request):
+        self.seen = [*getattr(self, "seen", []), *request.prompts.ids.tolist()]
+        return Rollouts.given([[7]] * request.num_sequences)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])

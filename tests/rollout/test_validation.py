@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from maxrl_fast.records import Inserted, Rollouts, cumulative, pack
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.checked import find_wrong
+from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout.validation import find_wrong
 from tests.batches import make_prompts
 
 PROMPTS = make_prompts([[5, 6], [9]])
@@ -25,7 +25,7 @@ def answer(responses=((7, 2), (5, 5, 5), (8, 2), (2,)), **changes):
 
 
 def wrong(rollouts, prompts=PROMPTS, sampling=SAMPLING):
-    return find_wrong(rollouts, prompts, 2, sampling, vocab_size=10)
+    return find_wrong(rollouts, RolloutRequest(prompts, 2, sampling), vocab_size=10)
 
 
 def test_what_is_right_passes():

@@ -20,8 +20,8 @@ from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards import Failure, RewardSource, Scores
 from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.scored import sample_and_score
+from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.collect import RolloutCollector
@@ -204,33 +204,32 @@ def test_evaluation_counts_failed_episodes_as_wrong():
 
 
 class Broken(CountingEngine):
-    def generate(self, prompts, num_samples, sampling, *, seed, step, environments):
+    def generate(self, request):
         raise KeyboardInterrupt
 
 
 def test_environments_are_closed_after_any_exception():
     task = CountingTask()
-    arguments = (task.prompts("train", 0, 2), 2, Sampling(1.0, 32, task.stop_ids))
+    request = RolloutRequest(task.prompts("train", 0, 2), 2, Sampling(1.0, 32, task.stop_ids))
     with pytest.raises(KeyboardInterrupt):
-        sample_and_score(Broken(), task, Scorer(task, None), *arguments, seed=0, step=0)
+        sample_and_score(Broken(), task, Scorer(task, None), request)
     assert task.events == ["close"]
     source = Lengths()
     source.score = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        sample_and_score(CountingEngine(), task, Scorer(task, source), *arguments, seed=0, step=0)
+        sample_and_score(CountingEngine(), task, Scorer(task, source), request)
     assert task.events == ["close", "finish", "close"]
 
 
 def test_environments_end_without_a_scorer_and_without_prompts():
     task, sampling = CountingTask(), Sampling(1.0, 32, (7,))
-    prompts = task.prompts("train", 0, 2)
-    sampled = sample_and_score(CountingEngine(), task, None, prompts, 2, sampling, seed=0, step=0)
+    request = RolloutRequest(task.prompts("train", 0, 2), 2, sampling)
+    sampled = sample_and_score(CountingEngine(), task, None, request)
     assert sampled.rollouts.turns() == [played(i, n, 3) for i in range(2) for n in range(2)]
     assert sampled.rewards.isnan().all()
     scorer = Scorer(task, None)
-    nobody = sample_and_score(
-        CountingEngine(), task, scorer, Prompts.none(CPU), 2, sampling, seed=0, step=0
-    )
+    nothing = RolloutRequest(Prompts.none(CPU), 2, sampling)
+    nobody = sample_and_score(CountingEngine(), task, scorer, nothing)
     assert len(nobody.rollouts) == len(nobody.rewards) == 0
     assert task.events == ["close", "close"]
 

@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.records import SEQUENCE, Prompts, Samples
+from maxrl_fast.records import SEQUENCE, Samples
 from maxrl_fast.rewards.scoring import Scorer
-from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout import Engine, RolloutRequest
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import Episodes, EpisodeTask
+from maxrl_fast.tasks.episode import EpisodeTask
 
 
 @dataclass(frozen=True)
@@ -30,37 +30,29 @@ def sample_and_score(
     engine: Engine,
     task: Task,
     scorer: Scorer | None,
-    prompts: Prompts,
-    num_samples: int,
-    sampling: Sampling,
-    *,
-    seed: int,
-    step: int,
+    request: RolloutRequest,
     clock: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> ScoredSamples:
-    """Sample `num_samples` responses to each prompt, with the environments of an EpisodeTask, and
-    score them.
+    """Sample the responses of a request, with the environments of an EpisodeTask, and score them.
 
     A rank without prompts scores nothing; it takes part in sampling with an engine that it shares.
 
     Args:
         clock: measures the stages "rollout" and "reward".
     """
-    episodes: Episodes | None = None
-    options: dict[str, Any] = {}  # engines need to know environments only where there are some
+    prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
         if isinstance(task, EpisodeTask):
-            episodes = options["environments"] = task.environments(prompts, num_samples)
-            not_finished.callback(episodes.close)
-            sampling = replace(sampling, max_turns=task.max_turns)
+            environments = task.environments(prompts, request.num_samples)
+            not_finished.callback(environments.close)
+            sampling = replace(request.sampling, max_turns=task.max_turns)
+            request = replace(request, sampling=sampling, environments=environments)
         with clock("rollout"):
-            rollouts = engine.generate(
-                prompts, num_samples, sampling, seed=seed, step=step, **options
-            )
+            rollouts = engine.generate(request)
         if scorer is None or not len(prompts):
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
             return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
         with clock("reward"):
-            rewards = scorer.score(prompts, rollouts, episodes)
+            rewards = scorer.score(prompts, rollouts, request.environments)
         not_finished.pop_all()
     return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))

@@ -6,8 +6,8 @@ import torch
 
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import Engine, Environments, RolloutStatistics, Sampling
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import Engine, RolloutRequest, RolloutStatistics
 
 ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
 
@@ -30,36 +30,24 @@ class CheckedEngine:
     def sleep(self) -> None:
         self.engine.sleep()
 
-    def generate(
-        self,
-        prompts: Prompts,
-        num_samples: int,
-        sampling: Sampling,
-        *,
-        seed: int,
-        step: int,
-        environments: Environments | None = None,
-    ) -> Rollouts:
+    def generate(self, request: RolloutRequest) -> Rollouts:
         """Raises EngineError on rollouts that cannot be true."""
-        rollouts = self.engine.generate(
-            prompts, num_samples, sampling, seed=seed, step=step, environments=environments
-        )
+        rollouts = self.engine.generate(request)
         self.statistics = self.engine.statistics
-        wrong = find_wrong(rollouts, prompts, num_samples, sampling, self.vocab_size)
-        if wrong:
-            raise EngineError(f"step {step}: the rollout engine {self.name} returned {wrong}")
+        if wrong := find_wrong(rollouts, request, self.vocab_size):
+            whose = f"step {request.step}: the rollout engine {self.name}"
+            raise EngineError(f"{whose} returned {wrong}")
         return rollouts
 
 
-def find_wrong(
-    rollouts: Rollouts, prompts: Prompts, num_samples: int, sampling: Sampling, vocab_size: int
-) -> str:
+def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> str:
     """Return what is wrong with an engine's answer to a request, with prompt and sample; "" if
     nothing is.
 
     Log-probs may be NaN, which an engine returns where it does not know them.
     """
-    device, num_sequences = prompts.tokens.device, len(prompts) * num_samples
+    device, num_sequences = request.prompts.tokens.device, request.num_sequences
+    sampling, limit = request.sampling, request.sampling.max_new_tokens
     if not isinstance(rollouts, Rollouts):
         return f"{type(rollouts).__name__}, wanted Rollouts"
     if fault := rollouts.find_wrong(num_sequences, device):
@@ -68,11 +56,10 @@ def find_wrong(
         return ""
     tokens, cu_seqlens, logprobs = rollouts.tokens, rollouts.cu_seqlens, rollouts.logprobs
     lengths = rollouts.lengths
-    wrong = (lengths < 1) | (lengths > sampling.max_new_tokens)
+    wrong = (lengths < 1) | (lengths > limit)
     if wrong.any():
         s = int(wrong.nonzero()[0])
-        whose = _sample(prompts, num_samples, s)
-        return f"{int(lengths[s])} tokens for {whose}, wanted 1 to {sampling.max_new_tokens}"
+        return f"{int(lengths[s])} tokens for {request.name_of(s)}, wanted 1 to {limit}"
     sequence = torch.repeat_interleave(lengths, output_size=len(tokens))  # [T]
     # [T] bool, the tokens before an insertion
     precedes = torch.zeros_like(tokens, dtype=torch.bool)
@@ -86,11 +73,10 @@ def find_wrong(
             return f"an inserted token outside the vocabulary of {vocab_size}"
         precedes[:-1] = is_anchor[1:]
         whole = lengths + inserted.cu_seqlens[cu_seqlens].diff()
-        if int(whole.amax()) > sampling.max_new_tokens:
+        if int(whole.amax()) > limit:
             s = int(whole.argmax())
             counted = f"{int(whole[s])} tokens and inserted ones"
-            whose = _sample(prompts, num_samples, s)
-            return f"{counted} for {whose}, wanted at most {sampling.max_new_tokens}"
+            return f"{counted} for {request.name_of(s)}, wanted at most {limit}"
     #     tokens   7 2 | 5 5 5 | 8 2      with the stop token 2 and max_new_tokens 3
     #     stops    . x | . . . | . x      only a last token may be one, or one before an insertion
     #     truncated  . |     x |   .      a response without one was truncated
@@ -117,8 +103,4 @@ def find_wrong(
     t = int(broken.nonzero()[0])
     s = int(sequence[t])
     place, value = t - int(cu_seqlens[s]), f"{int(tokens[t])} with log-prob {float(logprobs[t]):g}"
-    return f"{rule}: token {place} of {_sample(prompts, num_samples, s)}, {value}"
-
-
-def _sample(prompts: Prompts, num_samples: int, sequence: int) -> str:
-    return f"sample {sequence % num_samples} of prompt {int(prompts.ids[sequence // num_samples])}"
+    return f"{rule}: token {place} of {request.name_of(s)}, {value}"

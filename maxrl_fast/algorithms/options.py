@@ -89,6 +89,14 @@ class Refusal:
             raise InputError(self.message.format_map(options), *shown)
 
 
+def multiple_of(part: str, whole: str) -> Refusal:
+    """Return the refusal of a `whole` that is not a multiple of `part`, both names of options."""
+    return Refusal(
+        f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}",
+        lambda options: options[whole] % options[part],
+    )
+
+
 @dataclass(frozen=True)
 class Option:
     """An option; required if it has neither a default nor a `Default`."""

@@ -29,7 +29,8 @@ def _is_likelihood(c: Mapping[str, Any]) -> bool:
 
 
 # What the properties of the objective and the token loss exclude. Besides the options by name, `c`
-# has both as "method" and "token_loss", the names of --reward as a list and the correction.
+# has both as "method" and "token_loss", what the objective needs, whether it owns the loss, and the
+# correction of the run.
 _REFUSALS = (
     Refusal(
         "dynamic_sampling leaves out groups whose rewards are equal, from which {objective} learns",
@@ -38,18 +39,18 @@ _REFUSALS = (
     Refusal(
         "{objective} weights single tokens, so loss cannot be {loss}, whose ratio is one of whole "
         "responses",
-        lambda c: c["method"].needs.token_weights and c["token_loss"].by_sequence,
+        lambda c: c["needs"].token_weights and c["token_loss"].by_sequence,
     ),
     Refusal(
         "--reward-source {reward_source} does not support {objective}: it needs individual rewards",
         lambda c: (
             (c["reward_source"] == "vote" or _is_likelihood(c))
-            and (c["method"].needs.greedy or c["method"].needs.parts)
+            and (c["needs"].greedy or c["needs"].parts)
         ),
     ),
     Refusal(
         "reward_source cannot be {reward_source} for {objective}, which needs rewards of 0 or 1",
-        lambda c: _is_likelihood(c) and c["method"].needs.binary,
+        lambda c: _is_likelihood(c) and c["needs"].binary,
     ),
     Refusal(
         "reward_source cannot be {reward_source} for task {task}, whose responses are answers "
@@ -60,26 +61,26 @@ _REFUSALS = (
     Refusal(
         "reward_source must be given for {objective}, which computes its own reward, got "
         "{reward_source}",
-        lambda c: c["method"].needs.answers and c["reward_source"] != "given",
+        lambda c: c["needs"].answers and c["reward_source"] != "given",
     ),
     Refusal(
         "{objective} does not support --overlong-buffer: its reward is a probability, got "
         "{overlong_buffer}",
-        lambda c: c["method"].needs.answers and c["overlong_buffer"],
+        lambda c: c["needs"].answers and c["overlong_buffer"],
     ),
     Refusal(
         "{objective} needs each reward separately: --reward needs 2 or more, got {reward}",
-        lambda c: c["method"].needs.parts and len(as_list(c["reward"])) < 2,
+        lambda c: c["needs"].parts and len(as_list(c["reward"])) < 2,
     ),
     Refusal(
         "{objective} needs each reward separately, so that reward_threshold would change none of "
         "them, got {reward_threshold}",
-        lambda c: c["method"].needs.parts and c["reward_threshold"] is not None,
+        lambda c: c["needs"].parts and c["reward_threshold"] is not None,
     ),
     Refusal(
         "{objective} needs each reward separately, so that overlong_buffer would change none of "
         "them, got {overlong_buffer}",
-        lambda c: c["method"].needs.parts and c["overlong_buffer"],
+        lambda c: c["needs"].parts and c["overlong_buffer"],
     ),
     Refusal(
         "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}",
@@ -88,21 +89,21 @@ _REFUSALS = (
     Refusal(
         "overlong_buffer makes rewards other than 0 and 1, which {objective} does not support, got "
         "{overlong_buffer}",
-        lambda c: c["method"].needs.binary and c["overlong_buffer"],
+        lambda c: c["needs"].binary and c["overlong_buffer"],
     ),
     Refusal(
         "{objective} does not support --top-entropy: its loss does not use token weights, got "
         "{top_entropy}",
-        lambda c: c["method"].owns_loss and c["top_entropy"] != 1,
+        lambda c: c["owns_loss"] and c["top_entropy"] != 1,
     ),
     Refusal(
         "{objective} does not support --correction: its loss does not use token weights, got "
         "{correction}",
-        lambda c: c["method"].owns_loss and c["correction"] != "none",
+        lambda c: c["owns_loss"] and c["correction"] != "none",
     ),
     Refusal(
         "{objective} weights single tokens by either sign, so correction cannot be {correction}",
-        lambda c: c["method"].needs.token_weights and c["correction"] == "sequence_mask",
+        lambda c: c["needs"].token_weights and c["correction"] == "sequence_mask",
     ),
     Refusal(
         "kl full needs another teacher than the policy, --reference or --teacher-prompt",
@@ -147,7 +148,8 @@ def check(config: Config) -> None:
     defaults = objective_defaults(name, config.rollout.rollouts)
     values = options | {key: x for key, x in defaults.items() if options.get(key) is None}
     values |= {"loss": loss.name, "correction": correction_of(config)[0]}
-    values |= {"method": objective, "token_loss": loss}
+    values |= {"method": objective, "needs": objective.needs, "owns_loss": objective.owns_loss}
+    values["token_loss"] = loss
     own = OBJECTIVE_CLASSES[name].refuses if name in OBJECTIVE_CLASSES else ()
     for refusal in (*_REFUSALS, *own):
         refusal.check(values)

@@ -119,7 +119,7 @@ VLLM = When("needs --rollout vllm", lambda c: c["rollout"] == "vllm")
 NO_VLLM_SERVER = When(
     "cannot be used with --vllm-url", lambda c: c["rollout"] != "vllm" or c["vllm_url"] is None
 )
-# Without --correction, --importance-cap asks for tis.
+# Without --correction, --importance-cap implies tis.
 TAKES_CAP = When(
     "is not used by correction {correction}",
     lambda c: CORRECTIONS[c["correction"] or "tis"].has_cap,

@@ -23,6 +23,7 @@ from maxrl_fast.algorithms.options import (
     Seed,
     Share,
     UnitInterval,
+    multiple_of,
 )
 from maxrl_fast.config import conditions as when
 from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, as_list, options_of
@@ -246,10 +247,7 @@ class RolloutOptions:
             "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}",
             lambda c: c["prompts"] * c["rollouts"] >= 2**31,
         ),
-        Refusal(
-            "prompts must be a multiple of updates_per_step, got {prompts} and {updates_per_step}",
-            lambda c: c["prompts"] % c["updates_per_step"],
-        ),
+        multiple_of("updates_per_step", "prompts"),
     ] = 32
     """Prompts per step (G)."""
     rollouts: Count = 16
@@ -297,7 +295,7 @@ class RolloutOptions:
         Note.FOLLOWS_OBJECTIVE,
     ] = None
     """Largest importance weight, of a token for tis and of a response for tis_sequence; without
-    --correction it asks for tis, and 0 for none."""
+    --correction it implies tis, and 0 none."""
     correction_options: Annotated[
         tuple[str, ...],
         Default("the correction's own", "NAME=VALUE ...", when.numbers_of_correction),
@@ -472,10 +470,7 @@ class ModelOptions:
     hidden_size: Annotated[
         Count,
         Resume.POLICY,
-        Refusal(
-            "hidden_size must be a multiple of heads, got {hidden_size} and {heads}",
-            lambda c: c["hidden_size"] % c["heads"],
-        ),
+        multiple_of("heads", "hidden_size"),
         Refusal(
             "hidden_size / heads must be even, got {hidden_size} / {heads}",
             lambda c: c["hidden_size"] // c["heads"] % 2,
@@ -486,14 +481,7 @@ class ModelOptions:
     """Size of the feed-forward layers."""
     layers: Annotated[Count, Resume.POLICY] = 4
     """Number of layers."""
-    heads: Annotated[
-        Count,
-        Resume.POLICY,
-        Refusal(
-            "heads must be a multiple of kv_heads, got {heads} and {kv_heads}",
-            lambda c: c["heads"] % c["kv_heads"],
-        ),
-    ] = 8
+    heads: Annotated[Count, Resume.POLICY, multiple_of("kv_heads", "heads")] = 8
     """Number of query heads; the size of a head is hidden_size / heads."""
     kv_heads: Annotated[Count, Resume.POLICY] = 4
     """Number of key/value heads."""

@@ -362,6 +362,23 @@ def test_an_evaluation_has_hints_too(words, message):
         evaluation.parse(words.split())
 
 
+def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_path):
+    options = {"objective": "maxrl", "task": "gsm8k", "data": "/d", "max_new_tokens": 7, "seed": 3}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    (tmp_path / "latest").mkdir()
+
+    def taken(*flags):
+        config, _ = evaluation.parse([str(tmp_path), *flags])
+        limit, seed = config.sampling.max_new_tokens, config.sampling.seed
+        return str(config.task.data), limit, seed, config.place.task_seed
+
+    assert taken() == ("/d", 7, 3, 3)
+    assert taken("--data", "/e", "--seed", "4") == ("/e", None, 4, 3)
+    assert taken("--task", "math") == ("None", None, 3, 3)
+    with refused("--data is not used by task maze"):
+        taken("--task", "maze", "--data", "/e")
+
+
 def test_choices_have_the_names_that_others_give_them():
     run = parse("--dtype bf16 --device gpu".split()).run
     assert (run.dtype, run.device) == ("bfloat16", "cuda")

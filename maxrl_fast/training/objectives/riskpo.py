@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.options import Count, Help, Refusal
+from maxrl_fast.algorithms.options import Count, Help, multiple_of
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Objective, ObjectiveStep, objective
@@ -22,12 +22,7 @@ _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts
     "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
     name="riskpo",
     needs="N >= 2; --prompts a multiple of --bundle-size",
-    refuses=(
-        Refusal(
-            "prompts must be a multiple of bundle_size, got {prompts} and {bundle_size}",
-            lambda c: c["prompts"] % c["bundle_size"],
-        ),
-    ),
+    refuses=(multiple_of("bundle_size", "prompts"),),
 )
 @dataclass(kw_only=True)
 class RiskpoObjective(Objective):

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import INDEX, WEIGHTS, num_tensors, stored_dtype, without_code
+from maxrl_fast.model.checkpoint import stored_dtype, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
-from maxrl_fast.model.tokenizer import MAX_LAYERS, check_counts
 from maxrl_fast.runtime.files import printable, read_json
 
 # Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention
@@ -102,9 +101,6 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         )
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
-    has_weights = any((directory / name).exists() for name in (WEIGHTS, INDEX))
-    # before transformers builds lists
-    check_counts(path, fields, num_tensors(directory) if has_weights else MAX_LAYERS)
     try:
         config = AutoConfig.for_model(**fields)
         sizes = sizes_of(config, fields)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError, UnsupportedModelError
-from maxrl_fast.model.checkpoint import load_checkpoint, read_checked_config, read_config
+from maxrl_fast.model.checkpoint import load_checkpoint, read_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes, find_nonfinite
 from maxrl_fast.runtime.device import memory_bytes
@@ -52,7 +52,7 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
 
 def read_sizes(directory: Path) -> PolicySizes:
     if backend_of(directory) == "native":
-        return read_checked_config(directory)
+        return read_config(directory / "config.json")
     from maxrl_fast.model.huggingface_checkpoint import read_huggingface
 
     return read_huggingface(directory)[1]
@@ -74,7 +74,7 @@ def load_policy(
     model: PolicyModel
     if backend_of(directory, backend) == "native":
         if is_empty:
-            model = Decoder.empty(read_checked_config(directory), "meta")
+            model = Decoder.empty(read_config(directory / "config.json"), "meta")
         else:
             model = load_checkpoint(directory)
     else:

@@ -1,80 +1,26 @@
 """Tokenizers and chat templates of checkpoint directories.
 
-A chat template is code of the checkpoint. transformers runs it in Jinja's sandbox,
-without files and commands, and `time_limit` ends one that loops. Its memory is not limited.
+A chat template is code of the checkpoint. transformers runs it in Jinja's sandbox, without files
+and commands.
 """
 
-import contextlib
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.files import TOKENIZER_BYTES, check_regular, read_json
 
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
-SECONDS = 60  # limit for loading a tokenizer, and for encoding one text
-MAX_LAYERS = 1000  # of a directory whose weights are not counted
-MAX_LABELS = 10**6
 THINKING = ("<think>", "</think>")
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[Message]
-
-
-class _Late(BaseException):
-    """The limit of `time_limit`. No Exception: transformers and templates catch those."""
-
-
-@contextlib.contextmanager
-def time_limit(what: str) -> Iterator[None]:
-    """Limit a block that runs code or data of a checkpoint to SECONDS, on the main thread only.
-
-    Raises InputError if the block takes longer, or the tokenizers library panics.
-    """
-
-    def stop(*_: object) -> NoReturn:
-        raise _Late
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main:
-        previous = signal.signal(signal.SIGALRM, stop)
-        timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    except _Late:
-        raise InputError(f"{what} must take at most {SECONDS} s, and takes longer") from None
-    except BaseException as error:
-        # of Rust; no Exception either, and nothing exports its class
-        if type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{what} fails: {error}") from error
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
-
-
-def check_counts(path: Path, fields: dict[str, Any], max_layers: int = MAX_LAYERS) -> None:
-    """transformers builds a list of the layers and one of the labels."""
-    for part in fields.values():
-        if isinstance(part, dict):
-            check_counts(path, part, max_layers)
-    names = "num_hidden_layers", "n_layer", "n_layers", "num_layers"
-    for name, most in (dict.fromkeys(names, max_layers) | {"num_labels": MAX_LABELS}).items():
-        value = fields.get(name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
-        if value is not None and not is_count:
-            wanted = f"{name} must be an integer from 1 to {most}"
-            raise InputError(f"{path}: {wanted}, got {value!r:.80}")
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -85,21 +31,15 @@ def load_tokenizer(directory: Path) -> Any:
         raise InputError(
             f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})"
         ) from error
-    _check_files(directory)
     # transformers would make an empty tokenizer
     if not any(any(directory.glob(name)) for name in VOCABULARIES):
         raise InputError(
             f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none"
         )
-    if (path := directory / "config.json").exists():
-        check_counts(path, read_json(path))
     try:
-        with time_limit(f"loading the tokenizer of {directory}"):
-            return AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-    except InputError:
-        raise
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # parsers of these files raise anything
         raise InputError(
             f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}"
@@ -217,12 +157,4 @@ def _is_control(token: str, template: str) -> bool:
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    _check_files(directory)
     return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
-
-
-def _check_files(directory: Path) -> None:
-    """Pipes and devices would block."""
-    for name in (*FILES, "config.json", "generation_config.json"):
-        if (directory / name).exists():
-            check_regular(directory / name, TOKENIZER_BYTES)

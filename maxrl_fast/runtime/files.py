@@ -245,7 +245,6 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
-TOKENIZER_BYTES = 1 << 28
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:

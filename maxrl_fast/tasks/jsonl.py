@@ -4,7 +4,7 @@ names the invalid line.
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,6 @@ from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.runtime.files import check_regular, printable
 from maxrl_fast.tasks.dataset_specs import keys_of
 
-# limit of one line; the longest prompts of mathematics and code have a tenth of it
-LINE_BYTES = 1 << 20
-# The rows of a Parquet file may unpack to UNPACKED_BYTES plus UNPACKED_RATIO times the size of the
-# file.
-UNPACKED_BYTES, UNPACKED_RATIO = 1 << 26, 100
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -27,9 +22,7 @@ Demonstration = tuple[str, Any, str]  # its place, its prompt (text or messages)
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
     """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
-    with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}. Raises
-    InputError naming the file and the line that cannot be read, or is too long, no object or
-    without a prompt."""
+    with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}."""
     return [
         (location, _checked(fields, location, prompt_key))
         for location, fields in _read_objects(path, option)
@@ -102,8 +95,6 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 yield location, json.loads(line, object_pairs_hook=_without_duplicates)
-            except RecursionError:
-                raise InputError(f"{location}: it is nested too deeply") from None
             # invalid JSON, invalid UTF-8, or an integer of too many digits
             except ValueError as error:
                 raise InputError(
@@ -112,38 +103,19 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read a few rows at a time: a small file may unpack to very large rows."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-        from pyarrow.types import is_dictionary
     except ImportError as error:
         raise InputError(
             f"reading {printable(path)} needs pyarrow: pip install 'maxrl_fast[data]' ({error})"
         ) from error
-
-    def rows() -> Iterable[Any]:
-        remaining = UNPACKED_BYTES + UNPACKED_RATIO * path.stat().st_size
-        try:
-            with ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=16):
-                    remaining -= sum(
-                        (x.dictionary_decode() if is_dictionary(x.type) else x).nbytes
-                        for x in batch.columns
-                    )
-                    if remaining < 0:
-                        raise InputError(
-                            f"{printable(path)} must not unpack to more than {UNPACKED_RATIO} "
-                            "times its size"
-                        )
-                    yield from batch.to_pylist()
-        except InputError:  # it is a ValueError too
-            raise
-        except (ArrowException, ValueError) as error:
-            raise InputError(f"{printable(path)} must be a Parquet file: {error}") from error
-
-    for i, row in enumerate(rows(), start=1):
-        yield f"{printable(path)}, row {i}", row
+    try:
+        with ParquetFile(path) as file:
+            for i, row in enumerate(file.read().to_pylist(), start=1):
+                yield f"{printable(path)}, row {i}", row
+    except (ArrowException, ValueError) as error:
+        raise InputError(f"{printable(path)} must be a Parquet file: {error}") from error
 
 
 def _checked(fields: dict[str, Any], location: str, prompt_key: str) -> dict[str, Any]:
@@ -199,14 +171,9 @@ def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
 
 def _checked_object(fields: Any, location: str) -> dict[str, Any]:
     try:
-        # fails on half a surrogate pair
-        size = len(json.dumps(fields, ensure_ascii=False, allow_nan=False).encode())
-    except RecursionError:
-        raise InputError(f"{location}: it is nested too deeply") from None
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()  # no half a surrogate pair
     except (TypeError, ValueError) as error:
         raise InputError(f"{location}: it must be a JSON object in UTF-8: {error}") from error
-    if size > LINE_BYTES:
-        raise InputError(f"{location}: it must have at most {LINE_BYTES:,} bytes, got {size:,}")
     if not isinstance(fields, dict):
         raise InputError(f"{location}: it must be a JSON object, got {fields!r:.80}")
     return fields

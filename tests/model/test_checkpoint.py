@@ -233,6 +233,35 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_no_key_that_makes_transformers_run_code_is_kept(tmp_path, name):
+    save(tmp_path / "checkpoint")
+    code = {
+        "auto_map": {"AutoConfig": "evil.Config"},
+        "custom_pipelines": {"a": {}},
+        "_attn_implementation": "evil/kernel",
+    }
+    path = tmp_path / "checkpoint" / name
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | code | {"own": [{**code, "kept": 1}]})
+    )
+    kept = kept_files(path.parent, TASK.stop_ids)[name].decode()
+    assert json.loads(kept)["own"] == [{"kept": 1}]
+    assert not any(key in kept for key in code)
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
+    directory, blobs = tmp_path / "checkpoint", tmp_path / "blobs"
+    model = save(directory)
+    blobs.mkdir()
+    for path in list(directory.iterdir()):
+        path.rename(blobs / f"blob-{path.name}")
+        path.symlink_to(f"../blobs/blob-{path.name}")
+    loaded = load_checkpoint(directory)
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    assert len(load_tokenizer(directory)) == TASK.vocab_size
+
+
 def test_the_tokenizer_encodes_the_tasks_words(tmp_path):
     save(tmp_path / "checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")

@@ -1,4 +1,4 @@
-"""Prompts from a file: a real tokenizer, a reproducible split and order, and malicious lines, which
+"""Prompts from a file: a real tokenizer, a reproducible split and order, and invalid lines, which
 must be refused.
 """
 
@@ -17,7 +17,6 @@ from maxrl_fast import train
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_lines
@@ -149,9 +148,6 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
         )
 
 
-DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -167,11 +163,6 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (
             b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}",
             "line 2: it must be a JSON object in UTF-8",
-        ),
-        (DEEP.encode(), "line 2: it is nested too deeply"),
-        (
-            b'{"prompt": "' + b"x" * jsonl.LINE_BYTES + b'"}',
-            "line 2: it must have at most 1,048,576 bytes",
         ),
         (
             b'{"question": "1"}',
@@ -196,7 +187,7 @@ DEEP = '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
 )
-def test_malicious_lines_are_refused_with_their_number(tmp_path, line, message):
+def test_invalid_lines_are_refused_with_their_number(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
     with refused(message):

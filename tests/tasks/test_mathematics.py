@@ -158,13 +158,9 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
             [{"prompt": "1", "x": float("nan")}],
             "bad.parquet, row 1: it must be a JSON object in UTF-8",
         ),
-        (
-            [{"prompt": "x" * (jsonl.LINE_BYTES + 1)}],
-            "bad.parquet, row 1: it must have at most 1,048,576 bytes, got 1,048,",
-        ),
     ],
 )
-def test_malicious_rows_are_refused_with_their_number(tmp_path, rows, message):
+def test_invalid_rows_are_refused_with_their_number(tmp_path, rows, message):
     path = tmp_path / "bad.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with refused(message):
@@ -256,20 +252,6 @@ def test_each_step_counts_only_its_own_answers(tmp_path, policy):
             for line in (tmp_path / "run" / f"{log}.jsonl").read_text().splitlines()
         ]
         assert all(record["answers_missing"] == 1 for record in records)  # the policy is untrained
-
-
-def test_decompression_bombs_are_refused(tmp_path):
-    table = pyarrow.table(
-        {
-            "prompt": pyarrow.array(["x" * 900_000])
-            .dictionary_encode()
-            .take(pyarrow.array([0] * 500))
-        }
-    )
-    pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet")
-    assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
-    with refused(r"^\S*bomb\.parquet must not unpack to more than 100 times its size$"):
-        jsonl.read_lines(tmp_path / "bomb.parquet", "prompt")
 
 
 def test_a_function_can_be_the_task(tmp_path, policy, capsys, monkeypatch):

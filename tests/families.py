@@ -26,45 +26,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
 }
 WINDOW = {"sliding_window": 7}
-# Common families, and what their configuration needs beside the sizes.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mistral": WINDOW,
-    "ministral": WINDOW,
-    "gemma2": {
-        **WINDOW,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 5,
-    },
-    "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 5},
-    "phi3": {},
-    "olmo2": {},
-    "smollm3": {},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
-    "qwen3": {},
-    "llama": {},
-    "qwen3_moe": EXPERTS,
-    "granite": {
-        "logits_scaling": 4.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.5,
-        "embedding_multiplier": 2.0,
-    },
-    "starcoder2": WINDOW,
-    "glm4": {},
-    "exaone4": WINDOW,
-    "gpt2": {},
-    "gpt_oss": {
-        **WINDOW,
-        **EXPERTS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-    },
-    "cohere2": {**WINDOW, "logit_scale": 0.125},
-    "mixtral": EXPERTS,
-    "olmo3": WINDOW,
-}
-
-_LATENT = {
+LATENT = {
     "num_key_value_heads": 4,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
@@ -73,90 +35,40 @@ _LATENT = {
     "q_lora_rank": 8,
     "head_dim": 4,
 }
-_ROPE = {"rope_type": "default", "rope_theta": 100.0}
-_DEEPSEEK = {
-    **_LATENT,
+DEEPSEEK = {
+    **LATENT,
     **EXPERTS,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
 }
-# Families of the table in docs/models.md whose configuration needs more than SIZES; positions and
-# windows count early.
-OTHERS: dict[str, dict[str, Any]] = {
-    "axk1": _DEEPSEEK,
-    "codegen": {"rotary_dim": 4},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+# The families that people train with reinforcement learning, and what their configuration needs
+# beside the sizes; tests/model/families.py has the others.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "llama": {},
+    "mistral": WINDOW,
+    "mixtral": EXPERTS,
+    "gemma2": {
         **WINDOW,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 5,
     },
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32},
-    },
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
-    "falcon": {"head_dim": None},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 40,
+    "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 5},
+    "phi3": {},
+    "olmo3": WINDOW,
+    "glm4": {},
+    "deepseek_v3": DEEPSEEK,
+    "smollm3": {},
+    "gpt_oss": {
         **WINDOW,
-    },
-    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, **WINDOW},
-    "glm4_moe_lite": _DEEPSEEK,
-    "gpt_neo": {
-        "attention_types": [[["global", "local"], 1], [["global"], 1]],
-        "num_layers": 3,
-        "window_size": 7,
-    },
-    "gptj": {"rotary_dim": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"]},
-    "llama4_text": {
         **EXPERTS,
-        "floor_scale": 4,
-        "attention_chunk_size": 64,
-        "intermediate_size_mlp": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
-    "longcat_flash": {
-        **_DEEPSEEK,
-        "num_layers": 2,
-        "ffn_hidden_size": 48,
-        "expert_ffn_hidden_size": 16,
-        "zero_expert_num": 1,
-    },
-    "mimo_v2_flash": {
-        **EXPERTS,
-        **WINDOW,
-        "n_routed_experts": 4,
-        "v_head_dim": 6,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "minicpm3": _LATENT,
-    "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]
-    },
-    "ministral3": {
-        **WINDOW,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 100.0,
-            "llama_4_scaling_beta": 0.5,
-            "original_max_position_embeddings": 4,
-        },
-    },
-    "reformer": {
-        "is_decoder": True,
-        "axial_pos_embds_dim": (16, 16),
-        "axial_pos_shape": (16, 16),
-        "num_buckets": 4,
-    },
-    "xlnet": {"max_position_embeddings": None, "d_head": 8},
-    "youtu": _LATENT,
 }
 
 
@@ -164,7 +76,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """Return the configuration of a tiny model of a family."""
     from transformers import AutoConfig
 
-    own = SIZES | FAMILIES.get(family, {}) | OTHERS.get(family, {}) | changes
+    own = SIZES | FAMILIES.get(family, {}) | changes
     return AutoConfig.for_model(
         family, **{name: value for name, value in own.items() if value is not None}
     )

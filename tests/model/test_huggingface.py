@@ -35,7 +35,7 @@ GENERATOR = torch.Generator().manual_seed(5)
 # two to each prompt
 RESPONSES = [torch.randint(3, 40, (n,), generator=GENERATOR).tolist() for n in (9, 1, 14, 3, 6, 2)]
 ROLLOUTS = Rollouts.given(RESPONSES)
-QUICK = ("gemma2", "qwen3_moe", "gpt_oss", "cohere2", "gpt2")
+QUICK = ("gemma2", "qwen3_moe", "gpt_oss")
 EVERY = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES
 ]
@@ -281,18 +281,6 @@ def edit_config(directory, changes):
             "must be a decoder that transformers has, got 'no_such'",
         ),
         (
-            {"model_type": ["gemma2"]},
-            r"model_type must be a decoder that transformers has, got \['gemma2",
-        ),
-        (
-            {"text_config": {"num_hidden_layers": 10**12}},
-            "num_hidden_layers must be an integer from 1 to 35",
-        ),
-        (
-            {"num_hidden_layers": 10**12},
-            "num_hidden_layers must be an integer from 1 to 35, got 1000000",
-        ),
-        (
             {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4},
             "does not fit gemma2: missing keys model.layers.3",
         ),
@@ -310,7 +298,10 @@ def edit_config(directory, changes):
             "dtype must be one of float32, bfloat16, float16, got 'int8'",
         ),
         ({"vocab_size": -1}, "vocab_size must be an integer of at least 1"),
-        (lambda d: (d / "model.safetensors").write_bytes(b"PK\x03\x04"), "cannot read the weights"),
+        (
+            lambda d: (d / "model.safetensors").write_bytes(b"PK\x03\x04"),
+            "transformers cannot load",
+        ),
         (
             lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
             "transformers cannot load",

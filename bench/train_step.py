@@ -43,7 +43,7 @@ from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started, whole_st
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.model.flash_choice import first_right
+from maxrl_fast.model.flash_choice import first_correct
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
@@ -308,7 +308,7 @@ def update_by_attention(
         tried = (
             []
             if name == "FA2"
-            else first_right([name], device, dtype, heads, bool, torch.nn.attention)
+            else first_correct([name], device, dtype, heads, bool, torch.nn.attention)
         )
         if name != "FA2" and current_flash_attention_impl() != name:
             figures[name] = {"refused": tried[0]}

@@ -252,7 +252,7 @@ def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _wide(*tensors: Tensor) -> list[Tensor]:
+def _upcast(*tensors: Tensor) -> list[Tensor]:
     """Cast to float32 at least: bfloat16 scores before the softmax would triple its error."""
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
@@ -273,7 +273,7 @@ def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` in plain PyTorch, for [B, heads, L, D]."""
-    wide_q, wide_k, wide_v = _wide(q, k, v)
+    wide_q, wide_k, wide_v = _upcast(q, k, v)
     scores = _scores(wide_q, wide_k, causal, mask, softcap)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp() @ wide_v).to(v.dtype), lse
@@ -292,7 +292,7 @@ def attend_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `attend_backward` in plain PyTorch, for [B, heads, L, D]."""
     dtype = q.dtype
-    grad, q, k, v, o = _wide(grad, q, k, v, o)
+    grad, q, k, v, o = _upcast(grad, q, k, v, o)
     scores = _scores(q, k, causal, mask, softcap)
     p = (scores - lse[..., None]).exp()
     grad_p = grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True)

@@ -55,10 +55,10 @@ def choose(
         return sentences
     candidates = CANDIDATES.get(torch.cuda.get_device_capability(device)[0], ())
     installed = [name for name in candidates if not is_anywhere(not _is_installed(MODULES[name]))]
-    return sentences + first_right(installed, device, dtype, heads, is_anywhere, registry)
+    return sentences + first_correct(installed, device, dtype, heads, is_anywhere, registry)
 
 
-def first_right(
+def first_correct(
     names: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,

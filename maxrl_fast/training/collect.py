@@ -86,14 +86,18 @@ class RolloutCollector:
     """Samples and scores a step's rollouts.
 
     Args:
-        num_prompts, num_rollouts: G and N. max_batches: largest number of batches of G prompts that
-        dynamic sampling draws in a step; 1: no dynamic sampling. needs_greedy: whether the greedy
-        response to each prompt is scored too. needs_parts: whether each of several rewards is kept
-        too; not with dynamic sampling. needs_texts, needs_components: whether every rank gets the
-        text and the reward's components of each response. policy_reward: scores the responses
-        instead of the scorer; not with needs_greedy or needs_parts. length_penalty: added to the
-        rewards that the objective sees. make_prompts: returns training prompts, given the first
-        index and the count; None: the task makes them.
+        num_prompts, num_rollouts: G and N.
+        max_batches: largest number of batches of G prompts that dynamic sampling draws in a step;
+            1: no dynamic sampling.
+        needs_greedy: whether the greedy response to each prompt is scored too.
+        needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
+        needs_texts, needs_components: whether every rank gets the text and the reward's components
+            of each response.
+        policy_reward: scores the responses instead of the scorer; not with needs_greedy or
+            needs_parts.
+        length_penalty: added to the rewards that the objective sees.
+        make_prompts: returns training prompts, given the first index and the count; None: the task
+            makes them.
     """
 
     task: Task

@@ -101,13 +101,13 @@ REFUSED = {
 }
 
 
-def first_right(registry, names=("FA3", "FA4"), is_anywhere=lambda failed: failed):
-    return flash_choice.first_right(names, CPU, torch.bfloat16, HEADS, is_anywhere, registry)
+def first_correct(registry, names=("FA3", "FA4"), is_anywhere=lambda failed: failed):
+    return flash_choice.first_correct(names, CPU, torch.bfloat16, HEADS, is_anywhere, registry)
 
 
 def test_the_first_that_is_right_runs(monkeypatch):
     registry = Registry(monkeypatch, {"FA3": RIGHT, "FA4": RIGHT})
-    assert first_right(registry) == [
+    assert first_correct(registry) == [
         "attention: FA3 of flash_attn_interface runs in place of PyTorch's FlashAttention-2"
     ]
     assert (registry.active, registry.log) == ("FA3", ["FA3"])
@@ -117,7 +117,7 @@ def test_the_first_that_is_right_runs(monkeypatch):
 def test_what_fails_or_computes_something_else_is_taken_out_again(monkeypatch, what):
     implementation, reason = REFUSED[what]
     registry = Registry(monkeypatch, {"FA3": implementation, "FA4": RIGHT})
-    refused, runs = first_right(registry)
+    refused, runs = first_correct(registry)
     assert refused.startswith(
         f"attention: FA3 of flash_attn_interface was tried and refused: {reason}"
     )
@@ -132,13 +132,13 @@ def test_what_fails_or_computes_something_else_is_taken_out_again(monkeypatch, w
 
 def test_pytorchs_own_runs_where_nothing_else_is_right(monkeypatch):
     registry = Registry(monkeypatch, {"FA3": REFUSED["its output"][0]})
-    assert len(first_right(registry, ["FA3"])) == 1
+    assert len(first_correct(registry, ["FA3"])) == 1
     assert registry.active is None
 
 
 def test_all_ranks_take_the_same(monkeypatch):
     registry = Registry(monkeypatch, {"FA3": RIGHT})
-    [sentence] = first_right(registry, ["FA3"], is_anywhere=lambda failed: True)
+    [sentence] = first_correct(registry, ["FA3"], is_anywhere=lambda failed: True)
     assert sentence.endswith("was tried and refused: it failed on another rank")
     assert registry.active is None
 

@@ -21,6 +21,10 @@ struct Float16 {
   uint16_t bits;  // IEEE half precision
 };
 
+// The type of the arithmetic on these elements.
+template <typename Element>
+using RealOf = std::conditional_t<std::is_same_v<Element, double>, double, float>;
+
 // Of a tensor's elements, as Python names it.
 template <typename T>
 constexpr const char* kDtype = std::is_same_v<T, float>      ? "float32"

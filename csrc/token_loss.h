@@ -76,86 +76,52 @@ struct Rows {
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
-// The target and the temperature of each row of logits. Real is float, or double for double logits.
-template <typename Real>
+// The target and the temperature of each row of logits.
 struct TokenRows {
   int64_t num_tokens, vocab_size;
-  const int64_t* targets;    // [T]
-  const Real* temperatures;  // [T], or null: then `temperature` for all
-  double temperature;
+  const int64_t* targets;     // [T]
+  const double* temperature;  // [T]
   static constexpr bool kIsTuple = true;
 
-  MAXRL_FIELDS(num_tokens, vocab_size, targets, temperatures, temperature)
+  MAXRL_FIELDS(num_tokens, vocab_size, targets, temperature)
 
   // NaN if it is not above 0: the exponential only takes exponents up to 0.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
-    const double tau = temperatures ? static_cast<double>(temperatures[t]) : temperature;
-    return tau > 0.0 ? tau : static_cast<double>(NAN);
+    return temperature[t] > 0.0 ? temperature[t] : static_cast<double>(NAN);
   }
   MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const {
     return targets[t] >= 0 && targets[t] < vocab_size;
   }
+  // The first token whose target is not in the vocabulary, -1 if there is none.
+  int64_t first_invalid_target() const {
+    for (int64_t t = 0; t < num_tokens; ++t)
+      if (!is_target_valid(t)) return t;
+    return -1;
+  }
 };
 
-// The tokens of packed sequences and the inputs of their loss. Absent inputs are null.
-template <typename Real>
+// The inputs of the loss, numbers of each token [T]: what belongs to a response, a mask or an
+// average is part of them. Absent inputs are null.
 struct TokenLossInputs {
-  TokenRows<Real> tokens;
-  int64_t num_sequences;
-  const int64_t* cu_seqlens;       // [S+1]
-  const Real* advantages;          // [T] if advantages_per_token, else [S]
-  bool advantages_per_token;
-  const Real* importance_weights;  // [T] if importance_per_token, else [S]
-  bool importance_per_token;
-  const Real* old_logprobs;        // [T]
-  const Real* ref_logprobs;        // [T]
-  const Real* sequence_log_ratio;  // [S], for gspo
-  const bool* mask;                // [T]
-  const int64_t* sequence_tokens;  // [S] tokens that are not masked, for the mean of each sequence
-  const double* denominator;  // [1]
+  TokenRows tokens;
+  const double* advantages;          // times the importance weights
+  const double* weights;             // of the token's loss in the total; 0: masked
+  const double* old_logprobs;        // of the sampling policy
+  const double* ref_logprobs;        // of the reference policy
+  const double* sequence_log_ratio;  // mean log-ratio of the token's sequence, for gspo
 
-  MAXRL_FIELDS(tokens, num_sequences, cu_seqlens, advantages, advantages_per_token,
-               importance_weights, importance_per_token, old_logprobs, ref_logprobs,
-               sequence_log_ratio, mask, sequence_tokens, denominator)
-
-  // The sequence of token t: the last one that starts at or before it (empty sequences may start
-  // there too).
-  MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
-    int64_t low = 0, high = num_sequences;  // cu_seqlens[low] <= t < cu_seqlens[high]
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (cu_seqlens[middle] <= t ? low : high) = middle;
-    }
-    return low;
-  }
+  MAXRL_FIELDS(tokens, advantages, weights, old_logprobs, ref_logprobs, sequence_log_ratio)
 };
 
-// The part of a row's loss that is known before its logits are read.
-struct RowPlan {
-  bool counts;  // not masked
-  bool must_read;  // otherwise its gradient and loss are 0
-  int64_t sequence;
-  double advantage;  // times the importance weight
-  double weight;  // of the token's loss in the total
-};
-
-template <typename Real>
-MAXRL_HOST_DEVICE inline RowPlan plan_row(const TokenLossInputs<Real>& in, const LossTerms& terms,
-                                          int64_t t) {
-  RowPlan row{};
-  row.counts = !in.mask || in.mask[t];
-  if (!row.counts) return row;
-  row.sequence = in.sequence_of(t);
-  row.advantage = static_cast<double>(in.advantages[in.advantages_per_token ? t : row.sequence]);
-  if (in.importance_weights)
-    row.advantage *=
-        static_cast<double>(in.importance_weights[in.importance_per_token ? t : row.sequence]);
-  row.must_read = terms.has_gradient(row.advantage);
-  if (row.must_read) {
-    row.weight = 1.0 / *in.denominator;
-    if (in.sequence_tokens) row.weight /= static_cast<double>(in.sequence_tokens[row.sequence]);
-  }
-  return row;
+// Counts token t, and returns whether its logits must be read. Otherwise its gradient and loss are
+// 0.
+MAXRL_HOST_DEVICE inline bool count_token(const TokenLossInputs& in, const LossTerms& terms,
+                                          int64_t t, LossSums& sums) {
+  const bool counts = in.weights[t] != 0.0;
+  const bool must_read = counts && terms.has_gradient(in.advantages[t]);
+  sums.values[LossSums::kTokens] += counts;
+  sums.values[LossSums::kDropped] += counts && !must_read;
+  return must_read;
 }
 
 struct ClampedLogRatio {
@@ -232,26 +198,22 @@ MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, 
 
 // Adds the row to the sums and returns its gradients. Each number is added as soon as it is known,
 // which frees its registers.
-template <typename Real>
-MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in,
-                                               const LossTerms& terms, int64_t t,
-                                               const RowPlan& row, const Softmax& softmax,
-                                               LossSums& sums) {
-  const double log_ratio =
-      in.old_logprobs ? softmax.logp - static_cast<double>(in.old_logprobs[t]) : 0.0;
-  const ClampedLogRatio to_old = clamp_log_ratio(
-      in.sequence_log_ratio ? static_cast<double>(in.sequence_log_ratio[row.sequence]) : log_ratio);
+MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const LossTerms& terms,
+                                               int64_t t, const Softmax& softmax, LossSums& sums) {
+  const double advantage = in.advantages[t], weight = in.weights[t];
+  const double log_ratio = in.old_logprobs ? softmax.logp - in.old_logprobs[t] : 0.0;
+  const ClampedLogRatio to_old =
+      clamp_log_ratio(in.sequence_log_ratio ? in.sequence_log_ratio[t] : log_ratio);
   const double ratio = exp(to_old.value);
   sums.values[LossSums::kRatio] += ratio;
   sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
-  TokenLoss token = policy_gradient_term(terms, {row.advantage, softmax.logp, to_old, ratio});
-  if (row.advantage == 0.0) token.value = token.grad_logp = 0.0;  // even if the ratio is NaN
+  TokenLoss token = policy_gradient_term(terms, {advantage, softmax.logp, to_old, ratio});
+  if (advantage == 0.0) token.value = token.grad_logp = 0.0;  // even if the ratio is NaN
   sums.values[LossSums::kClippedLow] += token.clipped_low;
   sums.values[LossSums::kClippedHigh] += token.clipped_high;
   bool is_clamped = to_old.is_clamped;
   if (in.ref_logprobs) {
-    const ClampedLogRatio to_ref =
-        clamp_log_ratio(softmax.logp - static_cast<double>(in.ref_logprobs[t]));
+    const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - in.ref_logprobs[t]);
     const TokenLoss kl = divergence(terms.kl, to_ref.value);
     is_clamped |= to_ref.is_clamped;
     sums.values[LossSums::kKl] += kl.value;
@@ -263,18 +225,17 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs<Real>& in,
   sums.values[LossSums::kRatioClamped] += is_clamped;
   sums.values[LossSums::kEntropy] += softmax.entropy;
   if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
-  sums.values[LossSums::kLoss] += row.weight * token.value;
-  return {row.weight * token.grad_logp, -row.weight * terms.entropy_coef};
+  sums.values[LossSums::kLoss] += weight * token.value;
+  return {weight * token.grad_logp, -weight * terms.entropy_coef};
 }
 
-// The arguments of the kernels. Element is float, BFloat16 or Float16 with Real float, or double
-// with Real double. On a CPU token_loss and token_logprobs return the first token that is not
-// masked and whose target is not in the vocabulary, and write nothing then; -1 if there is none. On
-// a GPU such a target makes the results NaN.
-template <typename Element, typename Real>
+// The arguments of the kernels. On a CPU token_loss and token_logprobs return the first token whose
+// target is not in the vocabulary, and write nothing then; -1 if there is none. On a GPU such a
+// target makes the results NaN.
+template <typename Element>
 struct TokenLossCall {
   Rows<const Element> logits;
-  TokenLossInputs<Real> inputs;
+  TokenLossInputs inputs;
   LossTerms terms;
   Rows<Element> gradient;  // null, or the logits themselves
   double* sums;  // [LossSums::kSize]; on a GPU zeros, [workspace_size(LossSums::kSize)]
@@ -282,21 +243,21 @@ struct TokenLossCall {
   MAXRL_FIELDS(logits, inputs, terms, gradient, sums)
 };
 
-template <typename Element, typename Real>
+template <typename Element>
 struct TokenLogprobs {
   Rows<const Element> logits;
-  TokenRows<Real> tokens;
-  Real *logprobs, *entropy;  // [T]
+  TokenRows tokens;
+  RealOf<Element>*logprobs, *entropy;  // [T]
 
   MAXRL_FIELDS(logits, tokens, logprobs, entropy)
 };
 
 // Rows whose gradients are 0 are not read.
-template <typename Element, typename Real>
+template <typename Element>
 struct TokenLogprobsBackward {
   Rows<const Element> logits;
-  TokenRows<Real> tokens;
-  const Real *grad_logprobs, *grad_entropy;  // [T]
+  TokenRows tokens;
+  const RealOf<Element>*grad_logprobs, *grad_entropy;  // [T]
   Rows<Element> gradient;  // may be the logits themselves
 
   MAXRL_FIELDS(logits, tokens, grad_logprobs, grad_entropy, gradient)
@@ -304,7 +265,7 @@ struct TokenLogprobsBackward {
 
 // Multiplies a matrix by a number on the device. If the number is 1, the matrix is neither read nor
 // written.
-template <typename Element, typename Real>
+template <typename Element>
 struct ScaleCall {
   Rows<Element> matrix;
   int64_t num_rows, row_size;

@@ -169,7 +169,7 @@ LOSSES = {
     "dppo": LossSettings("dppo", "token_mean", loss_options={"kl": 0.1}),
     "own": LossSettings(own_loss, "token_mean", kl_coef=0.1),
 }
-FULL = LossSettings("ppo", "token_mean", kl="full", kl_coef=0.5)
+FULL = LossSettings("ppo", "token_mean", divergence_coef=0.5)
 RUNS = {
     "ddp": ("none", PPO, {}),
     "fsdp": ("full", PPO, {}),

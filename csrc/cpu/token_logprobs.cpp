@@ -6,11 +6,11 @@
 namespace maxrl::cpu {
 namespace {
 
-template <typename Element, typename Real>
-int64_t token_logprobs(const TokenLogprobs<Element, Real>& call, int num_threads) {
-  const TokenRows<Real>& in = call.tokens;
-  for (int64_t t = 0; t < in.num_tokens; ++t)
-    if (!in.is_target_valid(t)) return t;
+template <typename Element>
+int64_t token_logprobs(const TokenLogprobs<Element>& call, int num_threads) {
+  using Real = RealOf<Element>;
+  const TokenRows& in = call.tokens;
+  if (const int64_t t = in.first_invalid_target(); t >= 0) return t;
   const int64_t grain = rows_per_piece(in.vocab_size);
   for_rows<Real>(
       in.num_tokens, grain, 0, num_threads, [&](auto vectors, int64_t begin, int64_t end, Real*) {
@@ -24,9 +24,10 @@ int64_t token_logprobs(const TokenLogprobs<Element, Real>& call, int num_threads
   return -1;
 }
 
-template <typename Element, typename Real>
-void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, int num_threads) {
-  const TokenRows<Real>& in = call.tokens;
+template <typename Element>
+void token_logprobs_backward(const TokenLogprobsBackward<Element>& call, int num_threads) {
+  using Real = RealOf<Element>;
+  const TokenRows& in = call.tokens;
   if (call.gradient.data != call.logits.data) advise_huge_pages(call.gradient, in.num_tokens);
   const int64_t grain = rows_per_piece(in.vocab_size), scratch = scratch_size(in.vocab_size);
   for_rows<Real>(in.num_tokens, grain, scratch, num_threads,
@@ -43,13 +44,12 @@ void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, i
                  });
 }
 
-template <typename Element, typename Real>
+template <typename Element>
 bool define() {
-  return define_kernel("token_logprobs", token_logprobs<Element, Real>) &&
-         define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Real>);
+  return define_kernel("token_logprobs", token_logprobs<Element>) &&
+         define_kernel("token_logprobs_backward", token_logprobs_backward<Element>);
 }
-const bool defined = define<float, float>() && define<double, double>() &&
-                     define<BFloat16, float>() && define<Float16, float>();
+const bool defined = define<float>() && define<double>() && define<BFloat16>() && define<Float16>();
 
 }  // namespace
 }  // namespace maxrl::cpu

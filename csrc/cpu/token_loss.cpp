@@ -11,12 +11,11 @@
 namespace maxrl::cpu {
 namespace {
 
-template <typename Element, typename Real>
-int64_t token_loss(const TokenLossCall<Element, Real>& call, int num_threads) {
-  const TokenLossInputs<Real>& in = call.inputs;
-  const TokenRows<Real>& tokens = in.tokens;
-  for (int64_t t = 0; t < tokens.num_tokens; ++t)
-    if (!tokens.is_target_valid(t) && (!in.mask || in.mask[t])) return t;
+template <typename Element>
+int64_t token_loss(const TokenLossCall<Element>& call, int num_threads) {
+  using Real = RealOf<Element>;
+  const TokenRows& tokens = call.inputs.tokens;
+  if (const int64_t t = tokens.first_invalid_target(); t >= 0) return t;
   if (call.gradient.data != call.logits.data) advise_huge_pages(call.gradient, tokens.num_tokens);
   const int64_t grain = rows_per_piece(tokens.vocab_size),
                 scratch = call.gradient.data ? scratch_size(tokens.vocab_size) : 0;
@@ -26,16 +25,13 @@ int64_t token_loss(const TokenLossCall<Element, Real>& call, int num_threads) {
                    LossSums sums{};
                    for (int64_t t = begin; t < end; ++t) {
                      Element* row_gradient = call.gradient.of(t);
-                     const RowPlan plan = plan_row(in, call.terms, t);
-                     sums.values[LossSums::kTokens] += plan.counts;
-                     sums.values[LossSums::kDropped] += plan.counts && !plan.must_read;
-                     if (!plan.must_read) {
+                     if (!count_token(call.inputs, call.terms, t, sums)) {
                        if (row_gradient) std::fill_n(row_gradient, tokens.vocab_size, Element{});
                        continue;
                      }
                      SoftmaxRow<decltype(vectors), Element> row(call.logits, tokens, t, own);
                      const Softmax softmax = row.statistics();
-                     const RowGrads grads = evaluate_row(in, call.terms, t, plan, softmax, sums);
+                     const RowGrads grads = evaluate_row(call.inputs, call.terms, t, softmax, sums);
                      if (row_gradient) row.write_gradient(softmax, grads, row_gradient);
                    }
                    partial[begin / grain] = sums;
@@ -46,9 +42,8 @@ int64_t token_loss(const TokenLossCall<Element, Real>& call, int num_threads) {
   return -1;
 }
 
-const bool defined =
-    define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
-                  token_loss<BFloat16, float>, token_loss<Float16, float>);
+const bool defined = define_kernel("token_loss", token_loss<float>, token_loss<double>,
+                                   token_loss<BFloat16>, token_loss<Float16>);
 
 }  // namespace
 }  // namespace maxrl::cpu

@@ -44,12 +44,13 @@ void launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& tas
 }
 
 // Runs `work` on all rows; `gradient` may be null, or the logits.
-template <typename Element, typename Real, typename Work>
-void launch_rows(Rows<const Element> logits, const TokenRows<Real>& in, Rows<Element> gradient,
+template <typename Element, typename Work>
+void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Element> gradient,
                  const Work& work, cudaStream_t stream) {
   if (in.num_tokens == 0) return;
   if (in.vocab_size > INT32_MAX - kRowThreads * kAccess)
     throw std::invalid_argument("a row has too many logits");
+  using Real = RealOf<Element>;
   const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element));
   const RowLaunch plan = plan_launch(row_bytes, gradient.data != nullptr);
   const RowsTask<Element, Real, Work> task{logits, in, gradient, work};

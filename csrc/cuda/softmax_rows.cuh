@@ -4,12 +4,14 @@
 // L2 cache; so are short rows, each of which has a warp for itself. The threads that share a row in
 // a block, all of them or a warp, are called its team.
 //
-// A kernel consists of this loop and a Work, which has a zeroed State for each team and a Plan for
-// each row in shared memory, and the functions
-//     bool plan(State&, int64_t t, Plan&)            whether row t must be read; otherwise its
-//     gradient is 0 RowGrads evaluate(State&, int64_t t, const Plan&, const Softmax&)    dL/dlogp
-//     and dL/dH of the row template <int teams> void finish(state_of)     after the last row, by
-//     every thread; state_of(team) is a State
+// A kernel consists of this loop and a Work, which has a zeroed State for each team in shared
+// memory, and the functions
+//     bool plan(State&, int64_t t)
+//         whether row t must be read; otherwise its gradient is 0
+//     RowGrads evaluate(State&, int64_t t, const Softmax&)
+//         dL/dlogp and dL/dH of the row
+//     template <int teams> void finish(state_of)
+//         after the last row, by every thread; state_of(team) is a State
 // plan and evaluate run on one thread of every team, not the same one and at the same time, plan
 // for a later row. Both must return the same in all blocks of a cluster.
 #pragma once
@@ -84,16 +86,15 @@ struct MovedSums {
 template <typename Element, typename Real, typename Work>
 struct RowsTask {
   Rows<const Element> logits;
-  TokenRows<Real> in;
+  TokenRows in;
   Rows<Element> gradient;
   Work work;
 };
 
 // What is known of a row before its logits are read.
-template <typename Real, typename Plan>
+template <typename Real>
 struct PlannedRow {
   int64_t t;
-  Plan plan;
   double inverse_temperature, at_target;
   Real rate;
   int target;  // -1 if it is not in the vocabulary, which makes the row's results NaN
@@ -111,8 +112,7 @@ struct ResolvedRow {
 
 template <typename Element, typename Real, typename Work, int kWarps>
 struct TeamMemory {
-  PlannedRow<Real, typename Work::Plan>
-      rows[2];  // by turns: the next row is planned while this one is resolved
+  PlannedRow<Real> rows[2];  // by turns: the next row is planned while this one is resolved
   SharedSums<Real>
       sums[2][kWarps];  // by turns: other blocks of the cluster may still read the last row's
   ResolvedRow<Element, Real> resolved;
@@ -124,7 +124,7 @@ struct TeamMemory {
 template <typename Task, typename State, typename Planned>
 __device__ __noinline__ void plan(const Task& task, State& state, int64_t t, Planned& row) {
   row.t = t;
-  row.must_read = t < task.in.num_tokens && task.work.plan(state, t, row.plan);
+  row.must_read = t < task.in.num_tokens && task.work.plan(state, t);
   if (!row.must_read) return;
   row.inverse_temperature = 1.0 / task.in.temperature_of(t);
   row.rate = static_cast<decltype(row.rate)>(kLog2E * row.inverse_temperature);
@@ -229,7 +229,7 @@ __device__ __noinline__ void resolve(const Work& work,
   resolved.base = base;
   resolved.softmax = Softmax(part, row.at_target, row.inverse_temperature);
   const RowGradient gradient =
-      resolved.softmax.gradient(work.evaluate(memory.state, row.t, row.plan, resolved.softmax));
+      resolved.softmax.gradient(work.evaluate(memory.state, row.t, resolved.softmax));
   resolved.constant = static_cast<Real>(factor * (gradient.constant + gradient.slope * shift));
   resolved.slope = static_cast<Real>(factor * gradient.slope * kLn2);
   resolved.at_target = from_real<Element>(static_cast<Real>(gradient.at_target));

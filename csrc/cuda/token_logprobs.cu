@@ -14,10 +14,8 @@ template <typename Real>
 struct ForwardWork : WithoutState {
   Real *logprobs, *entropy;
 
-  struct Plan {};
-
-  __device__ bool plan(State&, int64_t, Plan&) const { return true; }
-  __device__ RowGrads evaluate(State&, int64_t t, const Plan&, const Softmax& softmax) const {
+  __device__ bool plan(State&, int64_t) const { return true; }
+  __device__ RowGrads evaluate(State&, int64_t t, const Softmax& softmax) const {
     logprobs[t] = static_cast<Real>(softmax.logp);
     entropy[t] = static_cast<Real>(softmax.entropy);
     return {0.0, 0.0};
@@ -28,19 +26,16 @@ template <typename Real>
 struct BackwardWork : WithoutState {
   const Real *grad_logprobs, *grad_entropy;
 
-  using Plan = RowGrads;
-
-  __device__ bool plan(State&, int64_t t, Plan& grads) const {
-    grads = {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
-    return grads.grad_logp != 0.0 || grads.grad_entropy != 0.0;
+  __device__ bool plan(State&, int64_t t) const {
+    return grad_logprobs[t] != 0 || grad_entropy[t] != 0;
   }
-  __device__ RowGrads evaluate(State&, int64_t, const Plan& grads, const Softmax&) const {
-    return grads;
+  __device__ RowGrads evaluate(State&, int64_t t, const Softmax&) const {
+    return {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
   }
 };
 
 // One block per row, in place; the scale is read on the device.
-template <typename Element, typename Real>
+template <typename Element>
 __global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_size,
                            const double* scale) {
   const double factor = *scale;
@@ -48,43 +43,41 @@ __global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_s
   for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x)
     for (int64_t i = threadIdx.x; i < row_size; i += blockDim.x) {
       Element* element = matrix.of(r) + i;
-      *element = from_real<Element>(static_cast<Real>(to_real(*element) * factor));
+      *element = from_real<Element>(static_cast<RealOf<Element>>(to_real(*element) * factor));
     }
 }
 
 }  // namespace
 
-template <typename Element, typename Real>
-void token_logprobs(const TokenLogprobs<Element, Real>& call, cudaStream_t stream) {
-  const ForwardWork<Real> work{{}, call.logprobs, call.entropy};
+template <typename Element>
+void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream) {
+  const ForwardWork<RealOf<Element>> work{{}, call.logprobs, call.entropy};
   launch_rows(call.logits, call.tokens, Rows<Element>{}, work, stream);
 }
 
-template <typename Element, typename Real>
-void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call,
-                             cudaStream_t stream) {
-  const BackwardWork<Real> work{{}, call.grad_logprobs, call.grad_entropy};
+template <typename Element>
+void token_logprobs_backward(const TokenLogprobsBackward<Element>& call, cudaStream_t stream) {
+  const BackwardWork<RealOf<Element>> work{{}, call.grad_logprobs, call.grad_entropy};
   launch_rows(call.logits, call.tokens, call.gradient, work, stream);
 }
 
-template <typename Element, typename Real>
-void scale(const ScaleCall<Element, Real>& call, cudaStream_t stream) {
+template <typename Element>
+void scale(const ScaleCall<Element>& call, cudaStream_t stream) {
   if (call.num_rows == 0) return;
   constexpr int64_t kMostBlocks = 4096;
-  launch(scale_rows<Element, Real>, std::min(call.num_rows, kMostBlocks), kRowThreads, 0, 0, stream,
+  launch(scale_rows<Element>, std::min(call.num_rows, kMostBlocks), kRowThreads, 0, 0, stream,
          call.matrix, call.num_rows, call.row_size, call.scale);
 }
 
 namespace {
 
-template <typename Element, typename Real>
+template <typename Element>
 bool define() {
-  return define_kernel("token_logprobs", token_logprobs<Element, Real>) &&
-         define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Real>) &&
-         define_kernel("scale", scale<Element, Real>);
+  return define_kernel("token_logprobs", token_logprobs<Element>) &&
+         define_kernel("token_logprobs_backward", token_logprobs_backward<Element>) &&
+         define_kernel("scale", scale<Element>);
 }
-const bool defined = define<float, float>() && define<double, double>() &&
-                     define<BFloat16, float>() && define<Float16, float>();
+const bool defined = define<float>() && define<double>() && define<BFloat16>() && define<Float16>();
 
 }  // namespace
 }  // namespace maxrl::cuda

@@ -5,25 +5,18 @@
 namespace maxrl::cuda {
 namespace {
 
-template <typename Real>
 struct LossWork {
-  TokenLossInputs<Real> in;
+  TokenLossInputs in;
   LossTerms terms;
   double* workspace;
 
   using State = LossSums;
-  using Plan = RowPlan;
 
-  __device__ __noinline__ bool plan(State& sums, int64_t t, Plan& plan) const {
-    const RowPlan row = plan_row(in, terms, t);
-    plan = row;
-    sums.values[LossSums::kTokens] += row.counts;
-    sums.values[LossSums::kDropped] += row.counts && !row.must_read;
-    return row.must_read;
+  __device__ __noinline__ bool plan(State& sums, int64_t t) const {
+    return count_token(in, terms, t, sums);
   }
-  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t t, const Plan& plan,
-                                            const Softmax& softmax) const {
-    return evaluate_row(in, terms, t, plan, softmax, sums);
+  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t t, const Softmax& softmax) const {
+    return evaluate_row(in, terms, t, softmax, sums);
   }
   template <int teams, typename StateOf>
   __device__ void finish(const StateOf& state_of) const {
@@ -41,14 +34,13 @@ struct LossWork {
 
 }  // namespace
 
-template <typename Element, typename Real>
-void token_loss(const TokenLossCall<Element, Real>& call, cudaStream_t stream) {
-  const LossWork<Real> work{call.inputs, call.terms, call.sums};
+template <typename Element>
+void token_loss(const TokenLossCall<Element>& call, cudaStream_t stream) {
+  const LossWork work{call.inputs, call.terms, call.sums};
   launch_rows(call.logits, call.inputs.tokens, call.gradient, work, stream);
 }
 
-const bool defined =
-    define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
-                  token_loss<BFloat16, float>, token_loss<Float16, float>);
+const bool defined = define_kernel("token_loss", token_loss<float>, token_loss<double>,
+                                   token_loss<BFloat16>, token_loss<Float16>);
 
 }  // namespace maxrl::cuda

@@ -26,8 +26,7 @@ class Tokens:
     entropy: Tensor  # [T], nats
     old_logprobs: Tensor  # [T], of the sampling policy
     ref_logprobs: Tensor  # [T], of the reference policy; old_logprobs where there is none
-    advantages: Tensor  # [T], times importance_weights
-    importance_weights: Tensor  # [T]
+    advantages: Tensor  # [T], times the importance weights
     mask: Tensor  # [T] bool
     # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
     cu_seqlens: Tensor

@@ -29,7 +29,7 @@ from maxrl_fast.config import conditions as when
 from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, as_list, options_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
-from maxrl_fast.ops.token_batch import Aggregation
+from maxrl_fast.ops.loss_terms import Aggregation
 from maxrl_fast.rewards.models import SCORE
 from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
 

@@ -67,6 +67,8 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
         "beta": config.loss.beta(),
         "sequence_mask": correction_of(config)[1].get("delta"),
     }
+    if config.loss.kl == "full":
+        values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": config.loss.kl_coef}
     return LossSettings(
         **values,
         temperature=options.temperature,

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
 from maxrl_fast.ops.derivatives import needs_gradient
-from maxrl_fast.ops.dispatch import operator, register_fake
+from maxrl_fast.ops.dispatch import operator
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden, empty_gradients
 from maxrl_fast.ops.token_batch import (
-    check_temperature,
     check_tokens,
     check_values,
     loss_denominator,
     real_dtype,
+    token_temperature,
 )
-from maxrl_fast.ops.token_loss_kernel import register_loss
+from maxrl_fast.ops.token_loss_kernel import loss_derivative
 
 DIVERGENCES = ("reverse", "forward", "jsd")
 # of logits that are computed at a time, in float32: temporary copies stay in a CPU's cache
@@ -83,19 +83,22 @@ def linear_divergence(
     mask = c != 0
     if is_host_readable(c):
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
-    check_temperature(temperature, size, device, mask)
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((size,), temperature, dtype=torch.float64, device=device)
+    tau = token_temperature(temperature, size, device, mask).to(real)
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
     teacher = teacher_hidden.detach(), teacher_weight.detach()
-    rows = c.detach().double() / divisor, temperature.detach().to(real), has_zeros
+    rows = c.detach().double() / divisor, tau, has_zeros
     options = divergence, beta, softcap, teacher_softcap, chunk
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_divergences(hidden, weight, *teacher, *rows, *options, *needed)
     return sums[0].to(real), {"divergence": sums.detach()[1:]}
 
 
-@operator()
+def _fake(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    sums = hidden.new_empty(1 + len(hidden), dtype=torch.float64)
+    return sums, *empty_gradients(hidden, weight, *arguments)
+
+
+@operator(fake=_fake, derivative=loss_derivative("linear_divergence", 2))
 def linear_divergences(
     hidden: Tensor,
     weight: Tensor,
@@ -163,12 +166,3 @@ def _divergence(
 def _over_mixture(up: Tensor, share: float) -> Tensor:
     """Return log(a / (share b + (1 - share) a)) for up = log b - log a: 0 where a = b."""
     return torch.expm1(up).mul_(share).log1p_().neg_()
-
-
-@register_fake(linear_divergences)
-def _(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    sums = hidden.new_empty(1 + len(hidden), dtype=torch.float64)
-    return sums, *empty_gradients(hidden, weight, *arguments[-2:])
-
-
-register_loss(linear_divergences, "linear_divergence", 2)

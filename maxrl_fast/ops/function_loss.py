@@ -4,21 +4,17 @@ A function needs the log-probs first, and autograd gives their gradient: one mor
 with the output matrix than fused losses.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.algorithms.losses.registry import (
-    TokenLoss,
-    call_rows,
-    checked,
-    learns_without_advantage,
-)
+from maxrl_fast.algorithms.losses.registry import call_rows, checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk
-from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
+from maxrl_fast.ops.loss_terms import LossTerms
+from maxrl_fast.ops.token_batch import TokenBatch, real_dtype, token_temperature
 from maxrl_fast.ops.token_loss_kernel import LossSums
 
 _COPIES = 8  # float32 copies of a chunk of logits that functions of rows and their gradients need
@@ -29,13 +25,11 @@ def tokens_of(
 ) -> Tokens:
     """Return a loss function's view of the batch; logprobs, entropy [T] and rows [T, R] may have
     a gradient."""
-    mask = batch.counted()
-    advantages, *weights = batch.factors()
+    mask = batch.loss_mask()
 
     def kept(x: Tensor) -> Tensor:  # masked log-probs may be NaN
         return torch.where(mask, x.double(), 0.0)
 
-    importance = kept(weights[0]) if weights else mask.double()
     logprobs = kept(logprobs)
     old = logprobs.detach() if batch.old_logprobs is None else kept(batch.old_logprobs)
     return Tokens(
@@ -43,31 +37,21 @@ def tokens_of(
         entropy=kept(entropy),
         old_logprobs=old,
         ref_logprobs=old if batch.ref_logprobs is None else kept(batch.ref_logprobs),
-        advantages=kept(advantages) * importance,
-        importance_weights=importance,
+        advantages=kept(batch.advantages),
         mask=mask,
         cu_seqlens=batch.cu_seqlens,
         rows=None if rows is None else rows.double(),
     )
 
 
-def function_loss(
-    loss: TokenLoss,
-    options: Mapping[str, float],
-    terms: LossTerms,
-    batch: TokenBatch,
-    tokens: Tokens,
-) -> Tensor:
-    clips = {"clip_low": terms.clip_low, "clip_high": terms.clip_high, "dual_clip": terms.dual_clip}
-    values = checked(loss, loss.bind(options, **clips)(tokens), tokens)
-    needs_advantage = not (
-        terms.kl_coef
-        or terms.entropy_coef
-        or learns_without_advantage(loss, tuple(options.items()))
-    )
+def function_loss(terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor:
+    """Return the LossSums [10] of a loss that is a function, with the gradient of the first."""
+    loss = terms.spec
+    function = loss.bind(dict(terms.options), **terms.clips)
+    values = checked(loss, function(tokens), tokens)
     has_advantage = tokens.mask & (tokens.advantages != 0)
     # tokens in the loss; the others' values may be NaN
-    counts = has_advantage if needs_advantage else tokens.mask
+    counts = tokens.mask if terms.needs_every_token else has_advantage
     is_read = counts  # tokens in the metrics
     if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
         is_read = has_advantage | counts & (values.detach() != 0)
@@ -82,14 +66,12 @@ def function_loss(
         values = values + terms.kl_coef * divergence if terms.kl_coef else values
     if terms.entropy_coef:
         values = values - terms.entropy_coef * tokens.entropy
-    if batch.sequence_tokens is not None:
-        values = values / batch.by_token(batch.sequence_tokens.clamp_min(1))
 
     def total(x: Tensor) -> Tensor:
         return torch.where(is_read, x.double(), 0.0).sum()
 
     sums = LossSums(
-        loss=torch.where(counts, values, 0.0).sum() / batch.denominator,
+        loss=torch.where(counts, values * batch.weights, 0.0).sum(),
         tokens=tokens.mask.sum().double(),
         dropped_tokens=(tokens.mask & ~is_read).sum().double(),
         ratio=total(limited(log_ratio).exp()),
@@ -115,30 +97,27 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
 
 
 def token_logprobs_reference(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor
+    logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch is for tests, and for devices without a kernel."""
-    tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    log_p = torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1)  # [T, V]
+    log_p = _log_softmax(logits, temperature)
     # A token masked out by -inf logits has p log p = 0, not NaN.
     entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def rows_of_loss(
-    loss: TokenLoss,
-    options: Mapping[str, float],
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-) -> Tensor | None:
+def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return log-probabilities [T, V] of logits [T, V] at temperatures [T]."""
+    real = real_dtype(logits.dtype)
+    return torch.log_softmax(logits.to(real) / temperature[:, None].to(real), -1)
+
+
+def rows_of_loss(terms: LossTerms, logits: Tensor, batch: TokenBatch) -> Tensor | None:
     """Return [T, R] of the log-softmax of logits [T, V], if the loss reads rows."""
-    if loss.rows is None:
+    if terms.spec.rows is None:
         return None
-    tau = temperature[:, None] if isinstance(temperature, Tensor) else temperature
-    return call_rows(
-        loss, options, torch.log_softmax(logits.to(real_dtype(logits.dtype)) / tau, -1), targets
-    )
+    log_p = _log_softmax(logits, batch.temperature)
+    return call_rows(terms.spec, dict(terms.options), log_p, batch.targets)
 
 
 def linear_rows(
@@ -156,20 +135,17 @@ def linear_rows(
     In plain PyTorch; the backward pass recomputes the logits.
     """
     real = real_dtype(hidden.dtype)
+    temperature = token_temperature(temperature, len(hidden), hidden.device, None)
     size = max(
         default_chunk(hidden, len(weight)) * hidden.element_size() // (_COPIES * real.itemsize), 1
     )
 
-    def of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, tau: float | Tensor) -> Tensor:
-        return function(
-            torch.log_softmax(capped_logits(hidden, weight, softcap).to(real) / tau, -1), targets
-        )
+    def of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, tau: Tensor) -> Tensor:
+        return function(_log_softmax(capped_logits(hidden, weight, softcap), tau), targets)
 
     parts = []
     for start in range(0, max(len(hidden), 1), size):
         chunk = slice(start, start + size)
-        tau = temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
-        parts.append(
-            checkpoint(of_chunk, hidden[chunk], weight, targets[chunk], tau, use_reentrant=False)
-        )
+        rows = hidden[chunk], weight, targets[chunk], temperature[chunk]
+        parts.append(checkpoint(of_chunk, *rows, use_reentrant=False))
     return torch.cat(parts)

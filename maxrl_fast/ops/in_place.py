@@ -14,7 +14,7 @@ def overwrite(logits: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the differentiable LossSums [10] of `compute`, which overwrites the logits.
 
     If an earlier operation saved the logits, autograd notices their changed version and raises. A
-    later operation's backward pass goes through `_Spent`, which raises too.
+    later operation's backward pass goes through `_ConsumedLogits`, which raises too.
     """
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(
@@ -27,7 +27,7 @@ def overwrite(logits: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     check_mode("policy_gradient_loss", logits)
     gradient = _Gradient(logits.detach())
     sums: Tensor = _Loss.apply(logits, gradient, compute)
-    _Spent.apply(logits)
+    _ConsumedLogits.apply(logits)
     gradient.version = logits._version
     return sums
 
@@ -71,7 +71,7 @@ class _Loss(torch.autograd.Function):
         return scaled(ctx.gradient.take(), grad_sums[0][0], in_place=True), None, None
 
 
-class _Spent(torch.autograd.Function):
+class _ConsumedLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         ctx.mark_dirty(logits)

@@ -10,7 +10,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.arguments import check_integer, check_number, check_tensor
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.token_batch import real_dtype
-from maxrl_fast.ops.token_loss_kernel import DTYPES, split_temperature
+from maxrl_fast.ops.token_loss_kernel import DTYPES
 from maxrl_fast.runtime import tuning
 
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
@@ -189,14 +189,9 @@ def _full_precision_sums() -> Iterator[None]:
             setattr(matmul, name, True)
 
 
-def rows_of(targets: Tensor, temperature: float | Tensor, start: int, stop: int) -> tuple[Any, ...]:
-    chosen = temperature[start:stop] if isinstance(temperature, Tensor) else temperature
-    return targets[start:stop], *split_temperature(chosen)
-
-
-def empty_gradients(
-    hidden: Tensor, weight: Tensor, needs_hidden: bool, needs_weight: bool
-) -> tuple[Tensor, Tensor]:
+def empty_gradients(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients without values. The last two arguments say which are needed."""
+    *_, needs_hidden, needs_weight = arguments
     return (
         torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
         torch.empty_like(weight) if needs_weight else weight.new_empty(0),

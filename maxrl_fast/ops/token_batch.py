@@ -1,133 +1,73 @@
-"""The checked arguments of ops.policy_gradient_loss besides the logits."""
+"""The numbers of each token that a loss is computed from, made of the arguments of
+ops.policy_gradient_loss and checked once."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import (
-    check_choice,
-    check_finite,
     check_flag,
     check_number,
     check_tensor,
     is_host_readable,
     is_integer,
 )
-from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
-
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
-AGGREGATIONS = get_args(Aggregation)
+from maxrl_fast.ops.loss_terms import LossTerms
 
 
-# not frozen, like TokenBatch: each is made twice a call, and a frozen one takes 5 us longer
-@dataclass
-class LossTerms:
-    loss: str
-    clip_low: float
-    clip_high: float
-    dual_clip: float  # infinite: no limit
-    kl: str
-    kl_coef: float
-    entropy_coef: float
+class TokenBatch(NamedTuple):
+    """T tokens of S packed responses: what belongs to a response, a mask or an average has become a
+    number of each token.
 
-    @property
-    def needs_every_row(self) -> bool:
-        """Whether tokens with advantage 0 have a gradient too."""
-        return self.kl_coef != 0 or self.entropy_coef != 0
-
-
-@dataclass
-class TokenBatch:
-    """Tokens of packed sequences. Floating tensors are float32, or float64 with float64 logits."""
+    The numbers are float64: they are small next to the logits.
+    """
 
     targets: Tensor  # [T] int64
-    cu_seqlens: Tensor  # [S+1] int64
-    advantages: Tensor  # [T] if advantages_per_token, else [S]
-    advantages_per_token: bool
-    importance_weights: Tensor | None  # [T] if importance_weights_per_token, else [S]
-    importance_weights_per_token: bool
+    temperature: Tensor  # [T]
+    advantages: Tensor  # [T], times the importance weights
+    weights: Tensor  # [T], of the token's loss in the total; 0: masked
     old_logprobs: Tensor | None  # [T]
     ref_logprobs: Tensor | None  # [T]
-    temperature: float | Tensor  # or [T]
-    mask: Tensor | None  # [T] bool
-    sequence_tokens: Tensor | None  # [S] int64, number of unmasked tokens, for each sequence's mean
-    denominator: Tensor  # [] float64
-    sequence_log_ratio: Tensor | None = None  # [S], for gspo
+    sequence_log_ratio: Tensor | None  # [T], mean log-ratio of the token's response, for gspo
+    cu_seqlens: Tensor  # [S+1] int64, for losses with a ratio of responses
 
-    def __len__(self) -> int:
-        return len(self.targets)
+    def loss_mask(self) -> Tensor:
+        """Return which tokens [T] count."""
+        return self.weights != 0
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
+    def at(self, index: slice | Tensor) -> "TokenBatch":
+        """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
+        tokens: Any = (None if x is None else x[index] for x in self[:-1])
+        return self._make((*tokens, self.cu_seqlens))
 
-    def by_token(self, per_sequence: Tensor) -> Tensor:
-        """Repeat one number per sequence [S] for each of its tokens [T]."""
-        return torch.repeat_interleave(per_sequence, self.cu_seqlens.diff(), output_size=len(self))
+    def needed_rows(self, needs_every_token: bool, by_sequence: bool) -> Tensor:
+        """Return which rows of logits [T] the loss reads: those with a gradient, and with a ratio
+        of responses also the others of their response."""
+        counted = self.loss_mask()
+        if needs_every_token:
+            return counted
+        needed = counted & (self.advantages != 0)
+        if by_sequence:
+            has_gradient = _sums(needed.double(), self.cu_seqlens) > 0
+            needed = counted & _by_token(has_gradient, self.cu_seqlens, len(needed))
+        return needed
 
-    def factors(self) -> list[Tensor]:
-        factors = [self.advantages if self.advantages_per_token else self.by_token(self.advantages)]
-        if self.importance_weights is not None:
-            weights = self.importance_weights
-            factors.append(weights if self.importance_weights_per_token else self.by_token(weights))
-        return factors
+    def with_sequence_ratio(self, logprobs: Tensor) -> "TokenBatch":
+        """Return the batch with each response's mean log-ratio over tokens that count.
 
-    def rows(self, start: int, stop: int) -> "TokenBatch":
-        """Return tokens `start` to `stop - 1`; sequences outside become empty."""
-        cu_seqlens = (self.cu_seqlens - start).clamp(0, stop - start)
-        return self._with_tokens(lambda values: values[start:stop], cu_seqlens)
-
-    def take(self, index: Tensor) -> "TokenBatch":
-        """Return the tokens at an ascending int64 `index`. All sequences stay."""
-        return self._with_tokens(
-            lambda values: values[index], torch.searchsorted(index, self.cu_seqlens)
-        )
-
-    def _with_tokens(self, choose: Callable[[Tensor], Tensor], cu_seqlens: Tensor) -> "TokenBatch":
-        per_token = ["targets", "old_logprobs", "ref_logprobs", "mask"]
-        per_token += ["advantages"] * self.advantages_per_token
-        per_token += ["importance_weights"] * self.importance_weights_per_token
-        per_token += ["temperature"] * isinstance(self.temperature, Tensor)
-        chosen: dict[str, Any] = {
-            name: choose(values)
-            for name in per_token
-            if (values := getattr(self, name)) is not None
-        }
-        return replace(self, cu_seqlens=cu_seqlens, **chosen)
-
-    def counted(self) -> Tensor:
-        return torch.ones_like(self.targets, dtype=torch.bool) if self.mask is None else self.mask
-
-    def unmasked_temperature(self) -> float | Tensor:
-        """Return the temperature, 1 for masked tokens, whose own may be anything."""
-        tau = self.temperature
-        return tau.where(self.counted(), 1.0) if isinstance(tau, Tensor) else tau
-
-    def needed_rows(self, terms: LossTerms, by_sequence: bool) -> Tensor:
-        """Return which tokens [T] the loss reads: those with a gradient.
-
-        A sequence ratio reads all tokens of a sequence, unless all of them have zero gradient.
+        Args:
+            logprobs: [T] of the policy; any number or NaN where masked.
         """
-        keep = self.counted()
-        of_tokens = self.advantages_per_token or self.importance_weights_per_token
-        if terms.needs_every_row or (by_sequence and of_tokens):
-            return keep
-        for factor in self.factors():
-            keep = keep & (factor != 0)
-        return keep
-
-    def log_ratio_of_sequences(self, logprobs: Tensor) -> Tensor:
-        """Return the mean log-ratio of each sequence [S] over unmasked tokens."""
         assert self.old_logprobs is not None
-        keep = self.counted()
+        keep = self.loss_mask()
+        difference = logprobs - self.old_logprobs.to(logprobs.dtype)
         # Not index_add, which adds in a varying order on a GPU.
-        sums = _sums(torch.where(keep, logprobs - self.old_logprobs, 0.0).double(), self.cu_seqlens)
-        return (sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)).to(logprobs.dtype)
+        sums = _sums(torch.where(keep, difference, 0.0).double(), self.cu_seqlens)
+        means = sums / _sums(keep.double(), self.cu_seqlens).clamp_min(1)
+        means = means.to(logprobs.dtype).double()  # [S]
+        return self._replace(sequence_log_ratio=_by_token(means, self.cu_seqlens, len(keep)))
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -135,87 +75,68 @@ def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
-def prepare(
-    logits_dtype: torch.dtype,
-    device: torch.device,
+def _by_token(per_sequence: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Repeat one number per sequence [S] for each of its tokens [T]."""
+    return torch.repeat_interleave(per_sequence, cu_seqlens.diff(), output_size=num_tokens)
+
+
+def token_batch(
+    terms: LossTerms,
     shape: tuple[int, int],
+    device: torch.device,
     targets: Tensor,
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
-    advantages_per_token: bool | None,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    importance_weights: Tensor | None,
-    importance_weights_per_token: bool | None,
-    loss: str | Callable[..., Tensor],
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-    loss_options: Mapping[str, float] | None,
-    temperature: float | Tensor,
-    aggregation: str,
-    mask: Tensor | None,
-    denominator: float | Tensor | None,
-) -> tuple[TokenBatch, LossTerms, TokenLoss, dict[str, float]]:
-    """Check the arguments of policy_gradient_loss for T, V = shape, and convert them for the
-    kernels."""
-    row = find_loss(loss)
-    options = row.resolve(loss_options)
-    learns_without_advantage(row, tuple(options.items()))  # raises if the function fails
-    terms = loss_terms(row.name, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
-    check_choice("aggregation", aggregation, AGGREGATIONS)
-    if aggregation != (needed := row.aggregation or aggregation):
-        wanted = f"{needed} for {row.name}, whose loss it is a part of"
-        raise ValueError(f"aggregation must be {wanted}, got {aggregation}")
+    advantages_per_token: bool | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    importance_weights_per_token: bool | None = None,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+) -> TokenBatch:
+    """Check these arguments of policy_gradient_loss for logits [T, V] = shape on the device, and
+    return the numbers of each token."""
+    num_tokens, aggregation = shape[0], terms.aggregation
     if terms.kl_coef and ref_logprobs is None:
         raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
     if aggregation == "seq_sum_constant" and denominator is None:
         raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
     check_tensor("advantages", advantages, device, "the logits are")
-    check_tokens(shape[0], device, mask=mask, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-    check_rows(shape, targets, temperature, device, mask)
-    check_sequences(cu_seqlens, shape[0], device)
-    per_token = _is_per_token("advantages", advantages, advantages_per_token, cu_seqlens, shape[0])
-    weights_per_token = False
+    logprobs = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    check_tokens(num_tokens, device, mask=mask, **logprobs)
+    targets, tau = token_rows(shape, targets, temperature, device, mask)
+    check_sequences(cu_seqlens, num_tokens, device)
+    cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+
+    def by_token(name: str, values: Tensor, given: bool | None) -> Tensor:
+        is_per_token = _is_per_token(name, values, given, cu_seqlens, num_tokens)
+        values = values.detach().double()
+        if name == "importance_weights" and is_host_readable(values):
+            check_values(name, values, "at least 0", values < 0, mask if is_per_token else None)
+        return values if is_per_token else _by_token(values, cu_seqlens, num_tokens)
+
+    factors = by_token("advantages", advantages, advantages_per_token)
     if importance_weights is not None:
         check_tensor("importance_weights", importance_weights, device, "the logits are")
-        name, given = "importance_weights", importance_weights_per_token
-        weights_per_token = _is_per_token(name, importance_weights, given, cu_seqlens, shape[0])
-        if is_host_readable(importance_weights):
-            of_weights = mask if weights_per_token else None
-            is_below = importance_weights.float() < 0
-            check_values(name, importance_weights, "at least 0", is_below, of_weights)
-    real = real_dtype(logits_dtype)
-
-    def cast(values: Tensor) -> Tensor:
-        return values.detach().to(real).contiguous()
-
-    cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
-    sequence_tokens = None
+        given = importance_weights_per_token
+        factors = factors * by_token("importance_weights", importance_weights, given)
+    num_sequences = len(cu_seqlens) - 1
+    divisor = loss_denominator(denominator, aggregation, num_tokens, num_sequences, mask, device)
+    if isinstance(divisor, Tensor):
+        weights = divisor.reciprocal().expand(num_tokens)
+    else:
+        weights = torch.full((num_tokens,), 1 / divisor, dtype=torch.float64, device=device)
     if aggregation == "seq_mean_token_mean":
-        lengths = cu_seqlens.diff()
-        sequence_tokens = lengths if mask is None else _sums(mask.double(), cu_seqlens).long()
-    batch = TokenBatch(
-        targets=targets.to(torch.int64).contiguous(),
-        cu_seqlens=cu_seqlens,
-        advantages=cast(advantages),
-        advantages_per_token=per_token,
-        importance_weights=None if importance_weights is None else cast(importance_weights),
-        importance_weights_per_token=weights_per_token,
-        old_logprobs=None if old_logprobs is None else cast(old_logprobs),
-        ref_logprobs=None if ref_logprobs is None else cast(ref_logprobs),
-        temperature=cast(temperature) if isinstance(temperature, Tensor) else float(temperature),
-        mask=None if mask is None else mask.contiguous(),
-        sequence_tokens=sequence_tokens,
-        denominator=loss_denominator(
-            denominator, aggregation, shape[0], len(cu_seqlens) - 1, mask, device
-        ),
-    )
-    return batch, terms, row, options
+        counts = cu_seqlens.diff() if mask is None else _sums(mask.double(), cu_seqlens)
+        weights = weights / _by_token(counts.clamp_min(1), cu_seqlens, num_tokens)
+    if mask is not None:
+        weights = weights.where(mask, 0.0)
+    old, ref = (None if x is None else x.detach().double().contiguous() for x in logprobs.values())
+    factors, weights = factors.contiguous(), weights.contiguous()
+    return TokenBatch(targets, tau, factors, weights, old, ref, None, cu_seqlens)
 
 
 def check_tokens(
@@ -263,29 +184,6 @@ def _is_per_token(
     return len(values) != num_sequences
 
 
-def loss_terms(
-    loss: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl: str,
-    kl_coef: float,
-    entropy_coef: float,
-) -> LossTerms:
-    check_choice("kl", kl, KL_ESTIMATORS)
-    return LossTerms(
-        loss,
-        check_number("clip_low", clip_low, "a number of at least 0", lambda x: x >= 0),
-        check_number("clip_high", clip_high, "a number of at least 0", lambda x: x >= 0),
-        math.inf
-        if dual_clip is None
-        else check_number("dual_clip", dual_clip, "a number above 1", lambda x: x > 1),
-        kl,
-        check_finite("kl_coef", kl_coef),
-        check_finite("entropy_coef", entropy_coef),
-    )
-
-
 def check_values(
     name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None
 ) -> None:
@@ -300,39 +198,46 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_rows(
+def token_rows(
     shape: tuple[int, int],
     targets: Tensor,
     temperature: float | Tensor,
     device: torch.device,
     mask: Tensor | None = None,
-) -> None:
+) -> tuple[Tensor, Tensor]:
+    """Check them, and return targets [T] int64 and temperatures [T] float64; 0 and 1 where masked,
+    whose own may be anything."""
     check_tensor("targets", targets)
     if targets.shape != (shape[0],) or targets.is_floating_point() or targets.device != device:
         raise ValueError(
             f"targets must be integers [T] = [{shape[0]}] on {device}, got {targets.dtype} of "
             f"shape {tuple(targets.shape)} on {targets.device}"
         )
-    check_temperature(temperature, shape[0], device, mask)
+    tau = token_temperature(temperature, shape[0], device, mask)
+    targets = targets.to(torch.int64)
+    if mask is not None:
+        targets, tau = targets.where(mask, 0), tau.where(mask, 1.0)
+    return targets.contiguous(), tau.contiguous()
 
 
-def check_temperature(
+def token_temperature(
     temperature: float | Tensor, num_tokens: int, device: torch.device, mask: Tensor | None
-) -> None:
+) -> Tensor:
+    """Check a temperature, one number or [T], and return it as [T] float64."""
     wanted = "a finite number above 0"
-    if isinstance(temperature, Tensor):
-        check_tensor("temperature", temperature)
-        if temperature.shape != (num_tokens,) or temperature.device != device:
-            raise ValueError(
-                f"temperature must be a number or [T] = [{num_tokens}] on {device}, got the shape "
-                f"{tuple(temperature.shape)} on {temperature.device}"
-            )
-        if is_host_readable(temperature):
-            tau = temperature.detach().double()
-            is_wrong = ~((tau > 0) & (tau < math.inf))
-            check_values("temperature", temperature, wanted, is_wrong, mask)
-    else:
-        check_number("temperature", temperature, wanted, lambda x: 0 < x < math.inf)
+    if not isinstance(temperature, Tensor):
+        number = check_number("temperature", temperature, wanted, lambda x: 0 < x < math.inf)
+        return torch.full((num_tokens,), number, dtype=torch.float64, device=device)
+    check_tensor("temperature", temperature)
+    if temperature.shape != (num_tokens,) or temperature.device != device:
+        raise ValueError(
+            f"temperature must be a number or [T] = [{num_tokens}] on {device}, got the shape "
+            f"{tuple(temperature.shape)} on {temperature.device}"
+        )
+    tau = temperature.detach().double()
+    if is_host_readable(tau):
+        check_values("temperature", tau, wanted, ~((tau > 0) & (tau < math.inf)), mask)
+    return tau
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
@@ -365,13 +270,15 @@ def loss_denominator(
     num_sequences: int,
     mask: Tensor | None,
     device: torch.device,
-) -> Tensor:
+) -> float | Tensor:
+    """Return the denominator as a number where the host knows it, or as float64 [] on the
+    device."""
     if given is None:
         if aggregation == "token_mean" and mask is not None:
             return mask.sum().clamp_min(1).double()
         given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
     tensor, number = split_denominator(given, device)
-    return torch.full((), number, dtype=torch.float64, device=device) if tensor is None else tensor
+    return number if tensor is None else tensor
 
 
 def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:

@@ -1,13 +1,11 @@
 """Policy-gradient losses of packed responses, and log-probs, from logits."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_flag
-from maxrl_fast.algorithms.losses.registry import TokenLoss
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import needs_gradient
 from maxrl_fast.ops.dispatch import has_kernels
@@ -18,8 +16,9 @@ from maxrl_fast.ops.function_loss import (
     tokens_of,
 )
 from maxrl_fast.ops.in_place import overwrite
-from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, check_rows, prepare, real_dtype
-from maxrl_fast.ops.token_loss_kernel import LossSums, loss_arguments, shape_of, split_temperature
+from maxrl_fast.ops.loss_terms import LossTerms
+from maxrl_fast.ops.token_batch import TokenBatch, real_dtype, token_batch, token_rows
+from maxrl_fast.ops.token_loss_kernel import LossSums, shape_of
 
 _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
@@ -45,13 +44,10 @@ def token_logprobs(
             vocabulary or a temperature is not above 0. On a GPU such a token's results are NaN.
         TypeError: if an argument that must be a tensor is something else.
     """
-    check_rows(shape_of(logits), targets, temperature, logits.device)
+    rows = token_rows(shape_of(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
-        return token_logprobs_reference(logits, targets.long(), temperature)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(real_dtype(logits.dtype)).contiguous()
-    rows, targets = contiguous_rows(logits), targets.long().contiguous()
-    logprobs, entropy = kernels.token_logprobs(rows, targets, *split_temperature(temperature))
+        return token_logprobs_reference(logits, *rows)
+    logprobs, entropy = kernels.token_logprobs(contiguous_rows(logits), *rows)
     return logprobs, entropy
 
 
@@ -150,10 +146,21 @@ def policy_gradient_loss(
     """
     shape = shape_of(logits)
     check_flag("in_place", in_place)
-    batch, terms, row, options = prepare(
-        logits.dtype,
-        logits.device,
+    terms = LossTerms(
+        loss,
+        aggregation,
+        clip_low,
+        clip_high,
+        dual_clip,
+        kl,
+        kl_coef,
+        entropy_coef,
+        loss_options,
+    )
+    batch = token_batch(
+        terms,
         shape,
+        logits.device,
         targets,
         advantages,
         cu_seqlens,
@@ -162,16 +169,7 @@ def policy_gradient_loss(
         ref_logprobs=ref_logprobs,
         importance_weights=importance_weights,
         importance_weights_per_token=importance_weights_per_token,
-        loss=loss,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        kl=kl,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-        loss_options=loss_options,
         temperature=temperature,
-        aggregation=aggregation,
         mask=mask,
         denominator=denominator,
     )
@@ -181,57 +179,42 @@ def policy_gradient_loss(
             "in_place needs logits that were computed, got a leaf or a view of one, a parameter's "
             "own value"
         )
-    if not has_kernels(logits.device) or not row.fused:
-        return loss_and_metrics(_by_function(logits, batch, terms, row, options, in_place), logits)
-    if row.by_sequence and batch.old_logprobs is not None:
-        # Masked targets may be anything, and get some number or NaN.
-        counted = batch.targets if batch.mask is None else batch.targets.where(batch.mask, 0)
-        logprobs, _ = kernels.token_logprobs(
-            contiguous_rows(logits.detach()), counted, *split_temperature(batch.temperature)
-        )
-        batch = replace(batch, sequence_log_ratio=batch.log_ratio_of_sequences(logprobs))
-    arguments = loss_arguments(batch, terms)
-    if in_place:
-        sums = overwrite(logits, lambda values: kernels.token_loss_(values, *arguments))
+    of_kernel = terms.of_kernel
+    if not has_kernels(logits.device) or not terms.spec.fused:
+        sums = _by_function(logits, batch, terms, in_place)
+    elif in_place:
+        sums = overwrite(logits, lambda x: kernels.write_loss(x, x, batch, of_kernel))
     else:
-        sums, _ = kernels.token_loss(contiguous_rows(logits), *arguments, needs_gradient(logits))
+        rows = contiguous_rows(logits)
+        sums, _ = kernels.token_loss(rows, *batch, *of_kernel, needs_gradient(logits))
     return loss_and_metrics(sums, logits)
 
 
-def _by_function(
-    logits: Tensor,
-    batch: TokenBatch,
-    terms: LossTerms,
-    row: TokenLoss,
-    options: dict[str, float],
-    in_place: bool,
-) -> Tensor:
-    if in_place and row.rows is not None:
+def _by_function(logits: Tensor, batch: TokenBatch, terms: LossTerms, in_place: bool) -> Tensor:
+    spec, has_kernel = terms.spec, has_kernels(logits.device)
+    if in_place and spec.rows is not None:
         raise ValueError(
-            f"in_place must be False for {row.name}, which needs whole rows of logits for its "
+            f"in_place must be False for {spec.name}, which needs whole rows of logits for its "
             "gradient"
         )
-    targets, has_kernel = batch.targets.where(batch.counted(), 0), has_kernels(logits.device)
-
-    def sums_of(logprobs: Tensor, entropy: Tensor, rows: Tensor | None) -> Tensor:
-        return function_loss(row, options, terms, batch, tokens_of(batch, logprobs, entropy, rows))
+    rows = batch.targets, batch.temperature
 
     def write_gradient(logits: Tensor) -> Tensor:
-        rows = targets, *split_temperature(batch.unmasked_temperature())
         logprobs, entropy = (x.requires_grad_() for x in kernels.token_logprobs(logits, *rows))
         with torch.enable_grad():
-            sums = sums_of(logprobs, entropy, None)
+            sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
             gradients = torch.autograd.grad(sums[0], (logprobs, entropy), materialize_grads=True)
-        kernels.token_logprobs_backward_(logits, *rows, *gradients)
+        kernels.write_logprobs_gradient(logits, [*rows, *gradients], logits)
         return sums.detach()
 
     if in_place and has_kernel:
         return overwrite(logits, write_gradient)
-    if not has_kernel or row.rows is not None:
+    if not has_kernel or spec.rows is not None:
         # masked logits may be NaN, and so their gradient
-        logits = torch.where(batch.counted()[:, None], logits, 0.0)
-    values = token_logprobs(logits, targets, temperature=batch.unmasked_temperature())
-    return sums_of(*values, rows_of_loss(row, options, logits, targets, batch.temperature))
+        logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
+    logprobs, entropy = token_logprobs(logits, batch.targets, temperature=batch.temperature)
+    numbers = rows_of_loss(terms, logits, batch)
+    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy, numbers))
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

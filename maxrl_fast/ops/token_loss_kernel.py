@@ -1,11 +1,11 @@
-"""The token loss operators on CPU and CUDA; names that end in _ overwrite the logits.
+"""The token loss operators on CPU and CUDA.
 
 token_loss computes the gradient in its forward pass, so that the logits are read once.
 """
 
-from collections.abc import Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
 from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, operator
-from maxrl_fast.ops.token_batch import LossTerms, TokenBatch, real_dtype
+from maxrl_fast.ops.loss_terms import KERNEL_TERMS
+from maxrl_fast.ops.token_batch import TokenBatch, real_dtype
 
 DTYPES = {
     torch.float32: "float32",
@@ -46,25 +47,6 @@ check_fields("LossSums", LossSums._fields)
 check_fields("Loss", tuple(name for name, loss in LOSSES.items() if loss.fused))
 
 
-def loss_arguments(batch: TokenBatch, terms: LossTerms) -> tuple[Any, ...]:
-    """Return the arguments of token_loss after the logits, in the order of LOSS_SCHEMA."""
-    temperatures, temperature = split_temperature(batch.temperature)
-    named = {**vars(batch), "temperatures": temperatures, "temperature": temperature, **vars(terms)}
-    return tuple([named[name] for name in _LOSS_ARGUMENTS])
-
-
-def batch_and_terms(arguments: Sequence[Any]) -> tuple[TokenBatch, LossTerms]:
-    """Undo `loss_arguments`."""
-    batch, terms = TokenBatch(*_OF_BATCH(arguments)), LossTerms(*_OF_TERMS(arguments))
-    if (temperatures := arguments[_LOSS_ARGUMENTS.index("temperatures")]) is not None:
-        batch.temperature = temperatures
-    return batch, terms
-
-
-def split_temperature(temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
-
-
 def shape_of(logits: Tensor) -> tuple[int, int]:
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
@@ -76,78 +58,67 @@ def shape_of(logits: Tensor) -> tuple[int, int]:
 
 
 class LogitsLaunch(KernelLaunch):
-    __slots__ = ("arguments", "dtype", "real", "shape")
+    """A launch of a kernel that reads rows of logits [T, V]."""
 
-    def __init__(
-        self, logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
-    ):
+    __slots__ = ("arguments", "dtype", "real", "shape", "targets")
+
+    def __init__(self, logits: Tensor, targets: Tensor, temperature: Tensor):
         super().__init__(logits.device)
-        self.shape = shape_of(logits)
+        self.shape, self.targets = shape_of(logits), targets
         self.real, self.dtype = real_dtype(logits.dtype), logits.dtype
-        self.arguments = {
+        self.arguments: dict[str, Any] = {
             "dtype": DTYPES[logits.dtype],
             "logits": self.matrix("logits", logits),
             "tokens": (  # TokenRows of csrc/token_loss.h
                 *self.shape,
                 self.address("targets", targets, torch.int64, self.shape[:1]),
-                self.address("temperatures", temperatures, self.real, self.shape[:1]),
-                temperature,
+                self.address("temperature", temperature, torch.float64, self.shape[:1]),
             ),
         }
 
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
         return self.rows(name, tensor, self.dtype, self.shape), tensor.stride(0)
 
-    def run_logprobs_backward(
-        self, grad_logprobs: Tensor, grad_entropy: Tensor, gradient: Tensor
-    ) -> None:
-        self.launch(
-            "token_logprobs_backward",
-            **self.arguments,
-            **self.addresses(
-                self.real, self.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
-            ),
-            gradient=self.matrix("gradient", gradient),
-        )
-
-    def refuse(self, row: int | None, targets: Tensor) -> None:
+    def refuse(self, row: int | None) -> None:
         """Raise ValueError if the CPU kernel found a wrong target; CUDA kernels make the loss
         NaN."""
         if row is not None and row >= 0:
-            got = f"{int(targets[row])} at token {row}"
+            got = f"{int(self.targets[row])} at token {row}"
             raise ValueError(f"targets must be in [0, {self.shape[1]}), got {got}")
 
 
-# The arguments of token_loss after the logits: the fields of TokenBatch and LossTerms.
-LOSS_SCHEMA = (
-    "Tensor targets, Tensor? temperatures, float temperature, Tensor cu_seqlens, "
-    "Tensor advantages, bool advantages_per_token, Tensor? importance_weights, "
-    "bool importance_weights_per_token, Tensor? old_logprobs, Tensor? ref_logprobs, "
-    "Tensor? sequence_log_ratio, Tensor? mask, Tensor? sequence_tokens, Tensor denominator, "
-    "str loss, float clip_low, float clip_high, float dual_clip, str kl, float kl_coef, "
-    "float entropy_coef"
-)
-_LOSS_ARGUMENTS = tuple(argument.split()[1] for argument in LOSS_SCHEMA.split(", "))
-_OF_BATCH, _OF_TERMS = (
-    itemgetter(*map(_LOSS_ARGUMENTS.index, record.__dataclass_fields__))
-    for record in (TokenBatch, LossTerms)
-)
+class TokenLossLaunch(LogitsLaunch):
+    """A launch of token_loss, which writes `sums`, and `gradient` [T, V] if it is given. That may
+    be the logits."""
+
+    __slots__ = ("sums",)
+
+    def __init__(
+        self, logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: Sequence[Any]
+    ):
+        super().__init__(logits, batch.targets, batch.temperature)
+        size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
+        workspace = torch.zeros(size, dtype=torch.float64, device=logits.device)
+        self.sums = workspace[:NUM_SUMS]
+        self.arguments |= {
+            **self.addresses(
+                torch.float64,
+                self.shape[0],
+                advantages=batch.advantages,
+                weights=batch.weights,
+                old_logprobs=batch.old_logprobs,
+                ref_logprobs=batch.ref_logprobs,
+                sequence_log_ratio=batch.sequence_log_ratio,
+            ),
+            **dict(zip(KERNEL_TERMS, terms, strict=True)),
+            "gradient": (0, 0) if gradient is None else self.matrix("gradient", gradient),
+            "sums": self.keep(workspace),
+        }
 
 
-@operator(schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)")
-def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The second result is the gradient of the logits [T, V], or [0, 0] if not needed."""
-    *of_loss, needs_gradient = arguments
-    batch, terms = batch_and_terms(of_loss)
-    if not needs_gradient:
-        return launch_token_loss(logits, None, batch, terms), logits.new_empty(0, 0)
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return launch_token_loss(logits, gradient, batch, terms), gradient
-
-
-def register_loss(op: Any, function: str, num_gradients: int) -> None:
-    """Register the derivative of an operator that returns LossSums and gradients of its first
-    arguments.
+def loss_derivative(function: str, num_gradients: int) -> Callable[[Any], None]:
+    """Return what registers the derivative of an operator that returns LossSums and the gradients
+    of its first arguments.
 
     Its last arguments say which gradients are needed.
     """
@@ -171,110 +142,111 @@ def register_loss(op: Any, function: str, num_gradients: int) -> None:
         pairs = zip(gradients, ctx.needed, strict=True)
         return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in pairs)
 
-    register_backward(op, function, backward, save=save, num_inputs=num_gradients)
-
-
-register_loss(token_loss, "policy_gradient_loss", 1)
-
-
-@operator(schema=f"(Tensor(a0!) logits, {LOSS_SCHEMA}) -> Tensor")
-def token_loss_(logits: Tensor, *arguments: Any) -> Tensor:
-    return launch_token_loss(logits, logits, *batch_and_terms(arguments))
-
-
-def launch_token_loss(
-    logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: LossTerms
-) -> Tensor:
-    """Write `gradient`, which may be the logits."""
-    call = LogitsLaunch(logits, batch.targets, *split_temperature(batch.temperature))
-    num_tokens, num_sequences = call.shape[0], batch.num_sequences
-    advantages = num_tokens if batch.advantages_per_token else num_sequences
-    weights = num_tokens if batch.importance_weights_per_token else num_sequences
-    addresses = call.addresses
-    size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
-    sums = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    row = call.launch(
-        "token_loss",
-        **call.arguments,
-        num_sequences=num_sequences,
-        **addresses(torch.int64, num_sequences + 1, cu_seqlens=batch.cu_seqlens),
-        **addresses(call.real, advantages, advantages=batch.advantages),
-        advantages_per_token=batch.advantages_per_token,
-        **addresses(call.real, weights, importance_weights=batch.importance_weights),
-        importance_per_token=batch.importance_weights_per_token,
-        **addresses(
-            call.real,
-            num_tokens,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-        ),
-        **addresses(call.real, num_sequences, sequence_log_ratio=batch.sequence_log_ratio),
-        **addresses(torch.bool, num_tokens, mask=batch.mask),
-        **addresses(torch.int64, num_sequences, sequence_tokens=batch.sequence_tokens),
-        denominator=call.address("denominator", batch.denominator, torch.float64, ()),
-        **vars(terms),
-        gradient=(0, 0) if gradient is None else call.matrix("gradient", gradient),
-        sums=call.keep(sums),
+    return partial(
+        register_backward,
+        function=function,
+        backward=backward,
+        save=save,
+        num_inputs=num_gradients,
     )
-    call.refuse(row, batch.targets)
-    return sums[:NUM_SUMS]
 
 
-@operator()
-def token_logprobs(
-    logits: Tensor, targets: Tensor, temperatures: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    call = LogitsLaunch(logits, targets, temperatures, temperature)
+# The arguments of token_loss after the logits: a TokenBatch and the terms.
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+_OF_BATCH = {name: _TYPES[kind] for name, kind in get_type_hints(TokenBatch).items()}
+LOSS_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in (_OF_BATCH | KERNEL_TERMS).items())
+
+
+def split_arguments(arguments: Sequence[Any]) -> tuple[TokenBatch, Sequence[Any], Sequence[Any]]:
+    """Return the batch, the terms and what follows them."""
+    end = len(_OF_BATCH) + len(KERNEL_TERMS)
+    batch = TokenBatch(*arguments[: len(_OF_BATCH)])
+    return batch, arguments[len(_OF_BATCH) : end], arguments[end:]
+
+
+def needs_sequence_ratio(batch: TokenBatch, terms: Sequence[Any]) -> bool:
+    return LOSSES[terms[0]].by_sequence and batch.old_logprobs is not None
+
+
+@operator(
+    schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)",
+    derivative=loss_derivative("policy_gradient_loss", 1),
+)
+def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The second result is the gradient of the logits [T, V], or [0, 0] if not needed."""
+    batch, terms, (needs_gradient,) = split_arguments(arguments)
+    gradient = logits.new_empty(0, 0)
+    if needs_gradient:
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return write_loss(logits, gradient if needs_gradient else None, batch, terms), gradient
+
+
+def write_loss(
+    logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: Sequence[Any]
+) -> Tensor:
+    """Return the LossSums, and write `gradient`, which may be the logits."""
+    if needs_sequence_ratio(batch, terms):
+        logprobs, _ = token_logprobs(logits, batch.targets, batch.temperature)
+        batch = batch.with_sequence_ratio(logprobs)
+    call = TokenLossLaunch(logits, gradient, batch, terms)
+    call.refuse(call.launch("token_loss", **call.arguments))
+    return call.sums
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _token_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
+    return (token_logprobs_backward(*ctx.saved_tensors, *(x.contiguous() for x in grads)),)
+
+
+@operator(
+    derivative=partial(
+        register_backward,
+        function="token_logprobs",
+        backward=_token_logprobs_backward,
+        save=_save_rows,
+    )
+)
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    call = LogitsLaunch(logits, targets, temperature)
     logprobs, entropy = (
         torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2)
     )
     results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
-    call.refuse(call.launch("token_logprobs", **call.arguments, **results), targets)
+    call.refuse(call.launch("token_logprobs", **call.arguments, **results))
     return logprobs, entropy
-
-
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, targets, temperatures, ctx.temperature = inputs
-    ctx.save_for_backward(logits, targets, temperatures)
-
-
-def _token_logprobs_backward(
-    ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-) -> tuple[Tensor]:
-    logits, targets, temperatures = ctx.saved_tensors
-    grads = (grad_logprobs.contiguous(), grad_entropy.contiguous())
-    return (token_logprobs_backward(logits, targets, temperatures, ctx.temperature, *grads),)
-
-
-register_backward(token_logprobs, "token_logprobs", _token_logprobs_backward, save=_save_rows)
 
 
 @operator()
 def token_logprobs_backward(
     logits: Tensor,
     targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
+    temperature: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
 ) -> Tensor:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    call = LogitsLaunch(logits, targets, temperatures, temperature)
-    call.run_logprobs_backward(grad_logprobs, grad_entropy, gradient)
+    rows = targets, temperature, grad_logprobs, grad_entropy
+    write_logprobs_gradient(logits, rows, gradient)
     return gradient
 
 
-@operator(mutates=("logits",))
-def token_logprobs_backward_(
-    logits: Tensor,
-    targets: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-) -> None:
-    LogitsLaunch(logits, targets, temperatures, temperature).run_logprobs_backward(
-        grad_logprobs, grad_entropy, logits
+def write_logprobs_gradient(logits: Tensor, rows: Sequence[Tensor], gradient: Tensor) -> None:
+    """Write the gradient of the logits [T, V], which may be the logits.
+
+    rows: targets, temperature, and the gradients of the log-probs and of the entropy, [T] each.
+    """
+    targets, temperature, grad_logprobs, grad_entropy = rows
+    call = LogitsLaunch(logits, targets, temperature)
+    call.launch(
+        "token_logprobs_backward",
+        **call.arguments,
+        **call.addresses(
+            call.real, call.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
+        ),
+        gradient=call.matrix("gradient", gradient),
     )
 
 

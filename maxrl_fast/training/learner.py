@@ -15,13 +15,10 @@ from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import full_tensor, local_shard
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops import (
-    linear_divergence,
-    linear_policy_gradient_loss,
-    linear_token_logprobs,
-)
+from maxrl_fast.ops import linear_divergence, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
-from maxrl_fast.ops.token_batch import prepare
+from maxrl_fast.ops.linear_loss import loss_of_hidden
+from maxrl_fast.ops.token_batch import token_batch
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from maxrl_fast.records import Rollouts, Samples, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
@@ -191,7 +188,7 @@ class Learner:
     def packer(self, samples: Samples, advantages: Tensor) -> Packer:
         # Broadcast: all ranks must agree on which samples have a gradient.
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
-        if samples.teacher_prompts is None or not self.settings.is_kl_full:
+        if samples.teacher_prompts is None or not self.settings.divergence_coef:
             return packer
         teacher = self.passes.packer(Samples(samples.teacher_prompts, samples.rollouts))
         return replace(packer, teacher=teacher)
@@ -232,33 +229,24 @@ class Learner:
         values = self.passes.compute(
             self._token_values, self.model, samples, sequences
         ).requires_grad_()
-        # [T']
-        per_token = torch.repeat_interleave(
+        advantages = torch.repeat_interleave(
             packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index)
-        )
-        importance = rollouts.importance_weights
-        batch, terms, row, options = prepare(
-            torch.float32,
-            device,
+        )  # [T']
+        if rollouts.importance_weights is not None:  # negative if the objective weights tokens
+            advantages = advantages * rollouts.importance_weights[index]
+        ref_logprobs = rollouts.ref_logprobs if settings.kl_coef else None
+        batch = token_batch(
+            settings,
             (len(index), self.model.config.vocab_size),
+            device,
             rollouts.tokens[index],
-            per_token,
+            advantages,
             cu_seqlens,
-            **settings.keywords,
             advantages_per_token=True,
-            importance_weights=None,
-            importance_weights_per_token=None,
             old_logprobs=rollouts.logprobs[index],
-            ref_logprobs=None
-            if rollouts.ref_logprobs is None or not settings.kl_coef
-            else rollouts.ref_logprobs[index],
-            dual_clip=None,
-            temperature=1.0,
-            mask=None,
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs[index],
             denominator=denominator,
         )
-        if importance is not None:  # may be negative if the objective weights tokens
-            batch.advantages = batch.advantages * importance[index]
         num_own = values.shape[1] - 2 - (settings.siren != 0)
         tokens = tokens_of(
             batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None
@@ -268,7 +256,7 @@ class Learner:
             tokens.advantages = tokens.advantages * ~far_responses(tokens, settings.sequence_mask)
         if settings.top_entropy < 1:
             tokens.advantages = tokens.advantages * highest_entropies(tokens, settings.top_entropy)
-        sums = function_loss(row, options, terms, batch, tokens)
+        sums = function_loss(settings, batch, tokens)
         total = sums[0]
         if settings.siren:
             total = total + siren(
@@ -290,7 +278,7 @@ class Learner:
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Return each token's log-prob, entropy and R numbers of its row, [T, 2 + R]."""
         values = self.passes.logprobs_and_entropies(model, batch, hidden)
-        if self.settings.row.rows is None and not self.settings.siren:
+        if self.settings.spec.rows is None and not self.settings.siren:
             return values
         scaling = model.scaling(self.settings.temperature)
         rows = linear_rows(hidden, model.output_matrix, batch.targets, self._rows, **scaling)
@@ -299,8 +287,8 @@ class Learner:
     def _rows(self, log_p: Tensor, targets: Tensor) -> Tensor:
         """Return the numbers [C, R] that the loss and SIREN's term read from rows log_p [C, V]."""
         parts, settings = [], self.settings
-        if settings.row.rows is not None:
-            parts.append(call_rows(settings.row, settings.options, log_p, targets))
+        if settings.spec.rows is not None:
+            parts.append(call_rows(settings.spec, dict(settings.options), log_p, targets))
         if settings.siren:
             parts.append(nucleus_entropy(log_p)[:, None])
         return torch.cat(parts, 1)
@@ -308,35 +296,37 @@ class Learner:
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss times the number of ranks (gradients become
         means over ranks), and its metrics, means over its tokens."""
-        advantages = batch.advantages
-        if batch.importance_weights is not None:
-            advantages = batch.by_token(advantages) * batch.importance_weights
-        read = self._read_by_teacher(batch) if self.settings.is_kl_full else None
+        settings = self.settings
+        teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
         if plan.gradients is not None:
             loss = (
-                self._injected(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
+                self._surrogate(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
             )
             none = loss.detach().new_zeros((), dtype=torch.float64)
             return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
-        estimates_kl = self.settings.kl_coef and not self.settings.is_kl_full
+        advantages = batch.advantages
+        if batch.importance_weights is not None:
+            advantages = batch.by_token(advantages) * batch.importance_weights
+        weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
         # Scaling the loss instead would cost another pass over its gradients.
         denominator = plan.denominator / self.ranks.size
-        loss, metrics = linear_policy_gradient_loss(
-            hidden,
-            self.model.output_matrix,
+        tokens = token_batch(
+            settings,
+            (len(hidden), len(weight)),
+            hidden.device,
             batch.targets,
             advantages,
             batch.cu_seqlens,
             advantages_per_token=batch.importance_weights is not None,
             old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs if estimates_kl else None,
-            **self.settings.keywords,
-            **self.model.scaling(self.settings.temperature),
+            ref_logprobs=batch.ref_logprobs if settings.kl_coef else None,
+            temperature=scaling["temperature"],
             denominator=denominator,
         )
-        if read is not None:
-            divergence, mean = self._divergence(batch, hidden, read, denominator)
+        loss, metrics = loss_of_hidden(hidden, weight, tokens, settings, scaling["softcap"])
+        if teacher_hidden is not None:
+            divergence, mean = self._divergence(batch, hidden, teacher_hidden, denominator)
             loss = loss + divergence
             # The token loss drops tokens with the advantage 0, which the divergence reads.
             num_tokens = metrics["tokens"].clamp_min(1)
@@ -346,7 +336,7 @@ class Learner:
         return loss, metrics
 
     @torch.no_grad()
-    def _read_by_teacher(self, batch: MicroBatch) -> Tensor:
+    def _teacher_hidden(self, batch: MicroBatch) -> Tensor:
         """Return the reference policy's hidden states [T, K] of the batch's targets."""
         teacher = self.reference or self.model
         hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
@@ -355,17 +345,17 @@ class Learner:
         return hidden * teacher.logit_scale
 
     def _divergence(
-        self, batch: MicroBatch, hidden: Tensor, read: Tensor, denominator: float
+        self, batch: MicroBatch, hidden: Tensor, teacher_hidden: Tensor, denominator: float
     ) -> tuple[Tensor, Tensor]:
         """Return the term of --kl full, and the mean divergence of the batch's tokens."""
         teacher, settings = self.reference or self.model, self.settings
-        coefficients = torch.full_like(batch.old_logprobs, settings.kl_coef)
+        coefficients = torch.full_like(batch.old_logprobs, settings.divergence_coef)
         if settings.aggregation == "seq_mean_token_mean":
             coefficients /= batch.by_token(batch.cu_seqlens.diff())
         loss, metrics = linear_divergence(
             hidden * self.model.logit_scale,
             self.model.output_matrix,
-            read,
+            teacher_hidden,
             teacher.output_matrix,
             settings.divergence,
             beta=settings.beta,
@@ -379,7 +369,7 @@ class Learner:
             reshard(teacher)  # after its output matrix has been read
         return loss, metrics["divergence"].mean()
 
-    def _injected(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
+    def _surrogate(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
         """Return sum(gradients [T, 2 + R] x token values) over tokens with a gradient."""
         weight = self.model.output_matrix
         targets = batch.targets

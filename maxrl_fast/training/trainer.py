@@ -77,7 +77,7 @@ class Trainer:
         with clock("update"):
             if self.teacher_prompts is not None:
                 batch = replace(batch, teacher_prompts=self.teacher_prompts(batch.prompts))
-            if objective.needs.reference or not learner.settings.is_kl_full:
+            if objective.needs.reference or not learner.settings.divergence_coef:
                 # an objective compares whole batches, the loss those of an update
                 num_shares = 1 if objective.needs.reference else self.updates_per_step
                 rollouts = learner.with_reference(batch, num_shares)

@@ -19,14 +19,14 @@
 
 namespace maxrl::cuda {  // the kernels of csrc/cuda, which no header declares
 
-template <typename Element, typename Real>
-void token_loss(const TokenLossCall<Element, Real>& call, cudaStream_t stream);
-template <typename Element, typename Real>
-void token_logprobs(const TokenLogprobs<Element, Real>& call, cudaStream_t stream);
-template <typename Element, typename Real>
-void token_logprobs_backward(const TokenLogprobsBackward<Element, Real>& call, cudaStream_t stream);
-template <typename Element, typename Real>
-void scale(const ScaleCall<Element, Real>& call, cudaStream_t stream);
+template <typename Element>
+void token_loss(const TokenLossCall<Element>& call, cudaStream_t stream);
+template <typename Element>
+void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream);
+template <typename Element>
+void token_logprobs_backward(const TokenLogprobsBackward<Element>& call, cudaStream_t stream);
+template <typename Element>
+void scale(const ScaleCall<Element>& call, cudaStream_t stream);
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream);
 template <typename Element>
@@ -95,27 +95,20 @@ template <typename Element>
 void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t shift) {
   const int64_t stride = vocab_size + 3;
   Numbers<Element> logits(num_tokens * stride, shift), gradient(num_tokens * stride, shift);
-  const std::vector<int64_t> targets = integers(num_tokens, vocab_size),
-                             cu_seqlens{0, num_tokens / 2, num_tokens};
-  const std::vector<float> advantages{1.0f, -2.0f}, old(num_tokens, -3.0f), ref(num_tokens, -3.1f);
-  Flags mask(num_tokens, true);
-  mask.values[1] = mask.values[2] = false;
-  const double denominator = static_cast<double>(num_tokens);
-  TokenLossInputs<float> in{};
-  in.tokens = {num_tokens, vocab_size, targets.data(), nullptr, 0.7};
-  in.num_sequences = 2;
-  in.cu_seqlens = cu_seqlens.data();
-  in.advantages = advantages.data();
-  in.old_logprobs = old.data();
-  in.ref_logprobs = ref.data();
-  in.mask = mask.data();
-  in.denominator = &denominator;
+  const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
+  const std::vector<double> temperature(num_tokens, 0.7), old(num_tokens, -3.0),
+      ref(num_tokens, -3.1);
+  std::vector<double> advantages(num_tokens, 1.0), weights(num_tokens, 1.0 / num_tokens);
+  advantages.back() = -2.0;
+  weights[1] = weights[2] = 0.0;
+  const TokenRows tokens{num_tokens, vocab_size, targets.data(), temperature.data()};
+  const TokenLossInputs in{tokens,     advantages.data(), weights.data(),
+                           old.data(), ref.data(),        nullptr};
   const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
   std::vector<double> workspace(workspace_size(LossSums::kSize));
   const Rows<Element> to{in_place ? logits.data : gradient.data, stride};
-  cuda::token_loss(
-      TokenLossCall<Element, float>{{logits.data, stride}, in, terms, to, workspace.data()},
-      nullptr);
+  cuda::token_loss(TokenLossCall<Element>{{logits.data, stride}, in, terms, to, workspace.data()},
+                   nullptr);
 }
 
 void token_logprobs() {
@@ -123,15 +116,15 @@ void token_logprobs() {
   Numbers<float> logits(num_tokens * vocab_size);
   const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
   std::vector<float> logprobs(num_tokens), entropy(num_tokens), grads{1.0f, 0.0f, 0.5f, -1.0f};
-  const TokenRows<float> rows{num_tokens, vocab_size, targets.data(), nullptr, 1.0};
+  const std::vector<double> temperature(num_tokens, 1.0);
+  const TokenRows rows{num_tokens, vocab_size, targets.data(), temperature.data()};
   const Rows<const float> from{logits.data, vocab_size};
   const Rows<float> to{logits.data, vocab_size};
-  cuda::token_logprobs(TokenLogprobs<float, float>{from, rows, logprobs.data(), entropy.data()},
-                       nullptr);
+  cuda::token_logprobs(TokenLogprobs<float>{from, rows, logprobs.data(), entropy.data()}, nullptr);
   cuda::token_logprobs_backward(
-      TokenLogprobsBackward<float, float>{from, rows, grads.data(), grads.data(), to}, nullptr);
+      TokenLogprobsBackward<float>{from, rows, grads.data(), grads.data(), to}, nullptr);
   const double factor = 2.0;
-  cuda::scale(ScaleCall<float, float>{to, num_tokens, vocab_size, &factor}, nullptr);
+  cuda::scale(ScaleCall<float>{to, num_tokens, vocab_size, &factor}, nullptr);
 }
 
 void decode_attention() {

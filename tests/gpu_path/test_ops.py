@@ -7,7 +7,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops import LOSSES
-from maxrl_fast.ops.token_batch import AGGREGATIONS
+from maxrl_fast.ops.loss_terms import AGGREGATIONS
 from tests.gpu import test_token_loss
 from tests.gpu_path.pretend import GPU
 

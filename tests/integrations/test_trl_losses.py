@@ -132,7 +132,7 @@ def test_the_sequence_mask_is_trls_off_policy_mask():
                 advantages[:, None], own_log_probs, theirs, MASK.double(), delta
             )[:, 0]
             of_tokens = advantages.repeat_interleave(lengths)
-            tokens = Tokens(logp, none, engine, engine, of_tokens, none + 1, none == 0, cu_seqlens)
+            tokens = Tokens(logp, none, engine, engine, of_tokens, none == 0, cu_seqlens)
             assert torch.equal(
                 ~far_responses(tokens, delta), mask.bool().repeat_interleave(lengths)
             )

@@ -469,7 +469,7 @@ def test_operators_that_do_not_look_at_a_temperature_give_nan():
     """As on a GPU, where the check would wait."""
     tau = torch.tensor([1.0, 0.0, -1.0, math.nan, math.inf])
     for values in torch.ops.maxrl_fast.token_logprobs(
-        torch.arange(10.0).view(5, 2), torch.zeros(5).long(), tau, 1.0
+        torch.arange(10.0).view(5, 2), torch.zeros(5).long(), tau.double()
     ):
         assert values[0].isfinite()
         assert values[1:].isnan().all()

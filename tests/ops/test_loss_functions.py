@@ -24,7 +24,6 @@ def tokens(logprobs, advantages, mask=None, cu_seqlens=None, entropy=None, seed=
         old_logprobs=logprobs.detach(),
         ref_logprobs=logprobs.detach(),
         advantages=advantages,
-        importance_weights=torch.ones_like(logprobs),
         mask=mask,
         cu_seqlens=torch.tensor([0, len(logprobs)]) if cu_seqlens is None else cu_seqlens,
         generator=None if seed is None else torch.Generator().manual_seed(seed),

@@ -72,9 +72,8 @@ def of_divergence():
         (of_log_ratios, "log_ratio_reward log_ratio_reward_backward"),
         (
             of_logits,
-            "token_logprobs token_logprobs_backward token_logprobs_backward_ token_loss "
-            "token_loss_ "
-            "linear_loss linear_logprobs linear_logprobs_backward",
+            "token_logprobs token_logprobs_backward token_loss linear_loss linear_logprobs "
+            "linear_logprobs_backward",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from maxrl_fast import _C
 from maxrl_fast.ops import LOSSES, policy_gradient_loss
 from maxrl_fast.ops.dispatch import check_fields
-from maxrl_fast.ops.token_batch import KL_ESTIMATORS
+from maxrl_fast.ops.loss_terms import KL_ESTIMATORS
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from tests.ops.loss_definitions import (
     HOW,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from maxrl_fast.ops import LOSSES, policy_gradient_loss, token_logprobs
-from maxrl_fast.ops.token_batch import AGGREGATIONS
-from maxrl_fast.ops.token_loss_kernel import token_logprobs_backward_
+from maxrl_fast.ops.loss_terms import AGGREGATIONS
+from maxrl_fast.ops.token_loss_kernel import write_logprobs_gradient
 from tests.ops.loss_definitions import S, T, computed, example
 
 VOCABULARIES = [1, 2, 127, 50257, 151936]
@@ -253,7 +253,8 @@ def check_rows_far_apart():
     ):
         assert torch.equal(ours, expected)
     for logits in (far, near):
-        token_logprobs_backward_(logits, targets, None, 1.0, torch.ones(3), torch.full((3,), 0.5))
+        rows = targets, torch.ones(3).double(), torch.ones(3), torch.full((3,), 0.5)
+        write_logprobs_gradient(logits, rows, logits)
     assert torch.equal(far, near)
 
 

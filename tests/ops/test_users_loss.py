@@ -166,7 +166,6 @@ def test_what_a_function_sees():
         (t.entropy, entropy),
         (t.old_logprobs, e["old_logprobs"]),
         (t.ref_logprobs, e["ref_logprobs"]),
-        (t.importance_weights, weights),
         (t.advantages, e["advantages"].repeat_interleave(lengths) * weights),
     ):
         assert actual.dtype == torch.float64

@@ -28,7 +28,7 @@ from tests.random_episodes import naive_logprobs, naive_rows, random_parts, roll
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 TEACHERS = make_prompts([[5, 6, 7, 8, 11, 12], [9, 1, 3], [1, 2, 3, 4, 5, 6, 7, 30, 2]])
 ROLLOUTS = Rollouts.given([[1, 2, 3, 9], [1, 2, 8], [6], [7, 7, 4, 2, 1], [3, 3], [5, 6, 7]])
-FULL = LossSettings("reinforce", "token_mean", kl="full", kl_coef=0.7, temperature=0.9)
+FULL = LossSettings("reinforce", "token_mean", divergence_coef=0.7, temperature=0.9)
 
 
 @pytest.mark.parametrize(("kl", "is_reverse"), [("k1", False), ("k2", True), ("k3", False)])
@@ -133,7 +133,8 @@ def test_a_teacher_that_equals_the_policy_has_no_gradient():
 def test_the_policy_teaches_itself_by_another_prompt(kl):
     """Without a reference policy the teacher is the policy, with its own prompts."""
     model = tiny_decoder()
-    trained = learner(model, dataclasses.replace(FULL, kl=kl))
+    k2 = dataclasses.replace(FULL, kl="k2", kl_coef=0.7, divergence_coef=0.0)
+    trained = learner(model, k2 if kl == "k2" else FULL)
     samples = Samples(PROMPTS, ROLLOUTS, teacher_prompts=TEACHERS)
     samples = dataclasses.replace(samples, rollouts=trained.with_reference(samples))
     log_q = (logits_of(model, TEACHERS) / 0.9).log_softmax(-1)
@@ -256,7 +257,8 @@ def test_the_policy_becomes_its_teacher(kl, num_samples, is_near):
         return float((log_p.exp() * (log_p - log_q)).sum())
 
     models = (model, teacher)
-    settings = LossSettings("reinforce", "token_mean", kl=kl, kl_coef=1.0)
+    terms = {"divergence_coef": 1.0} if kl == "full" else {"kl": kl, "kl_coef": 1.0}
+    settings = LossSettings("reinforce", "token_mean", **terms)
     adam, engine = torch.optim.Adam(model.parameters()), NativeEngine(model, torch.float32)
     trained = Learner(model, adam, settings, 1e9, 10_000, torch.float32, teacher)
     start = divergence()

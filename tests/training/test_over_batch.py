@@ -115,9 +115,9 @@ def direct(model, samples, settings):
         a = a * (entropy >= threshold - 1e-5)
     options = row.resolve(settings.loss_options)
     of_rows = {name: options[name] for name in ("k", "min_p") if name in options}
-    old, ones = rollouts.logprobs.double(), torch.ones_like(a)
+    old, mask = rollouts.logprobs.double(), torch.ones_like(a, dtype=torch.bool)
     tokens = Tokens(
-        logprobs, entropy, old, old, a, ones, ones.bool(), rollouts.cu_seqlens,
+        logprobs, entropy, old, old, a, mask, rollouts.cu_seqlens,
         rows=None if row.rows is None else row.rows(log_p, rollouts.tokens, **of_rows),
         generator=torch.Generator().manual_seed(_seed(4, 3, 1)),
     )  # fmt: skip

@@ -175,7 +175,6 @@ def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tok
         old_logprobs=logprobs.detach() + 0.2 * (place * 2.3 + 1).sin(),
         ref_logprobs=logprobs.detach() - 0.1,
         advantages=scale * torch.tensor([1.0, -1.0, 0.5, 0.5, -2.0, -2.0, -2.0]).double(),
-        importance_weights=torch.ones(7, dtype=torch.float64),
         mask=torch.ones(7, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, 1, 4, 7]),
         rows=rows,

@@ -362,6 +362,14 @@ def test_an_evaluation_has_hints_too(words, message):
         evaluation.parse(words.split())
 
 
+def test_a_run_of_an_earlier_version_is_read_or_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"steps": 5, "reward_isolation": "process"}')
+    assert parse(["--resume", str(tmp_path)]).optimizer.steps == 5
+    (tmp_path / "config.json").write_text('{"steps": 5, "estimator_options": "eps=1"}')
+    with refused(r"config\.json: unknown option estimator_options"):
+        parse(["--resume", str(tmp_path)])
+
+
 def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_path):
     options = {"objective": "maxrl", "task": "gsm8k", "data": "/d", "max_new_tokens": 7, "seed": 3}
     (tmp_path / "config.json").write_text(json.dumps(options))

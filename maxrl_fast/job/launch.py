@@ -12,12 +12,10 @@ from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import ResolvedConfig
-from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.build import (
     RunContext,
     build_collector,
-    build_evaluator,
     build_teacher_prompts,
     build_trainer,
 )
@@ -250,21 +248,9 @@ class Job:
             saved,
         )
         trainer, warm_start = build_trainer(context)
-        return RunLoop(
-            trainer,
-            warm_start,
-            build_evaluator(context),
-            checkpoints,
-            files,
-            # with the seconds that the clock counts
-            saved.progress if saved else Progress(seconds=clock.seconds),
-            self.screen,
-            clock,
-            ranks,
-            evaluation_schedule(config),
-            config.evaluation.diagnose_every,
-            config.evaluation.keep_rollouts,
-        )
+        # with the seconds that the clock counts
+        progress = saved.progress if saved else Progress(seconds=clock.seconds)
+        return RunLoop(context, trainer, warm_start, checkpoints, files, progress, self.screen)
 
 
 def describe_start(context: RunContext, saved: Saved | None) -> list[str]:

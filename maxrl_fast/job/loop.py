@@ -1,10 +1,10 @@
 """The loop around the training step: warm start, steps, evaluations, checkpoints, logs."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from maxrl_fast.config.resolve import EvaluationSchedule
-from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
+from maxrl_fast.job.build import RunContext, build_evaluator
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.job.progress import Progress
@@ -12,11 +12,9 @@ from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.output import take_errors
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.diagnostics import diagnostics_record
 from maxrl_fast.training.metrics import summary
-from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import StepRecord, Trainer
 from maxrl_fast.training.warm_start import WarmStart
 
@@ -26,23 +24,23 @@ class RunLoop:
     """Does the part of a run that `progress` says is left.
 
     It evaluates before the first step, after the last, and as `schedule` says between them. Every
-    `diagnose_every` steps (0: never) a second backward pass gives a line of diagnostics.jsonl.
-    `keep_rollouts` rollouts per step are written to rollouts.jsonl.
+    --diagnose-every steps (0: never) a second backward pass gives a line of diagnostics.jsonl.
+    --keep-rollouts rollouts per step are written to rollouts.jsonl.
     """
 
+    context: RunContext
     trainer: Trainer
     warm_start: WarmStart
-    evaluator: Evaluator
     checkpoints: Checkpoints
     files: RunFiles
     progress: Progress
     screen: Screen
-    clock: Stopwatch
-    ranks: Ranks
-    schedule: EvaluationSchedule
-    diagnose_every: int = 0
-    keep_rollouts: int = 0
-    health: Health = field(default_factory=Health)
+
+    def __post_init__(self) -> None:
+        self.clock, self.ranks = self.context.clock, self.context.ranks
+        self.options = self.context.config.evaluation
+        self.schedule = evaluation_schedule(self.context.config)
+        self.evaluator, self.health = build_evaluator(self.context), Health()
 
     @property
     def num_steps(self) -> int:
@@ -70,12 +68,13 @@ class RunLoop:
         with checkpoints.kept(progress, learner):
             self._evaluate_if_due()
         slow_rewards = SlowRewards(self.evaluator.scorer.faster)
+        every = self.options.diagnose_every
         with (
             self.screen.stage("train", self.num_steps, done=progress.step) as stage,
             checkpoints.kept(progress, learner),
         ):
             for n in range(progress.step + 1, self.num_steps + 1):
-                is_diagnosed = self.diagnose_every > 0 and n % self.diagnose_every == 0
+                is_diagnosed = every > 0 and n % every == 0
                 before = dict(self.clock.seconds)
                 record = self.trainer.step(
                     n, progress.next_prompt, self._diagnose if is_diagnosed else None
@@ -103,11 +102,9 @@ class RunLoop:
 
     def _keep(self, n: int, record: StepRecord) -> None:
         """Log a step's results, and count the step as done."""
-        if self.keep_rollouts:
-            task, advantages = self.trainer.collector.task, record.advantages
-            for rollout in rollout_records(
-                task, record.batch, advantages, self.keep_rollouts, self.ranks
-            ):
+        if count := self.options.keep_rollouts:
+            task, advantages = self.context.task, record.advantages
+            for rollout in rollout_records(task, record.batch, advantages, count, self.ranks):
                 self.files.write("rollouts", rollout)
         self.files.write("metrics", record.metrics)
         if record.batch.warning:

@@ -1,21 +1,21 @@
 """Read the files of a run or an evaluation into columns of numbers. The files may be unfinished or
 damaged.
 
-A line that cannot be read is skipped and noted, never guessed. What would make the page too large
-is thinned.
+A line that is not as the trainer writes it is skipped and noted, never guessed. What would make the
+page too large is thinned.
 """
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
-from maxrl_fast.report.samples import Thinned, read_samples
-from maxrl_fast.report.values import Number, finite, is_count, is_number, text_of
+from maxrl_fast.report.samples import Thinned, read_samples, sample_of
+from maxrl_fast.report.values import Number, finite, text_of
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 
 FILE_BYTES = 1 << 30
@@ -24,7 +24,9 @@ EVALUATION_BYTES = 1 << 28  # eval.json and pass_rates.jsonl have numbers for ea
 MOST_POINTS = 100_000  # diagnosed prompts of one run
 MOST_COUNTS = 200_000  # correct samples of a prompt in an evaluation
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
-_REASON = 200  # characters
+T = TypeVar("T")
+# what reading a line raises that is not as the trainer writes it
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _TIMED = ("rollout_seconds", "train_seconds")
 _NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
 _OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
@@ -103,20 +105,15 @@ def _read_run(path: Path, folder: Folder) -> None:
         raise InputError(
             f"{printable(path / 'metrics.jsonl')} must hold at least one step, and has none"
         )
-    folder.eval_steps, folder.eval_metrics, records = _columns(
-        path / "eval.jsonl", folder, ("pass_at_k",)
-    )
-    sizes = [size or 0 for size in folder.eval_metrics.get("num_prompts", [])]
+    steps, columns, records = _columns(path / "eval.jsonl", folder)
+    sizes = [record.get("num_prompts", 0) for record in records]
+    # one on a part of the prompts is not comparable
     whole = [i for i, size in enumerate(sizes) if size == max(sizes)]
-    if len(whole) < len(sizes):  # one on a part of the prompts is not comparable
-        folder.eval_steps = [folder.eval_steps[i] for i in whole]
-        folder.eval_metrics = {
-            name: [values[i] for i in whole] for name, values in folder.eval_metrics.items()
-        }
-        records = [records[i] for i in whole]
-    for step, record in zip(folder.eval_steps, records, strict=True):
-        if rows := coverage_rows(record.get("pass_at_k")):
-            folder.coverage.append({"step": step, "rows": rows})
+    folder.eval_steps = [steps[i] for i in whole]
+    folder.eval_metrics = {name: [values[i] for i in whole] for name, values in columns.items()}
+    for i in whole:
+        if rows := coverage_rows(records[i].get("pass_at_k")):
+            folder.coverage.append({"step": steps[i], "rows": rows})
     _read_weight(path, folder)
     _read_pass_rates(path, folder)
     _read_warnings(path, folder)
@@ -127,24 +124,21 @@ def _read_run(path: Path, folder: Folder) -> None:
 def _read_evaluation(path: Path, folder: Folder) -> None:
     folder.kind = "evaluation"
     record = _object(path / "eval.json", folder, EVALUATION_BYTES)
-    rows = coverage_rows(record.get("coverage")) or coverage_rows(record.get("pass_at_k"))
-    if not rows:
-        why = f" ({folder.notes[-1]})" if folder.notes else ""
-        raise InputError(
-            f"{printable(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k, "
-            f"and does not{why}"
-        )
-    folder.coverage = [{"step": None, "rows": rows}]
-    options = record.get("options")
-    folder.options = (
-        {key: options[key] for key in options if key not in _OF_TRAINING}
-        if isinstance(options, dict)
-        else {}
-    )
-    counts = record.get("per_prompt")
-    if isinstance(counts, dict):
-        _take_counts([(None, record | counts, counts.get("id"))], folder, "eval.json")
-    folder.seconds, folder.seconds_from = _durations(record.get("seconds")), "eval.json"
+    wanted = f"{printable(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k"
+    try:
+        rows = coverage_rows(record.get("coverage")) or coverage_rows(record.get("pass_at_k"))
+        if not rows:
+            raise ValueError(*folder.notes[-1:])
+        folder.coverage = [{"step": None, "rows": rows}]
+        options = record.get("options", {})
+        folder.options = {key: options[key] for key in options if key not in _OF_TRAINING}
+        if "per_prompt" in record:
+            own = record["per_prompt"]
+            counts = _counts(record | own, own["id"])
+            _take_counts(folder, own["id"], len(own["id"]), [{"step": None} | counts])
+        folder.seconds, folder.seconds_from = _durations(record.get("seconds")), "eval.json"
+    except _DAMAGE as error:
+        raise InputError(f"{wanted}, and does not ({error})") from error
 
 
 def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
@@ -166,8 +160,12 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
     return content
 
 
-def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file, if it exists; the last line may be incomplete."""
+def _lines(
+    path: Path, folder: Folder, read: Callable[[Any], T], most_bytes: int = FILE_BYTES
+) -> Iterator[T]:
+    """Yield `read` of each line of a JSON Lines file, if it exists. The last line may be
+    incomplete; others that cannot be read are noted.
+    """
     if not path.exists():
         return
     check_regular(path, most_bytes)
@@ -175,108 +173,75 @@ def _lines(path: Path, folder: Folder, most_bytes: int = FILE_BYTES) -> Iterator
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                yield record
-            elif not line.endswith(b"\n"):
+                record = read(json.loads(line))
+            except _DAMAGE:
+                if line.endswith(b"\n"):
+                    damaged.append(number)
+                    continue
                 why = "the run was still writing, or was killed"
-                folder.notes.append(
-                    f"the last line of {path.name} is incomplete and was skipped: {why}"
-                )
-            elif line.strip():
-                damaged.append(number)
+                torn = f"the last line of {path.name} is incomplete and was skipped: {why}"
+                folder.notes.append(torn)
+            else:
+                yield record
     if damaged:
-        lines = (
-            f"line {damaged[0]:,}"
-            if len(damaged) == 1
-            else f"{len(damaged):,} lines, the first of them {damaged[0]:,},"
-        )
-        folder.notes.append(
-            f"{lines} of {path.name} cannot be read and {'was' if len(damaged) == 1 else 'were'} "
-            "skipped"
-        )
+        lines = f"{len(damaged):,} line{'s' * (len(damaged) > 1)}, the first {damaged[0]:,},"
+        folder.notes.append(f"{lines} of {path.name} cannot be read and are skipped")
 
 
 def _columns(
-    path: Path, folder: Folder, kept: tuple[str, ...] = ()
+    path: Path, folder: Folder
 ) -> tuple[list[int], dict[str, list[Number]], list[dict[str, Any]]]:
-    """Return the steps, the numbers of each key by step, and each step's record with the keys in
-    `kept` unchanged.
+    """Return the steps, the numbers of each key by step, and each step's record.
 
     If two lines have the same step, the later one counts.
     """
-    by_step: dict[int, dict[str, Any]] = {}
-    columns: dict[str, None] = {}
-    without_step = 0
-    for record in _lines(path, folder):
-        step = record.get("step")
-        if not is_count(step):
-            without_step += 1
-            continue
-        columns |= dict.fromkeys(
-            key for key, value in record.items() if is_number(value) and key != "step"
-        )
-        by_step[step] = {
-            key: value for key, value in record.items() if key in columns or key in kept
-        }
-    if without_step:
-        folder.notes.append(f"{without_step:,} lines of {path.name} have no step and were skipped")
+    by_step = dict(_lines(path, folder, lambda record: (record["step"], record)))
     steps = sorted(by_step)
     ordered = [by_step[step] for step in steps]
-    return steps, {key: [finite(record.get(key)) for record in ordered] for key in columns}, ordered
+    names = dict.fromkeys(
+        key for record in by_step.values() for key, value in record.items() if _is_number(value)
+    )
+    names.pop("step", None)
+    return steps, {key: [finite(record.get(key)) for record in ordered] for key in names}, ordered
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def coverage_rows(passes: Any) -> list[list[Number]]:
     """Return rows [k, pass@k, low, high] by ascending k, from {k: pass@k} (no interval) or {k:
     {"mean", "low", "high"}}.
     """
-    rows: dict[int, list[Number]] = {}
-    for k, value in passes.items() if isinstance(passes, dict) else ():
-        if not (k.isascii() and k.isdecimal() and int(k) > 0):
-            continue
+    rows = dict[int, list[Number]]()
+    for k, value in (passes or {}).items():
         estimate = value if isinstance(value, dict) else {"mean": value}
-        mean, low, high = (finite(estimate.get(name)) for name in ("mean", "low", "high"))
-        if mean is not None:
-            rows[int(k)] = [int(k), mean, low, None if low is None else high]
-    return [rows[k] for k in sorted(rows)]
+        rows[int(k)] = [int(k), *(finite(estimate.get(name)) for name in ("mean", "low", "high"))]
+    return [rows[k] for k in sorted(rows) if rows[k][1] is not None]
 
 
 def _read_warnings(path: Path, folder: Folder) -> None:
-    for record in _lines(path / "warnings.jsonl", folder):
-        step, kind = record.get("step"), record.get("kind", record.get("name"))
-        folder.warnings.append(
-            {
-                "step": step if is_count(step) else None,
-                "kind": text_of(kind)[0],
-                "message": text_of(record.get("message"))[0],
-            }
-        )
+    def read(record: Any) -> dict[str, Any]:
+        message = text_of(record["message"])[0]
+        return {"step": record["step"], "kind": record["kind"], "message": message}
+
+    folder.warnings = [*_lines(path / "warnings.jsonl", folder, read)]
 
 
 def _read_points(path: Path, folder: Folder) -> None:
     """Read the pass rate and the gradient norm of each diagnosed prompt."""
+
+    def read(record: Any) -> list[tuple[Any, ...]]:
+        rates, norms = map(finite, record["pass_rate"]), map(finite, record["grad_norm"])
+        points = zip(itertools.repeat(record["step"]), record["ids"], rates, norms, strict=False)
+        return [point for point in points if None not in point[2:]]
+
     thinned = Thinned(MOST_POINTS)
-    for record in _lines(path / "diagnostics.jsonl", folder):
-        rates, norms, ids = (record.get(key) for key in ("pass_rate", "grad_norm", "ids"))
-        if (
-            not is_count(record.get("step"))
-            or not isinstance(rates, list)
-            or not isinstance(norms, list)
-        ):
-            continue
-        ids = ids if isinstance(ids, list) and len(ids) == len(rates) else [None] * len(rates)
-        known = [
-            (prompt if is_count(prompt) else None, rate, norm)
-            for prompt, rate, norm in zip(ids, map(finite, rates), map(finite, norms), strict=False)
-            if rate is not None and norm is not None
-        ]
-        thinned.add(len(known), (record["step"], known))
-    for step, known in thinned.items:
-        for prompt, rate, norm in known:
-            for key, value in zip(folder.points, (step, prompt, rate, norm), strict=True):
-                folder.points[key].append(value)
+    for points in _lines(path / "diagnostics.jsonl", folder, read):
+        thinned.add(len(points), points)
+    for point in itertools.chain(*thinned.items):
+        for key, value in zip(folder.points, point, strict=True):
+            folder.points[key].append(value)
     _note_thinned(thinned, "diagnostics", folder)
 
 
@@ -288,17 +253,11 @@ def _note_thinned(thinned: Thinned, log: str, folder: Folder) -> None:
 
 def _read_samples(path: Path, folder: Folder) -> None:
     """Read the samples of evaluations, and the rollouts of training that the run kept."""
-    sources = {"samples": _lines(path / "samples.jsonl", folder)}
+    sizes = {"samples": FILE_BYTES}
     if folder.kind == "run":
-        sources["rollouts"] = _lines(path / "rollouts.jsonl", folder, ROLLOUT_BYTES)
-    for name, records in sources.items():
-        try:
-            thinned = read_samples(records)
-        except (ValueError, RecursionError) as error:
-            folder.notes.append(
-                f"{name}.jsonl cannot be read: {str(error) or 'it is nested too deeply'}"
-            )
-            continue
+        sizes["rollouts"] = ROLLOUT_BYTES
+    for name, most_bytes in sizes.items():
+        thinned = read_samples(_lines(path / f"{name}.jsonl", folder, sample_of, most_bytes))
         setattr(folder, name, thinned.items)
         folder.in_files[name] = thinned.seen
         _note_thinned(thinned, name, folder)
@@ -306,68 +265,51 @@ def _read_samples(path: Path, folder: Folder) -> None:
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
     """Read the number of correct samples of each prompt at each evaluation."""
-    records = _lines(path / "pass_rates.jsonl", folder, EVALUATION_BYTES)
-    by_step = {record["step"]: record for record in records if is_count(record.get("step"))}
-    _take_counts(
-        [(step, by_step[step], by_step[step].get("ids")) for step in sorted(by_step)],
+    by_step = {
+        step: (counts, total)
+        for step, counts, total in _lines(
+            path / "pass_rates.jsonl",
+            folder,
+            lambda record: (record["step"], _counts(record, record["ids"]), record["num_prompts"]),
+            EVALUATION_BYTES,
+        )
+    }
+    if not by_step:
+        return
+    steps = sorted(by_step)
+    ids, total = by_step[steps[-1]][0]["ids"], by_step[steps[-1]][1]
+    same = [step for step in steps if by_step[step][0]["ids"] == ids]
+    if len(same) < len(steps):
+        skipped = f"{len(steps) - len(same):,} evaluations in pass_rates.jsonl"
+        folder.notes.append(f"{skipped} have other prompts and were skipped")
+    kept = same
+    while len(kept) > 2 and len(kept) * len(ids) > MOST_COUNTS:
+        kept = [*kept[:-1:2], kept[-1]]  # the first and the last stay
+    if len(kept) < len(same):
+        shown_here = f"{len(kept)} of {len(same)} evaluations in pass_rates.jsonl are shown"
+        folder.notes.append(f"{shown_here}, because there are many")
+    _take_counts(folder, ids, total, [{"step": step} | by_step[step][0] for step in kept])
+    texts = _lines(
+        path / "eval_prompts.jsonl",
         folder,
-        "pass_rates.jsonl",
+        lambda record: [record["id"], text_of(record["prompt"], PROMPT_LENGTH)[0]],
     )
-    if folder.prompts:
-        texts = itertools.islice(_lines(path / "eval_prompts.jsonl", folder), MOST_TEXTS)
-        folder.prompts["texts"] = [
-            [x["id"], text_of(x.get("prompt"), PROMPT_LENGTH)[0]]
-            for x in texts
-            if is_count(x.get("id"))
-        ]
+    folder.prompts["texts"] = [*itertools.islice(texts, MOST_TEXTS)]
+
+
+def _counts(record: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    """Return the ids and the counts of correct samples in an evaluation."""
+    if len(ids) != len(record["num_correct"]):
+        raise ValueError("each prompt must have a count")
+    return {"ids": ids, "num_samples": record["num_samples"], "num_correct": record["num_correct"]}
 
 
 def _take_counts(
-    records: list[tuple[int | None, dict[str, Any], Any]], folder: Folder, file: str
+    folder: Folder, ids: list[int], num_prompts: int, counts: list[dict[str, Any]]
 ) -> None:
-    """Take the counts of evaluations (step, record, ids) that have the last one's prompts."""
-    evaluations, known = [], [_ids(ids) for _, _, ids in records]
-    for (step, record, _), ids in zip(records, known, strict=True):
-        num_samples, counts = record.get("num_samples"), record.get("num_correct")
-        if (
-            not ids
-            or ids != known[-1]
-            or not is_count(num_samples)
-            or not isinstance(counts, list)
-            or len(counts) != len(ids)
-        ):
-            continue
-        if all(is_count(number) and number <= num_samples for number in counts):
-            evaluations.append({"step": step, "num_samples": num_samples, "num_correct": counts})
-    if len(evaluations) < len(records):
-        skipped = len(records) - len(evaluations)
-        folder.notes.append(
-            f"{skipped:,} evaluations in {file} have other prompts or wrong counts and were skipped"
-        )
-    if not evaluations:
-        return
-    num_read = len(evaluations)
-    while len(evaluations) > 2 and len(evaluations) * len(known[-1]) > MOST_COUNTS:
-        evaluations = [*evaluations[:-1:2], evaluations[-1]]  # the first and the last stay
-    if len(evaluations) < num_read:
-        folder.notes.append(
-            f"{len(evaluations)} of {num_read} evaluations in {file} are shown, because there are "
-            "many"
-        )
-    total = records[-1][1].get("num_prompts")
-    total = total if is_count(total) else len(known[-1])
-    folder.prompts |= {"ids": known[-1], "num_prompts": total, "evaluations": evaluations}
-
-
-def _ids(ids: Any) -> list[int]:
-    """Return the distinct ids of prompts, or [] for anything else."""
-    is_valid = (
-        isinstance(ids, list)
-        and len(ids) <= MOST_COUNTS // 2
-        and all(map(is_count, ids))
-        and len(set(ids)) == len(ids)
-    )
-    return ids if is_valid else []
+    names = ("step", "num_samples", "num_correct")
+    evaluations = [{name: own[name] for name in names} for own in counts]
+    folder.prompts = {"ids": ids, "num_prompts": num_prompts, "evaluations": evaluations}
 
 
 def _read_seconds(path: Path, folder: Folder) -> None:
@@ -389,15 +331,12 @@ def _read_seconds(path: Path, folder: Folder) -> None:
 def _read_weight(path: Path, folder: Folder) -> None:
     """Read W_N(p) of the objective, or the reason why there is none, from weight.json."""
     content = _object(path / "weight.json", folder)
-    values = content.get("values")
-    numbers = [*map(finite, values)] if isinstance(values, list) else []
-    if len(numbers) == len(PASS_RATES) and None not in numbers:
+    values = content.get("values") or []
+    if len(values) == len(PASS_RATES) and None not in map(finite, values):
         folder.weight = {"values": values}
     else:
-        reason, _ = text_of(content.get("reason", "weight.json does not have it"), _REASON)
-        folder.weight = {"reason": reason}
+        folder.weight = {"reason": content.get("reason", "weight.json does not have it")}
 
 
 def _durations(stages: Any) -> dict[str, float]:
-    named = stages.items() if isinstance(stages, dict) else ()
-    return {key: value for key, value in named if finite(value) is not None and value >= 0}
+    return {name: seconds for name, seconds in (stages or {}).items() if finite(seconds)}

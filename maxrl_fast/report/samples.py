@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from maxrl_fast.report.values import finite, is_count, text_of
+from maxrl_fast.report.values import finite, text_of
 
 SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
 COLUMNS_LENGTH = 2_000  # characters of the data set's columns of one sample
@@ -37,38 +37,29 @@ class Thinned:
         return [item for _, item in self.kept]
 
 
-def read_samples(records: Iterable[dict[str, Any]]) -> Thinned:
-    """Return an even selection of the records of samples.jsonl or rollouts.jsonl."""
+def read_samples(samples: Iterable[dict[str, Any]]) -> Thinned:
+    """Return an even selection of what `sample_of` returned."""
     thinned = Thinned(SAMPLE_BYTES)
-    for record in records:
-        sample = _sample(record)
-        thinned.add(
-            200 + 2 * sum(len(sample[key]) for key in ("prompt", "response", "answer", "columns")),
-            sample,
-        )
+    for sample in samples:
+        texts = ("prompt", "response", "answer", "columns")
+        thinned.add(200 + 2 * sum(len(sample[key]) for key in texts), sample)
     return thinned
 
 
-def _sample(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a record, whatever the record holds."""
-    prompt, prompt_length = text_of(record.get("prompt"))
-    response, response_length = text_of(record.get("response"))
-    counts = {
-        key: record.get(key) if is_count(record.get(key)) else None
-        for key in ("step", "id", "tokens", "turns")
-    }
-    parts = record.get("components")
+def sample_of(record: Any) -> dict[str, Any]:
+    """Return what the page shows of a record of samples.jsonl or rollouts.jsonl."""
+    prompt, prompt_length = text_of(record["prompt"])
+    response, response_length = text_of(record["response"])
+    parts = record.get("components", {})
     return {
-        **counts,
+        **{key: record.get(key) for key in ("step", "id", "tokens", "turns")},
         "prompt": prompt,
         "response": response,
         "reward": finite(record.get("reward")),
-        "truncated": record.get("truncated") is True,
+        "truncated": record.get("truncated", False),
         "left_out": prompt_length - len(prompt) + response_length - len(response),  # characters
         "advantage": finite(record.get("advantage")),
-        "components": {name: finite(value) for name, value in parts.items()}
-        if isinstance(parts, dict)
-        else {},
+        "components": {name: finite(value) for name, value in parts.items()},
         "answer": text_of(record.get("answer"), ANSWER_LENGTH)[0],
         "columns": text_of(record.get("columns") or None, COLUMNS_LENGTH)[0],
     }

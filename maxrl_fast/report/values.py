@@ -1,26 +1,17 @@
-"""Values from files that nobody vouches for: finite numbers, counts and bounded texts."""
+"""Values from files: finite numbers and bounded texts."""
 
 import json
 import math
-from typing import Any, TypeGuard
+from typing import Any
 
 TEXT_LENGTH = 20_000  # characters of one prompt or response
 
 Number = int | float | None
 
 
-def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether the value is an integer from 0 to 2^53, exact in JavaScript."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def finite(value: Any) -> Number:
     """Return the number, or None if the value is not a finite number."""
-    if not is_number(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         return value if math.isfinite(value) else None

@@ -153,14 +153,10 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
     the size is not valid.
     """
     estimator, _, size = name.partition(":")
-    if n < 1:
-        raise InputError(f"rollouts must be at least 1, got {n}")
     if size and not size.isdecimal():
         raise InputError(f"a size must be an integer, got {name!r}")
     try:
         kind = find_estimator(estimator).size
-        if kind is not None and kind.required and not size:
-            raise ValueError(f"{estimator} needs {kind.wanted(n)}, for example {estimator}:4")
         sizes = {"k" if kind is None else kind.name: int(size)} if size else {}
         return effective_weight(estimator, n, pass_rates, **sizes)
     except ValueError as error:

@@ -97,12 +97,12 @@ def test_weights_are_printed_and_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--estimators maxpo", "maxpo needs 1 <= k <= N-1 = 15, for example maxpo:4"),
+        ("--estimators maxpo", "maxpo needs k, 1 <= k <= N-1"),
         ("--estimators maxpo:16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
         ("--estimators best", "estimator must be one of maxpo, "),
         ("--estimators maxpo:x", "a size must be an integer, got 'maxpo:x'"),
         ("--estimators unlikeliness", "the weight of unlikeliness depends on the log-probs"),
-        ("--rollouts 0", "rollouts must be at least 1, got 0"),
+        ("--rollouts 0", "n must be an integer from 1 to 10000, got 0"),
         (
             "--weights nowhere/out.png",
             "--weights must be a picture file that can be written, got nowhere/out.png",

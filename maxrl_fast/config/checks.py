@@ -13,7 +13,7 @@ from maxrl_fast.config.options import Config, CorrectionName, LossOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
-from maxrl_fast.training.correction import CORRECTIONS, DEFAULT_CAP
+from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVE_CLASSES,
@@ -209,29 +209,18 @@ def objective_of(config: Config) -> Objective:
         ) from error
 
 
-def correction_name(config: Config) -> CorrectionName:
-    """Return the correction that a configuration asks for, or the default: none where engine and
-    trainer are compared by the tests, else tis."""
+def correction_of(config: Config) -> tuple[CorrectionName, dict[str, float]]:
+    """Return the name and the numbers of the correction that a configuration asks for. The default
+    is none where engine and trainer are compared by the tests, else tis."""
     options = config.rollout
-    if options.correction is not None:
-        return options.correction
-    if options.importance_cap is not None:
-        return "tis" if options.importance_cap else "none"
-    owns_loss = objective_class(config.objective.objective).owns_loss
-    return "none" if options.rollout == "native" or owns_loss else "tis"
-
-
-def importance_cap(config: Config, correction: CorrectionName) -> float | None:
-    """Return the upper bound of this correction's weights, None where it has another or none."""
-    given = config.rollout.importance_cap
-    return None if not CORRECTIONS[correction].has_cap else DEFAULT_CAP if given is None else given
-
-
-def correction_of(config: Config) -> tuple[str, dict[str, float]]:
-    """Return the name and the numbers of the correction that a configuration asks for."""
-    name = correction_name(config)
-    numbers: dict[str, float] = config.rollout.correction_numbers()
-    if (cap := importance_cap(config, name)) is not None:
+    name, cap = options.correction, options.importance_cap
+    if name is None and cap is not None:
+        name = "tis" if cap else "none"
+    elif name is None:
+        owns_loss = objective_class(config.objective.objective).owns_loss
+        name = "none" if options.rollout == "native" or owns_loss else "tis"
+    numbers: dict[str, float] = options.correction_numbers()
+    if cap is not None and CORRECTIONS[name].has_cap:
         numbers["importance_cap"] = cap
     try:
         return name, CORRECTIONS[name].resolve(numbers)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.checks import correction_name, importance_cap, objective_of
+from maxrl_fast.config.checks import correction_of, objective_of
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.metadata import Note, Resume, options_of
 from maxrl_fast.config.options import Config, ModelOptions, ResolvedConfig
@@ -71,7 +71,7 @@ def resolve(
             "overlong_buffer",
             "max_new_tokens",
         )
-    objective, correction = objective_of(config), correction_name(config)
+    objective, (correction, numbers) = objective_of(config), correction_of(config)
     loss = config.loss.loss or objective.loss
     sft_lr, lr = default_rates(config.model)
     beta2, sft_beta2 = config.optimizer.beta2, config.warm_start.sft_beta2
@@ -83,7 +83,7 @@ def resolve(
         **config.objective.options,
         "max_new_tokens": limit,
         "correction": correction,
-        "importance_cap": importance_cap(config, correction),
+        "importance_cap": numbers.get("importance_cap"),
         "sft_steps": _sft_steps(config, task),
         "sft_lr": config.warm_start.sft_lr or sft_lr,
         "sft_beta2": beta2 if sft_beta2 is None else sft_beta2,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, find_estimator
+from maxrl_fast.algorithms.estimators import find_estimator
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.ops import effective_weight
 from maxrl_fast.runtime.loading import is_code
@@ -19,28 +19,18 @@ def weight_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return {"values": W_N(p) at PASS_RATES, exact at the N of these options}, or {"reason": why
     there is none}.
     """
-    name, n = options.get("objective"), options.get("rollouts")
+    name, n = options["objective"], options["rollouts"]
     if name in OBJECTIVE_CLASSES:
         return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}
-    if name not in ESTIMATORS and name not in ALIASES:
-        if isinstance(name, str) and is_code(name):
-            return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
-        return {
-            "reason": "the objective is not known" + ("" if name is None else f": {name!r:.80}")
-        }
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_ROLLOUTS:
-        return {"reason": f"rollouts per prompt must be 1 to {MOST_ROLLOUTS:,}, got {n!r:.80}"}
+    if is_code(name):
+        return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
+    if n > MOST_ROLLOUTS:
+        return {"reason": f"rollouts per prompt must be 1 to {MOST_ROLLOUTS:,}, got {n}"}
+    known = {"k", "order", *find_estimator(name).options}
+    given = {key: options[key] for key in known if options.get(key) is not None}
     try:
-        more = {
-            option: options[option]
-            for option in find_estimator(name).options
-            if options.get(option) is not None
-        }
-        rates = torch.tensor(PASS_RATES, dtype=torch.float64)
-        weights = effective_weight(
-            name, n, rates, k=options.get("k"), order=options.get("order"), **more
-        )
-    except (ValueError, TypeError) as error:
+        weights = effective_weight(name, n, torch.tensor(PASS_RATES, dtype=torch.float64), **given)
+    except ValueError as error:
         return {"reason": str(error)}
     if not weights.isfinite().all():
         return {"reason": f"the weight of {name} is not finite"}

@@ -84,7 +84,6 @@ class ImportanceWeights:
         )
 
 
-DEFAULT_CAP = 2.0
 Cap = Annotated[float, Limit("finite and above 0", lambda x: 0 < x < math.inf)]
 
 
@@ -121,13 +120,13 @@ def no_correction() -> None:
 
 
 @correction("truncated importance sampling, Yao et al. 2025")
-def tis(*, importance_cap: Cap = DEFAULT_CAP) -> ImportanceWeights:
+def tis(*, importance_cap: Cap = 2.0) -> ImportanceWeights:
     """min(w_t, importance_cap)."""
     return ImportanceWeights(0.0, importance_cap, of_sequence=False, masks=False)
 
 
 @correction("the same of responses, Liu, Li et al. 2025; verl, TRL")
-def tis_sequence(*, importance_cap: Cap = DEFAULT_CAP) -> ImportanceWeights:
+def tis_sequence(*, importance_cap: Cap = 2.0) -> ImportanceWeights:
     """min(W, importance_cap), W = prod_t w_t over the response."""
     return ImportanceWeights(0.0, importance_cap, of_sequence=True, masks=False)
 

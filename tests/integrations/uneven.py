@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.algorithms.estimators import find_estimator
 
 SIZES = (1, 2, 5, 8, 3, 8)
 K = 3  # larger than some groups allow
@@ -55,20 +56,20 @@ def rollouts(seed=0, binary=True):
 
 
 def options_of(name):
-    row = ops.ESTIMATORS[name]
+    row = find_estimator(name)
     required = {name: 0.1 for name, option in row.options.items() if option.default is None}
     return required | ({"k": K} if row.size is not None and row.size.name == "k" else {})
 
 
 def needs_binary(name):
-    return ops.ESTIMATORS[name].binary or name == "noisy_verifier_forward"
+    return find_estimator(name).binary or name == "noisy_verifier_forward"
 
 
 def one_group_at_a_time(name, rewards, prompts, lengths, **options):
     """Return the advantages [B]; of an estimator that scales by the whole batch, from group ids in
     one call.
     """
-    row, advantages = ops.ESTIMATORS[name], torch.zeros_like(rewards)
+    row, advantages = find_estimator(name), torch.zeros_like(rewards)
     if row.over_batch:
         ids = torch.tensor([prompts.index(key) for key in prompts])
         inputs = {"lengths": lengths} if row.inputs else {}

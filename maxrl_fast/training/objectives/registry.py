@@ -26,20 +26,17 @@ _BASELINES = ("leave_two_out",)  # a baseline only; its gradient is zero
 OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OBJECTIVE_CLASSES)
 
 
-def is_custom(name: str) -> bool:
-    return name not in OBJECTIVES and is_code(name)
-
-
 def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
     """Return the method of an option's FILE.py:FUNCTION or package.module:FUNCTION."""
+    function = load_code(option, name, "FUNCTION")
     try:
-        return find(load_code(option, name, "FUNCTION"))
+        return find(function)
     except ValueError as error:
         raise InputError(f"--{option} {name} cannot be used: {error}", option) from error
 
 
 def _estimator(name: str) -> Estimator:
-    if is_custom(name):
+    if is_code(name):
         row: Estimator = find_code("objective", name, find_estimator)
         return row
     return find_estimator(name)
@@ -50,7 +47,7 @@ def objective_options(name: str) -> dict[str, Option]:
 
     Raises InputError for an unknown objective, or a custom one cannot be loaded.
     """
-    if name not in OBJECTIVES and name not in ALIASES and not is_custom(name):
+    if name not in OBJECTIVES and name not in ALIASES and not is_code(name):
         raise InputError(
             "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, "
             f"maxrl, pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
@@ -88,7 +85,7 @@ def objective_class(name: str) -> type[Objective]:
     if name in OBJECTIVE_CLASSES:
         cls: Any = OBJECTIVE_CLASSES[name].function
         return cls
-    is_known = name in ESTIMATORS or name in ALIASES or is_custom(name)
+    is_known = name in ESTIMATORS or name in ALIASES or is_code(name)
     takes_ratios = is_known and "log_ratios" in _estimator(name).inputs
     return OffPolicyObjective if takes_ratios else GroupObjective
 
@@ -131,7 +128,7 @@ def _made(
     row.resolve_size(num_rollouts, options.get("k"), options.get("order"))
     own = {key: value for key, value in options.items() if key in row.options and value is not None}
     check_options(row.name, row.options, own)
-    estimator = row if is_custom(name) else name
+    estimator = row if is_code(name) else name
     per_token = try_out(row, estimator, num_rollouts, **options).dim() == 1
     if "log_ratios" not in row.inputs:
         return GroupObjective(estimator, options, per_token=per_token)

@@ -1,13 +1,9 @@
 """Inputs and checks of the kernels of a decoder layer, for an emulated GPU and for a real one."""
 
-import operator
-from functools import partial
-
 import torch
 
-from maxrl_fast.model.layer_kernels import KERNELS
+from maxrl_fast.model.layer_kernels import KERNELS, choose_rows
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
-from maxrl_fast.model.packed_kernels import choose_rows
 
 CPU = torch.device("cpu")
 NORMS = [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)]  # rows, size
@@ -55,29 +51,24 @@ def assert_rows_equal(actual, expected, dtype):
 
 def check_norm(rows, size, dtype, device, around_kernels):
     """Compare addition with RMS norm, and the norm alone, with float64."""
-    inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)] + [
-        1 + numbers(size, seed=2, dtype=dtype) / 2
-    ]
-    inputs = [x.to(dtype).double() for x in inputs]
-    for compute, chosen in (
-        (operator.attrgetter("add_rms_norm"), inputs),
-        (operator.attrgetter("rms_norm"), inputs[::2]),
-    ):
-        expected = with_gradients(partial(_with_eps, compute(TORCH_OPS)), chosen, torch.float64)
+    inputs = [numbers(rows, size, seed=i, dtype=dtype) for i in range(2)]
+    weight = (1 + numbers(size, seed=2, dtype=dtype) / 2).to(dtype).double()
+
+    def norm_of(parts):
+        return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
+
+    for x, *delta in (inputs, inputs[:1]):
+        chosen = [x, weight, *delta]
+        expected = with_gradients(norm_of(TORCH_OPS), chosen, torch.float64)
         with around_kernels():
-            actual = with_gradients(partial(_with_eps, compute(KERNELS)), chosen, dtype, device)
+            actual = with_gradients(norm_of(KERNELS), chosen, dtype, device)
         assert_rows_equal(actual, expected, dtype)
 
 
-def _with_eps(norm, *inputs):
-    return norm(*inputs, 1e-2)
-
-
 def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_kernels):
-    """Compare rotation and norms of heads with float64, with a table and without, and of packed
-    heads.
-    """
-    inputs = [numbers(rows, n, dim, seed=i, dtype=dtype) for i, n in enumerate((heads, kv_heads))]
+    """Compare rotation and norms of heads with float64, with a table and without."""
+    counts = heads, kv_heads, kv_heads
+    inputs = [numbers(rows, sum(counts) * dim, dtype=dtype)]
     inputs += [
         (1 + numbers(dim, seed=2 + i) / 2).to(dtype).double() for i in range(2 if has_norms else 0)
     ]
@@ -87,13 +78,12 @@ def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_
     )
     table = angles.cos(), angles.sin()
     chosen = [x[positions] for x in table]
-    v = numbers(rows, kv_heads, dim, seed=3, dtype=dtype)
 
     def rotated(parts, rotary):
-        def function(q, k, *norms):
+        def function(packed, *norms):
             return parts.rotate_heads(
-                (q, k, v.to(q)), HeadNorms(*norms, 1e-2) if norms else None, rotary
-            )[:2]
+                packed, counts, HeadNorms(*norms, 1e-2) if norms else None, rotary
+            )
 
         return function
 
@@ -105,29 +95,17 @@ def check_rotation(rows, heads, kv_heads, dim, has_norms, dtype, device, around_
         for rotary in (by_position, Rotary(*(x.to(device) for x in chosen))):
             actual = with_gradients(rotated(KERNELS, rotary), inputs, dtype, device)
             assert_rows_equal(actual, expected, dtype)
-        # Packed, without gradients: v is copied, bitwise.
-        packed = torch.cat([*inputs[:2], v], 1).to(device, dtype)
-        norms = HeadNorms(*(w.to(device, dtype) for w in inputs[2:]), 1e-2) if has_norms else None
-        results = KERNELS.rotate_heads(
-            packed.split((heads, kv_heads, kv_heads), 1), norms, by_position
-        )
-    assert all(x.is_contiguous() for x in results)
-    for a, e in zip(results, (*actual[:2], v.to(dtype)), strict=True):
-        assert torch.equal(a.cpu(), e)
+    v = inputs[0].to(dtype).unflatten(1, (-1, dim))[:, -kv_heads:]
+    assert torch.equal(actual[2], v)  # copied, bitwise
 
 
 def check_swiglu(rows, size, dtype, device, around_kernels):
-    """Compare SwiGLU with float64, of two matrices and of one packed matrix."""
-    inputs = [(3 * numbers(rows, size, seed=i)).to(dtype).double() for i in range(2)]
+    """Compare SwiGLU with float64."""
+    inputs = [(3 * numbers(rows, 2 * size)).to(dtype).double()]
     expected = with_gradients(TORCH_OPS.swiglu, inputs, torch.float64)
     with around_kernels():
         actual = with_gradients(KERNELS.swiglu, inputs, dtype, device)
-        of_packed = with_gradients(
-            lambda both: KERNELS.swiglu(*both.chunk(2, 1)), [torch.cat(inputs, 1)], dtype, device
-        )
     assert_rows_equal(actual, expected, dtype)
-    assert torch.equal(of_packed[0], actual[0])
-    assert torch.equal(of_packed[1], torch.cat(actual[1:], 1))
 
 
 def check_chosen_rows(rows, size, dtype, device, around_kernel):

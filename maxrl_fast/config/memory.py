@@ -162,7 +162,7 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     keeps_inputs, num_layers = config.optimizer.checkpoint_activations, sizes.num_hidden_layers
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     is_half, element = dtype != torch.float32, dtype.itemsize
-    # packed_kernels.py
+    # layer_kernels.py
     runs_packed = machine.device == "cpu" and model.backend == "native" and not config.run.compile
     layer = layer_numbers(model, dtype, runs_packed)
     kept = num_layers * (sizes.hidden_size if keeps_inputs else layer) + layer * keeps_inputs

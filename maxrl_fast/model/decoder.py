@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maxrl_fast.model.layer_kernels import choose_rows, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
-from maxrl_fast.model.linear import Linear, can_join, joined, merged_weights
-from maxrl_fast.model.packed_kernels import choose_rows, layer_ops
+from maxrl_fast.model.linear import Linear, merged_weights, packed
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
@@ -78,7 +78,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, ops: LayerOps = TORCH_OPS) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.add_rms_norm(x, None, self.weight, self.eps)[1]
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,8 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
 class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        num_kv_heads = config.num_key_value_heads
+        self.head_counts = config.num_attention_heads, num_kv_heads, num_kv_heads
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, bias=config.has_qkv_bias)
@@ -112,15 +113,11 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
-        projections, norms = (self.q_proj, self.k_proj, self.v_proj), None
+        norms = None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if ops.rotate_packed is not None and can_join(projections, x):
-            heads, kv_heads, _ = (proj.out_features // self.head_dim for proj in projections)
-            counts = heads, kv_heads, kv_heads
-            return ops.rotate_packed(joined(projections, x), counts, norms, rotary)
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
-        return ops.rotate_heads((q, k, v), norms, rotary)
+        heads = packed((self.q_proj, self.k_proj, self.v_proj), x)
+        return ops.rotate_heads(heads, self.head_counts, norms, rotary)
 
 
 class MLP(nn.Module):
@@ -131,10 +128,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
-        if ops.swiglu_packed is not None and can_join((self.gate_proj, self.up_proj), x):
-            inner = ops.swiglu_packed(joined((self.gate_proj, self.up_proj), x))
-        else:
-            inner = ops.swiglu(self.gate_proj(x), self.up_proj(x))
+        inner = ops.swiglu(packed((self.gate_proj, self.up_proj), x))
         output: Tensor = self.down_proj(inner, added)
         return output
 

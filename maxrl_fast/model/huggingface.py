@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from maxrl_fast.errors import InputError
 from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
+from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.linear import LoraLinear, merged_weights
-from maxrl_fast.model.packed_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 
 

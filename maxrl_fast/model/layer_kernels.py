@@ -2,7 +2,8 @@
 
 csrc/cuda/layer.cu has one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
 (float64 for float64) and round once. Gradients of weights are summed over the rows in an order that
-depends only on the shapes.
+depends only on the shapes. Backward passes write the gradient of q, k and v, or of gate and up, as
+one matrix, so autograd adds and copies nothing.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.layer_ops import HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, operator
@@ -21,25 +22,26 @@ DTYPE_NAMES = {**DEVICE_DTYPES, torch.float64: "float64"}
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
 
 
-def has_kernels(
+def layer_ops(
     hidden_size: int,
     intermediate_size: int,
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> bool:
-    """Return whether KERNELS supports a decoder of these sizes. On a CPU all, in CPU_DTYPES. On a
+) -> LayerOps:
+    """Return KERNELS where they support a decoder of these sizes. On a CPU all, in CPU_DTYPES. On a
     GPU, in DEVICE_DTYPES, hidden states of at most 16 KiB and MLP rows in multiples of 16 bytes;
     heads in multiples of 32 bytes, at most 1 KiB."""
     if not dispatch.is_gpu(device):
-        return device.type == "cpu" and dtype in CPU_DTYPES
-    if dtype not in DEVICE_DTYPES or not dispatch.has_kernels(device):
-        return False
-    hidden, intermediate, head = (
-        size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim)
-    )
-    is_aligned = hidden % 16 == intermediate % 16 == head % 32 == 0
-    return is_aligned and hidden <= 16 << 10 and head <= 1 << 10
+        fits = device.type == "cpu" and dtype in CPU_DTYPES
+    else:
+        fits = dtype in DEVICE_DTYPES and dispatch.has_kernels(device)
+        hidden, intermediate, head = (
+            size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim)
+        )
+        fits &= hidden % 16 == intermediate % 16 == head % 32 == 0
+        fits &= hidden <= 16 << 10 and head <= 1 << 10
+    return KERNELS if fits else TORCH_OPS
 
 
 # Residual addition and RMS norm.
@@ -52,8 +54,8 @@ def _partials(like: Tensor, num_rows: int, width: int) -> int:
     return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
 
 
-def sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _empty_sums(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 @operator()
@@ -84,7 +86,7 @@ def add_rms_norm_backward(
     """Return the gradients of the sum [U, H], for both summands, and of the weight, not rounded."""
     call, (num_rows, size) = KernelLaunch(x.device), x.shape
     grad_x = torch.empty_like(x)
-    partials = x.new_empty(_partials(x, num_rows, size), size, dtype=sum_dtype(x))
+    partials = _empty_sums(x, _partials(x, num_rows, size), size)
     call.launch(
         "add_rms_norm_backward",
         dtype=DTYPE_NAMES[x.dtype],
@@ -131,26 +133,23 @@ class _AddRmsNorm(torch.autograd.Function):
         return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
 
 
-def _rms_norm_in_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = _AddRmsNorm.apply(x, None, weight, eps)[1]
-    return normed
-
-
 # Rotary embedding.
 
 
-def heads_arguments(
+def _rotation(
     call: KernelLaunch,
     heads: tuple[Tensor, Tensor, Tensor | None],
     norms: tuple[Tensor | None, Tensor | None],
     tables: tuple[Tensor, Tensor, Tensor | None],
     to: list[Tensor],
 ) -> dict[str, Any]:
+    """Return the arguments of a rotation of q, k and v [U, heads, D], whose rows, as those of `to`,
+    may have any stride."""
     q, (cos, sin, positions) = heads[0], tables
     num_rows, _, dim = q.shape
 
     def argument(name: str, x: Tensor | None) -> tuple[int, int, int]:
-        """Return address, row stride and number of heads of x [U, heads, D]."""
+        """Return address, row stride and number of heads."""
         if x is None:
             return 0, 0, 0
         address = call.rows(name, x, q.dtype, (num_rows, x.shape[1], dim))
@@ -170,194 +169,221 @@ def heads_arguments(
         "sin": call.address("sin", sin, torch.float32, shape),
         "positions": call.address("positions", positions, torch.int64, (num_rows,)),
         "num_positions": len(cos),
-        "to": [call.keep(x) for x in to] + [0] * (3 - len(to)),
-        "to_stride": [x.stride(0) for x in to] + [0] * (3 - len(to)),
+        "to": [call.keep(x) for x in to],
+        "to_stride": [x.stride(0) for x in to],
     }
+
+
+def _parts(packed: Tensor, counts: list[int]) -> list[Tensor]:
+    """Return views [U, heads, D] of packed heads [U, all heads D]."""
+    return list(packed.unflatten(1, (sum(counts), -1)).split(counts, 1))
 
 
 @operator()
 def rotate_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
+    packed: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
     eps: float,
-    direction: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return contiguous q and k, normed and rotated, and v, empty for None. Direction -1 rotates
-    back."""
-    call = KernelLaunch(q.device)
-    to = [x.new_empty(x.shape) for x in ((q, k) if v is None else (q, k, v))]
-    inputs = heads_arguments(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
-    call.launch("rotate_heads", **inputs, eps=eps, direction=direction)
-    return to[0], to[1], q.new_empty(0) if v is None else to[2]
+    """Return q and k, normed and rotated, and v, each [U, heads, D], of packed [U, all heads D]."""
+    call = KernelLaunch(packed.device)
+    q, k, v = _parts(packed, [num_heads, num_kv_heads, num_kv_heads])
+    to = [x.new_empty(x.shape) for x in (q, k, v)]
+    inputs = _rotation(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
+    call.launch("rotate_heads", **inputs, eps=eps, direction=1.0)
+    return to[0], to[1], to[2]
 
 
 @operator()
 def rotate_heads_backward(
     grad_q: Tensor,
     grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    grad_v: Tensor,
+    packed: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the norms' weights are not rounded."""
-    to = [x.new_empty(x.shape) for x in (q, k)]
-    tables, norms = (cos, sin, positions), (q_norm, k_norm)
-    if dispatch.is_gpu(q.device):
-        of_both = rotate_back_on_gpu((grad_q, grad_k), (q, k), norms, tables, eps, to)
-        return to[0], to[1], *of_both
-    of_norms = q.new_empty(2, q.shape[2], dtype=sum_dtype(q))
-    rotate_back((grad_q, grad_k), (q, k, None), norms, tables, eps, to, of_norms)
-    return to[0], to[1], of_norms[0], of_norms[1].clone()
-
-
-def rotate_back_on_gpu(
-    grads: tuple[Tensor, Tensor],
-    heads: tuple[Tensor, Tensor],
-    norms: tuple[Tensor | None, Tensor | None],
-    tables: tuple[Tensor, Tensor, Tensor | None],
-    eps: float,
-    to: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients of q and k into `to`, and return those of the norms [D], not rounded."""
-    (num_rows, count, dim), all_heads = heads[0].shape, heads[0].shape[1] + heads[1].shape[1]
-    shape = _partials(heads[0], num_rows, all_heads * dim), all_heads, dim
-    partials = heads[0].new_empty(shape, dtype=torch.float32)
-    rotate_back(grads, (*heads, None), norms, tables, eps, to, partials)
-    return partials[:, :count].sum((0, 1)), partials[:, count:].sum((0, 1))
-
-
-def rotate_back(
-    grads: tuple[Tensor, Tensor],
-    heads: tuple[Tensor, Tensor, Tensor | None],
-    norms: tuple[Tensor | None, Tensor | None],
-    tables: tuple[Tensor, Tensor, Tensor | None],
-    eps: float,
-    to: list[Tensor],
-    grad_norm: Tensor,
-) -> None:
-    """Write the gradients of q and k into `to`, whose rows may have any stride, and of the norms.
-
-    On a CPU heads[2] may be the gradient of v, which is copied into `to`.
-    """
-    call, (q, k, _) = KernelLaunch(heads[0].device), heads
+    """Return the gradients of `packed` and of the norms' weights [2, D], not rounded. Without norms
+    `packed` is None and the second result is empty."""
+    call, grads = KernelLaunch(grad_q.device), (grad_q, grad_k, grad_v)
+    counts, (num_rows, _, dim) = [x.shape[1] for x in grads], grad_q.shape
+    grad, tables = grad_q.new_empty(num_rows, sum(counts) * dim), (cos, sin, positions)
+    to = _parts(grad, counts)
+    if packed is None:
+        inputs = _rotation(call, grads, (None, None), tables, to)
+        call.launch("rotate_heads", **inputs, eps=0.0, direction=-1.0)
+        return grad, grad.new_empty(0)
+    q, k, _ = _parts(packed, counts)
+    num_normed, is_gpu = counts[0] + counts[1], dispatch.is_gpu(grad.device)
+    num_partials = _partials(grad, num_rows, num_normed * dim)
+    of_norms = _empty_sums(grad, *((num_partials, num_normed) if is_gpu else (2,)), dim)
+    if is_gpu:  # on a CPU the kernel copies it
+        to[2].copy_(grad_v)
     call.launch(
         "rotate_heads_backward",
-        **heads_arguments(call, heads, norms, tables, to),
+        **_rotation(call, (q, k, None if is_gpu else grad_v), (q_norm, k_norm), tables, to),
         eps=eps,
         direction=1.0,
-        grad=[
-            call.address("grad", g, q.dtype, x.shape) for g, x in zip(grads, (q, k), strict=True)
-        ],
-        num_partials=1 if grad_norm.dim() == 2 else len(grad_norm),
-        grad_norm=call.keep(grad_norm),
+        grad=[call.address("grad", x, grad.dtype, x.shape) for x in grads[:2]],
+        num_partials=num_partials,
+        grad_norm=call.keep(of_norms),
     )
+    if is_gpu:
+        of_norms = torch.stack([x.sum((0, 1)) for x in of_norms.split(counts[:2], 1)])
+    return grad, of_norms
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: Tensor,
-        k: Tensor,
+        packed: Tensor,
+        counts: tuple[int, int, int],
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
         *tables: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        rounded = [None if norm is None else norm.to(q.dtype) for norm in (q_norm, k_norm)]
-        # a rotation's gradient does not need them
-        inputs = (None, None) if q_norm is None else (q, k)
-        ctx.save_for_backward(*inputs, *rounded, *tables)
+    ) -> Heads:
+        rounded = [None if norm is None else norm.to(packed.dtype) for norm in (q_norm, k_norm)]
+        # a rotation's gradient does not need the heads
+        ctx.save_for_backward(None if q_norm is None else packed, *rounded, *tables)
         ctx.eps, ctx.norm_dtype = eps, None if q_norm is None else q_norm.dtype
-        q, k, _ = rotate_heads(q, k, None, *rounded, *tables, eps, 1.0)
-        return q, k
+        heads: Heads = rotate_heads(packed, *counts[:2], *rounded, *tables, eps)
+        return heads
 
     @staticmethod
     @first_order("rotate_heads")
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-        grads = grad_q.contiguous(), grad_k.contiguous()
-        q, k, q_norm, k_norm, *tables = ctx.saved_tensors
-        none = (None,) * (len(tables) + 1)
-        if q is None:
-            grad_q, grad_k, _ = rotate_heads(*grads, None, None, None, *tables, 0.0, -1.0)
-            return grad_q, grad_k, None, None, *none
-        grad_q, grad_k, *of_norms = rotate_heads_backward(
-            *grads, q, k, q_norm, k_norm, *tables, ctx.eps
-        )
-        return grad_q, grad_k, *(grad.to(ctx.norm_dtype) for grad in of_norms), *none
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grad, of_norms = rotate_heads_backward(*(x.contiguous() for x in grads), *saved, ctx.eps)
+        norms = (None, None) if ctx.norm_dtype is None else of_norms.to(ctx.norm_dtype).unbind()
+        return grad, None, *norms, *(None,) * (len(saved) - 2)
 
 
-def _rotate_heads_in_kernel(heads: Heads, norms: HeadNorms | None, rotary: Rotary) -> Heads:
-    q, k, v = heads
-    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
-    if v.is_contiguous() or v.requires_grad:  # training
-        q, k = _RotateHeads.apply(q, k, q_norm, k_norm, eps, *rotary)
-        return q, k, v.contiguous()
-    result: Heads = rotate_heads(q, k, v, q_norm, k_norm, *rotary, eps, 1.0)
-    return result
+def _rotate_heads_in_kernel(
+    packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary
+) -> Heads:
+    heads: Heads = _RotateHeads.apply(packed, counts, *(norms or (None, None, 0.0)), *rotary)
+    return heads
 
 
 # SwiGLU.
 
 
-def gate_and_up(call: KernelLaunch, gate: Tensor, up: Tensor) -> dict[str, Any]:
-    num_rows, size = gate.shape
+def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
+    num_rows, size = packed.shape
+    address = call.address("packed", packed, packed.dtype, packed.shape)
     return {
-        "dtype": DTYPE_NAMES[gate.dtype],
+        "dtype": DTYPE_NAMES[packed.dtype],
         "num_rows": num_rows,
-        "size": size,
-        "gate": call.rows("gate", gate, gate.dtype, gate.shape),
-        "up": call.rows("up", up, gate.dtype, gate.shape),
-        "gate_stride": gate.stride(0) if num_rows > 1 else 0,
-        "up_stride": up.stride(0) if num_rows > 1 else 0,
+        "size": size // 2,
+        "gate": address,
+        "up": address + size // 2 * packed.itemsize if address else 0,
+        "gate_stride": size,
+        "up_stride": size,
     }
 
 
 @operator()
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    call, out = KernelLaunch(gate.device), gate.new_empty(gate.shape)
-    call.launch("swiglu", **gate_and_up(call, gate, up), out=call.keep(out))
+def swiglu(packed: Tensor) -> Tensor:
+    """Return silu(gate) up [U, F] of [gate | up] [U, 2 F]."""
+    call, out = KernelLaunch(packed.device), packed.new_empty(len(packed), packed.shape[1] // 2)
+    call.launch("swiglu", **_gate_and_up(call, packed), out=call.keep(out))
     return out
 
 
 @operator()
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    call = KernelLaunch(gate.device)
-    grads = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+def swiglu_backward(grad: Tensor, packed: Tensor) -> Tensor:
+    call, to = KernelLaunch(grad.device), torch.empty_like(packed)
+    grad_gate, grad_up = to.chunk(2, 1)
     call.launch(
         "swiglu_backward",
-        **gate_and_up(call, gate, up),
+        **_gate_and_up(call, packed),
         out=0,
-        grad=call.address("grad", grad, gate.dtype, gate.shape),
-        grad_gate=call.keep(grads[0]),
-        grad_up=call.keep(grads[1]),
-        grad_stride=gate.shape[1],
+        grad=call.address("grad", grad, packed.dtype, (len(packed), packed.shape[1] // 2)),
+        grad_gate=call.keep(grad_gate),
+        grad_up=call.keep(grad_up),
+        grad_stride=packed.shape[1],
     )
-    return grads
+    return to
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return swiglu(gate, up)
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)
+        out: Tensor = swiglu(packed)
+        return out
 
     @staticmethod
     @first_order("swiglu")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        grads: tuple[Tensor, Tensor] = swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
-        return grads
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        return (swiglu_backward(grad.contiguous(), *ctx.saved_tensors),)
 
 
-KERNELS = LayerOps(_rms_norm_in_kernel, _AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
+KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
+
+# Rows.
+
+
+@operator()
+def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Return the gradient [num_rows, H] from that of the chosen rows [R, H]."""
+    call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
+    to, order, starts = grad.new_empty(num_rows, size), None, None
+    if dispatch.is_gpu(grad.device):
+        ascending, order = rows.sort(stable=True)
+        starts = torch.searchsorted(ascending, torch.arange(num_rows + 1, device=rows.device))
+    call.launch(
+        "chosen_rows_backward",
+        dtype=DTYPE_NAMES[grad.dtype],
+        num_rows=num_rows,
+        num_chosen=num_chosen,
+        size=size,
+        rows=call.address("rows", rows, torch.int64, (num_chosen,)),
+        order=call.address("order", order, torch.int64, (num_chosen,)),
+        starts=call.address("starts", starts, torch.int64, (num_rows + 1,)),
+        grad=call.address("grad", grad, grad.dtype, grad.shape),
+        to=call.keep(to),
+    )
+    return to
+
+
+class _ChooseRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @first_order("choose_rows")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows), None
+
+
+def choose_rows(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
+    """Return x[rows] for x [U, H] and rows [R] int64. On a GPU rows that may repeat need `repeats`.
+
+    The gradient adds repeated rows in order: on a CPU on all threads, where PyTorch uses one, and
+    on a GPU in float32, where PyTorch adds in x's dtype and in any order.
+    """
+    if dispatch.is_gpu(x.device):
+        in_kernel = x.dtype in DEVICE_DTYPES and x.shape[1] * x.element_size() % 16 == 0
+        in_kernel = in_kernel and repeats and dispatch.has_kernels(x.device)
+    else:
+        in_kernel = x.device.type == "cpu" and x.dtype in CPU_DTYPES
+    if not in_kernel:
+        return x.index_select(0, rows)
+    chosen: Tensor = _ChooseRows.apply(x, rows.contiguous())
+    return chosen

@@ -1,7 +1,8 @@
 """The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding,
 SwiGLU.
 
-TORCH_OPS implements them in PyTorch; layer_kernels.py and packed_kernels.py as operators.
+One matrix multiplication computes q, k and v, and one gate and up. TORCH_OPS implements the parts
+in PyTorch, layer_kernels.py as operators.
 """
 
 from collections.abc import Callable
@@ -35,21 +36,13 @@ Heads = tuple[Tensor, Tensor, Tensor]  # q [U, Hq, D], k and v [U, Hkv, D]
 
 
 class LayerOps(NamedTuple):
-    # (x [U, H], weight [H], eps) -> the norm of x
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     # (x [U, H], delta [U, H] or None for 0, weight [H], eps) -> x + delta, and its norm
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    # (heads, norms, rotary) -> q and k, normed and rotated, and v; rows of the given heads may have
-    # any stride
-    rotate_heads: Callable[[Heads, HeadNorms | None, Rotary], Heads]
-    # (gate [U, F], up [U, F]) -> silu(gate) up [U, F]; rows may have any stride
-    swiglu: Callable[[Tensor, Tensor], Tensor]
-    # The last two, of the output of one matrix multiplication, where that is better: (packed [U,
-    # (Hq + 2 Hkv) D], numbers of heads, norms, rotary) and ([gate | up] [U, 2 F])
-    rotate_packed: (
-        Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads] | None
-    ) = None
-    swiglu_packed: Callable[[Tensor], Tensor] | None = None
+    # ([q | k | v] [U, (Hq + 2 Hkv) D], (Hq, Hkv, Hkv), norms, rotary) -> q and k, normed and
+    # rotated, and v
+    rotate_heads: Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads]
+    # ([gate | up] [U, 2 F]) -> silu(gate) up [U, F]
+    swiglu: Callable[[Tensor], Tensor]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,15 +62,18 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
 
 
-def _rotate_heads(heads: Heads, norms: HeadNorms | None, rotary: Rotary) -> Heads:
-    q, k, v = heads
+def _rotate_heads(
+    packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary
+) -> Heads:
+    q, k, v = packed.unflatten(1, (sum(counts), -1)).split(counts, 1)
     if norms is not None:
         q, k = _rms_norm(q, norms.q, norms.eps), _rms_norm(k, norms.k, norms.eps)
     return rotate(q, rotary), rotate(k, rotary), v
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu(packed: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, -1)
     return F.silu(gate) * up
 
 
-TORCH_OPS = LayerOps(_rms_norm, _add_rms_norm, _rotate_heads, _swiglu)
+TORCH_OPS = LayerOps(_add_rms_norm, _rotate_heads, _swiglu)

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
@@ -37,7 +38,7 @@ def can_join(layers: Sequence[nn.Module], x: Tensor | None = None) -> bool:
     """Whether no layer has adapters, and all or none are trained: a joint product would also
     compute the gradient of a frozen matrix. On a GPU, for x, only weights that are rounded anyway:
     a copy of those that FSDP2 has gathered would be kept until the backward pass."""
-    is_plain = all(type(layer) is Linear for layer in layers)
+    is_plain = all(type(layer) is Linear for layer in layers) and not is_compiling()
     if is_plain and x is not None and dispatch.is_gpu(x.device):
         is_plain = layers[0].weight.dtype != x.dtype
     return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
@@ -51,7 +52,7 @@ class _Joined(torch.autograd.Function):
         ctx.sizes = [len(weight) for weight in weights]
         ctx.dtype = weights[0].dtype
         joint = weights[0].new_empty(sum(ctx.sizes), weights[0].shape[1], dtype=dtype)
-        torch._foreach_copy_(joint.split(ctx.sizes), weights)
+        torch.cat(weights, out=joint)
         return joint
 
     @staticmethod
@@ -59,11 +60,12 @@ class _Joined(torch.autograd.Function):
         return None, *grad.to(ctx.dtype).split(ctx.sizes)
 
 
-def joined(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """Return the outputs next to each other [U, all of them], by one matrix multiplication."""
-    weights = [layer.weight for layer in layers]
-    is_rounded = weights[0].dtype != x.dtype
-    weight = _Joined.apply(x.dtype, *weights) if is_rounded else torch.cat(weights)
+def packed(layers: Sequence[Linear], x: Tensor) -> Tensor:
+    """Return the layers' outputs next to each other [U, all of them], by one matrix multiplication
+    if they `can_join`."""
+    if not can_join(layers, x):
+        return torch.cat([layer(x) for layer in layers], -1)
+    weight = _Joined.apply(x.dtype, *(layer.weight for layer in layers))
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return _product(x, weight, torch.cat(biases).to(x.dtype) if biases else None)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maxrl_fast.model.decoder import Attention, DecoderConfig, rotary_table
-from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
+from maxrl_fast.model.layer_kernels import KERNELS, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 
 
@@ -40,10 +40,8 @@ class DecodeModel:
     ):
         c, self.config, self.device, self.dtype = config, config, device, dtype
         self.head_counts = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
-        in_kernels = not compiled and has_kernels(
-            c.hidden_size, c.intermediate_size, c.head_dim, dtype, device
-        )
-        self.ops = KERNELS if in_kernels else TORCH_OPS
+        kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, device)
+        self.ops = TORCH_OPS if compiled else kernels
         self._before, self._after = before_attention, after_attention
         if compiled:
             self._before = torch.compile(before_attention, dynamic=True)
@@ -106,7 +104,7 @@ class DecodeModel:
         """See PolicyModel.forward. Without `rows` all are computed."""
         eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
         x = F.embedding(tokens, self.embedding)  # [U, H]
-        normed = self.ops.rms_norm(x, self.layers[0].input_norm, eps)
+        _, normed = self.ops.add_rms_norm(x, None, self.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             heads = self._before(layer, normed, rotary, self.head_counts, self.ops)
@@ -133,14 +131,13 @@ def before_attention(
     head_counts: tuple[int, int, int],
     ops: LayerOps,
 ) -> Heads:
-    heads = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (sum(head_counts), -1))
-    q, k, v = heads.split(head_counts, dim=1)
-    return ops.rotate_heads((q, k, v), layer.head_norms, rotary)
+    packed = F.linear(normed, layer.qkv, layer.qkv_bias)
+    return ops.rotate_heads(packed, head_counts, layer.head_norms, rotary)
 
 
 def after_attention(
     layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, ops: LayerOps
 ) -> tuple[Tensor, Tensor]:
     x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
-    gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-    return ops.add_rms_norm(x, F.linear(ops.swiglu(gate, up), layer.down), next_norm, eps)
+    inner = ops.swiglu(F.linear(normed, layer.gate_up))
+    return ops.add_rms_norm(x, F.linear(inner, layer.down), next_norm, eps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, tree_attention
-from maxrl_fast.model.packed_kernels import choose_rows
+from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Samples

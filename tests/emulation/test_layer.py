@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from maxrl_fast.model import layer_kernels
-from maxrl_fast.model.layer_kernels import KERNELS, has_kernels
+from maxrl_fast.model.layer_kernels import KERNELS, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, Rotary
 from maxrl_fast.model.linear import add_adapters, full_tensor
 from maxrl_fast.ops import dispatch
@@ -74,10 +74,9 @@ def test_chosen_rows(shape, dtype):
 
 
 def test_a_position_outside_the_table_gives_nan():
-    q = torch.ones(4, 2, 16)
     with emulated_gpu():
         rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
-        q, k, _ = KERNELS.rotate_heads((q, q, q), None, rotary)
+        q, k, _ = KERNELS.rotate_heads(torch.ones(4, 6 * 16), (2, 2, 2), None, rotary)
     assert (
         q.isnan().all(-1).all(-1).tolist()
         == k.isnan().any(-1).any(-1).tolist()
@@ -85,30 +84,11 @@ def test_a_position_outside_the_table_gives_nan():
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        torch.ones(3, 1, 16),
-        torch.ones(4, 1, 8),
-        torch.ones(4, 1, 16).half(),
-        torch.ones(4, 1, 32)[..., ::2],
-    ],
-)
-@pytest.mark.parametrize("which", [1, 2])
-def test_keys_and_values_that_do_not_fit_the_queries_are_refused(which, wrong):
-    q, table = torch.ones(4, 2, 16), torch.ones(4, 1, 8)
-    heads = [q, q, q]
-    heads[which] = wrong
-    with emulated_gpu(), pytest.raises(ValueError, match=f"{'qkv'[which]} must be"):
-        layer_kernels.rotate_heads(*heads, None, None, table, table, None, 0.0, 1.0)
-
-
 def test_large_gates_saturate():
     gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
     with emulated_gpu():
-        out, grad, _ = with_gradients(
-            lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32
-        )
+        packed = torch.cat([gate, torch.ones(1, 8)], 1)
+        out, grad = with_gradients(KERNELS.swiglu, [packed], torch.float32)
     torch.testing.assert_close(out, F.silu(gate), equal_nan=True)
     assert grad[0, :7].isfinite().all()
     assert grad[0, 7].isnan()
@@ -122,7 +102,7 @@ def test_no_rows():
                 (torch.ones(0, 8), torch.ones(8)),
                 torch.float32,
             ),
-            with_gradients(KERNELS.swiglu, (torch.ones(0, 8), torch.ones(0, 8)), torch.float32),
+            with_gradients(KERNELS.swiglu, [torch.ones(0, 16)], torch.float32),
         ):
             assert all(x.numel() == 0 or (x == 0).all() for x in results)
 
@@ -134,20 +114,21 @@ def test_the_operators_equal_their_fakes():
         torch.randn(5, 2, 8),
         (torch.ones(5, 1, 4), torch.ones(5, 1, 4)),
     )
-    both, of_head = torch.randn(5, 32).chunk(2, 1), torch.ones(8)
-    packed = torch.randn(5, 4, 8).split((2, 1, 1), 1)
+    of_head, packed = torch.ones(8), torch.randn(5, 4 * 8)
+    grads = heads, heads[:, :1] + 1, heads[:, :1] + 2
     calls = {
         "add_rms_norm": [(x, x, weight, 1e-6), (x, None, weight, 1e-6)],
         "add_rms_norm_backward": [(x, x, x, weight, 1e-6), (x, None, x, weight, 1e-6)],
         "rotate_heads": [
-            (*packed, None, None, *tables, torch.arange(5), 0.0, 1.0),
-            (heads, heads, None, of_head, of_head, *tables, None, 1e-6, 1.0),
+            (packed, 2, 1, None, None, *tables, torch.arange(5), 0.0),
+            (packed, 2, 1, of_head, of_head, *tables, None, 1e-6),
         ],
         "rotate_heads_backward": [
-            (heads, heads, heads, heads, of_head, of_head, *tables, None, 1e-6)
+            (*grads, None, None, None, *tables, torch.arange(5), 0.0),
+            (*grads, packed, of_head, of_head, *tables, None, 1e-6),
         ],
-        "swiglu": [both],
-        "swiglu_backward": [(x, *both)],
+        "swiglu": [(packed,)],
+        "swiglu_backward": [(x, packed)],
         "choose_rows_backward": [(x, torch.tensor([1, 0, 1, 3, 0]), 4)],
     }
     with emulated_gpu():
@@ -159,7 +140,7 @@ def test_the_operators_equal_their_fakes():
 def test_served_sizes():
     def serves(hidden, intermediate, head_dim, dtype):
         with emulated_gpu():
-            return has_kernels(hidden, intermediate, head_dim, dtype, CPU)
+            return layer_ops(hidden, intermediate, head_dim, dtype, CPU) is KERNELS
 
     assert serves(896, 4864, 64, torch.bfloat16)
     assert serves(4096, 4, 8, torch.float32)
@@ -168,8 +149,9 @@ def test_served_sizes():
     assert not serves(896, 4864, 24, torch.bfloat16)
     assert not serves(900, 4864, 64, torch.float16)
     assert not serves(896, 4864, 64, torch.float64)
-    assert has_kernels(4100, 4865, 24, torch.float64, CPU)  # the kernels of a CPU take any sizes
-    assert not has_kernels(896, 4864, 64, torch.float16, CPU)
+    # the kernels of a CPU take any sizes
+    assert layer_ops(4100, 4865, 24, torch.float64, CPU) is KERNELS
+    assert layer_ops(896, 4864, 64, torch.float16, CPU) is TORCH_OPS
 
 
 # Families, tied and untied; the sizes are multiples of 16 bytes in every dtype.
@@ -300,19 +282,15 @@ def test_a_launch_refuses_what_it_cannot_read():
         ):
             KERNELS.add_rms_norm(x, torch.ones(4, 16)[:, ::2], ones, 1e-6)
         with pytest.raises(
-            ValueError,
-            match=r"up must be torch\.float32 \(4, 8\) on cpu with contiguous rows, got "
-            r"torch\.float64",
+            ValueError, match=r"packed must be a contiguous torch.float32 tensor of shape \(4, 8\)"
         ):
-            KERNELS.swiglu(x, x.double())
+            KERNELS.swiglu(torch.ones(4, 16)[:, ::2])
         with pytest.raises(ValueError, match="swiglu needs tensors and rows aligned to 16 bytes"):
-            KERNELS.swiglu(torch.ones(33)[1:].view(4, 8), x)
+            KERNELS.swiglu(torch.ones(33)[1:].view(4, 8))
         with pytest.raises(
             ValueError, match="hidden_size must be a multiple of 4 up to 4096, got 6"
         ):
-            KERNELS.rms_norm(torch.ones(4, 6), torch.ones(6), 1e-6)
-        heads = torch.ones(4, 1, 12)
+            KERNELS.add_rms_norm(torch.ones(4, 6), None, torch.ones(6), 1e-6)
+        rotary = Rotary(torch.ones(4, 1, 6), torch.ones(4, 1, 6))
         with pytest.raises(ValueError, match="head_dim must be a multiple of 8 up to 256, got 12"):
-            KERNELS.rotate_heads(
-                (heads, heads, heads), None, Rotary(torch.ones(4, 1, 6), torch.ones(4, 1, 6))
-            )
+            KERNELS.rotate_heads(torch.ones(4, 36), (1, 1, 1), None, rotary)

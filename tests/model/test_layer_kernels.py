@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from maxrl_fast import _C
 from maxrl_fast.model import decoder
-from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS
+from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS, choose_rows, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.model.packed_kernels import PACKED_KERNELS, choose_rows, layer_ops
 from maxrl_fast.records import Rollouts
 from tests.batches import make_prompts, one_batch
 from tests.fuzzing import settings
@@ -41,23 +40,17 @@ def norm_of(parts):
     return function
 
 
-def rotation_of(parts, rotary, counts, is_packed):
-    """Return a function of [q | k | v] and norms; TORCH_OPS, or separate heads, take views of
-    it.
-    """
+def rotation_of(parts, rotary, counts):
+    """Return a function of [q | k | v] and norms."""
 
     def function(packed, *norms):
         given_norms = HeadNorms(*norms, 1e-2) if norms else None
         own = (
             rotary
-            if parts is not TORCH_OPS
+            if parts is KERNELS
             else Rotary(*(x.to(packed.dtype)[rotary.positions] for x in rotary[:2]))
         )
-        if is_packed:
-            return parts.rotate_packed(packed, counts, given_norms, own)
-        return parts.rotate_heads(
-            packed.unflatten(1, (sum(counts), -1)).split(counts, 1), given_norms, own
-        )
+        return parts.rotate_heads(packed, counts, given_norms, own)
 
     return function
 
@@ -67,10 +60,6 @@ def rotation_inputs(rows, counts, half, has_norms):
     inputs += [1 + numbers(2 * half, seed=1 + i) / 2 for i in range(2 if has_norms else 0)]
     angles = numbers(rows + 3, 1, half, seed=4).float()
     return inputs, Rotary(angles.cos(), angles.sin(), (torch.arange(rows) * 5) % (rows + 3))
-
-
-def swiglu_of(parts, is_packed):
-    return parts.swiglu_packed if is_packed else lambda packed: parts.swiglu(*packed.chunk(2, 1))
 
 
 @settings(40)
@@ -89,31 +78,27 @@ def test_norms_equal_pytorchs_for_any_size(rows, size, has_delta):
 
 
 @settings(60)
-@given(ROWS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 70), st.booleans(), st.booleans())
+@given(ROWS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 70), st.booleans())
 @pytest.mark.usefixtures("instructions")
-def test_rotated_heads_equal_pytorchs_for_any_size(
-    rows, shared, kv_heads, half, has_norms, is_packed
-):
+def test_rotated_heads_equal_pytorchs_for_any_size(rows, shared, kv_heads, half, has_norms):
     counts = shared * kv_heads, kv_heads, kv_heads
     inputs, rotary = rotation_inputs(min(rows, 65), counts, half, has_norms)
-    expected = with_gradients(rotation_of(TORCH_OPS, rotary, counts, False), inputs, torch.float64)
-    assert_close(
-        with_gradients(
-            rotation_of(PACKED_KERNELS, rotary, counts, is_packed), inputs, torch.float64
-        ),
-        expected,
+    expected, actual = (
+        with_gradients(rotation_of(parts, rotary, counts), inputs, torch.float64)
+        for parts in (TORCH_OPS, KERNELS)
     )
+    assert_close(actual, expected)
 
 
 @settings(30)
-@given(ROWS, SIZES, st.booleans())
+@given(ROWS, SIZES)
 @pytest.mark.usefixtures("instructions")
-def test_swiglu_equals_pytorchs_for_any_size(rows, size, is_packed):
+def test_swiglu_equals_pytorchs_for_any_size(rows, size):
     inputs = [3 * numbers(rows, 2 * size)]
-    expected = with_gradients(swiglu_of(TORCH_OPS, False), inputs, torch.float64)
-    assert_close(
-        with_gradients(swiglu_of(PACKED_KERNELS, is_packed), inputs, torch.float64), expected
+    expected, actual = (
+        with_gradients(parts.swiglu, inputs, torch.float64) for parts in (TORCH_OPS, KERNELS)
     )
+    assert_close(actual, expected)
 
 
 @settings(30)
@@ -149,16 +134,9 @@ def cases():
     yield "norm", norm_of(KERNELS), norm_of(TORCH_OPS), inputs
     for half in (8, 33):
         inputs, rotary = rotation_inputs(500, counts, half, True)
-        ours, plain = (
-            rotation_of(x, rotary, counts, x is PACKED_KERNELS) for x in (PACKED_KERNELS, TORCH_OPS)
-        )
+        ours, plain = (rotation_of(parts, rotary, counts) for parts in (KERNELS, TORCH_OPS))
         yield f"heads of {2 * half}", ours, plain, inputs
-    yield (
-        "swiglu",
-        swiglu_of(PACKED_KERNELS, True),
-        swiglu_of(TORCH_OPS, False),
-        [3 * numbers(500, 2 * 131)],
-    )
+    yield "swiglu", KERNELS.swiglu, TORCH_OPS.swiglu, [3 * numbers(500, 2 * 131)]
     rows = torch.arange(900) * 7 % 400
     yield (
         "rows",
@@ -203,7 +181,7 @@ def test_each_instruction_set_that_tests_choose_sums_in_its_own_order():
     try:
         for instructions in _C.instruction_sets():
             _C.limit_instructions(instructions)
-            results.append(KERNELS.rms_norm(x, torch.ones(131), 1e-6))
+            results.append(KERNELS.add_rms_norm(x, None, torch.ones(131), 1e-6)[1])
     finally:
         _C.limit_instructions(_C.instruction_sets()[0])
     assert _C.instruction_sets()[-1] == "baseline"
@@ -213,9 +191,9 @@ def test_each_instruction_set_that_tests_choose_sums_in_its_own_order():
 
 
 def test_a_position_outside_the_table_gives_nan():
-    q = torch.ones(4, 2, 16)
+    packed = torch.ones(4, 6 * 16)
     rotary = Rotary(torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
-    q, k, _ = KERNELS.rotate_heads((q, q, q), None, rotary)
+    q, k, _ = KERNELS.rotate_heads(packed, (2, 2, 2), None, rotary)
     assert (
         q.isnan().all(-1).all(-1).tolist()
         == k.isnan().any(-1).any(-1).tolist()
@@ -226,9 +204,8 @@ def test_a_position_outside_the_table_gives_nan():
 @pytest.mark.usefixtures("instructions")
 def test_large_gates_saturate():
     gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
-    out, grad, _ = with_gradients(
-        lambda g, up: KERNELS.swiglu(g, up), (gate, torch.ones(1, 8)), torch.float32
-    )
+    packed = torch.cat([gate, torch.ones(1, 8)], 1)
+    out, grad = with_gradients(KERNELS.swiglu, [packed], torch.float32)
     torch.testing.assert_close(out, F.silu(gate), equal_nan=True)
     assert grad[0, :7].isfinite().all()
     assert grad[0, 7].isnan()
@@ -239,7 +216,7 @@ def test_bad_inputs_are_a_sentence():
     with pytest.raises(
         ValueError, match="add_rms_norm_cpu takes float32 float64 bfloat16, got float16"
     ):
-        KERNELS.rms_norm(x.half(), torch.ones(8), 1e-6)
+        KERNELS.add_rms_norm(x.half(), None, torch.ones(8), 1e-6)
     with pytest.raises(ValueError, match="a chosen row does not exist"):
         torch.ops.maxrl_fast.choose_rows_backward(x, torch.tensor([0, 1, 2, 3]), 3)
     assert layer_ops(8, 8, 8, torch.float16, CPU) is TORCH_OPS
@@ -252,25 +229,14 @@ def test_the_operators_pass_opcheck():
         (torch.ones(5, 1, 3), torch.ones(5, 1, 3), torch.arange(5)),
     )
     heads, packed, rows = torch.randn(5, 2, 6), torch.randn(5, 24), torch.tensor([0, 3, 3, 6, 1])
-    q, k, v = packed.view(5, 4, 6).split((2, 1, 1), 1)
+    grads = heads, heads[:, :1] + 1, heads[:, :1] + 2
     calls = {
         "add_rms_norm": (x, x, weight, 1e-6),
         "add_rms_norm_backward": (x, x, x, weight, 1e-6),
-        "rotate_heads": (q, k, v, weight, weight, *tables, 1e-6, 1.0),
-        "rotate_heads_backward": (heads, heads, heads, heads, weight, weight, *tables, 1e-6),
-        "rotate_packed_backward": (
-            heads,
-            heads[:, :1] + 1,
-            heads[:, :1] + 2,
-            packed,
-            weight,
-            weight,
-            *tables,
-            1e-6,
-        ),
-        "swiglu": packed.chunk(2, 1),
-        "swiglu_backward": (torch.randn(5, 12), *packed.chunk(2, 1)),
-        "swiglu_packed_backward": (torch.randn(5, 12), packed),
+        "rotate_heads": (packed, 2, 1, weight, weight, *tables, 1e-6),
+        "rotate_heads_backward": (*grads, packed, weight, weight, *tables, 1e-6),
+        "swiglu": (packed,),
+        "swiglu_backward": (torch.randn(5, 12), packed),
         "choose_rows_backward": (x, rows, 8),
     }
     for name, arguments in calls.items():

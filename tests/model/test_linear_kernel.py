@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from maxrl_fast.model import linear_kernel
-from maxrl_fast.model.linear import Linear, joined
+from maxrl_fast.model.linear import Linear, packed
 from tests.layers import numbers, with_gradients
 
 # 1, 2, 3, 4, 5, 7 and 17 panels, and rows of weight gradients of several tiles
@@ -138,7 +138,7 @@ def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
 def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products():
     layers = [Linear(32, size) for size in (48, 16)]
     x = torch.randn(100, 64)[:, ::2].requires_grad_()
-    together = joined(layers, x)
+    together = packed(layers, x)
     apart = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], 1)
     torch.testing.assert_close(together, apart)
     parameters = [x, *(p for layer in layers for p in layer.parameters())]

@@ -20,7 +20,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.build_policy import build_sampling, find_policy
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_task import build_run_task, closing_task
 from maxrl_fast.job.launch import Job
 from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log
@@ -154,8 +154,8 @@ def run(
         config: options by name, or the path of a TOML file of them; keyword options override them.
         task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`.
         reward: what --reward takes, or a Python function (prompt, response, **columns) -> float,
-            such as a lambda. It runs in a thread of this process, without a sandbox.
-        environment: what --environment takes, or a class, whose objects live in such a thread.
+            such as a lambda. It is called in this process, without a sandbox or a time limit.
+        environment: what --environment takes, or a class, whose objects live in this process.
         options: as on the command line, with underscores: `maze_size=11`. None: not given.
 
     Raises:
@@ -197,11 +197,11 @@ def run(
     with ranks.connected(device) as watch:
         parsed = find_policy(parsed, ranks, screen.warning)
         found = build_run_task(parsed, own_class) if own_task is None else own_task
-        resolved = resolve(parsed, found, ranks, warn=screen.warning)
-        job = Job(
-            resolved, found, ranks, screen, device, watch, functions, ends_process=ranks.size > 1
-        )
-        ending, context = job.run()
+        with closing_task(found):  # also where the configuration is refused
+            resolved = resolve(parsed, found, ranks, warn=screen.warning)
+            ends_process = ranks.size > 1
+            job = Job(resolved, found, ranks, screen, device, watch, functions, ends_process)
+            ending, context = job.run()
     if ending.error is not None:
         raise ending.error
     # SIGTERM or SIGHUP: everything is saved, so let this process handle it

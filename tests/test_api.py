@@ -215,8 +215,8 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
     assert len(seen) == 4 + 3 * 16 + 2 * 24  # the rehearsal, three steps, two evaluations
     said = capsys.readouterr().out.replace("\n", " ")
     assert (
-        "reward python:score: called with each response, in a thread of this process; nothing "
-        "contains it" in said
+        "reward python:score: called with each response, in this process, without a time limit"
+        in said
     )
     assert main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 2
     assert (

@@ -34,8 +34,14 @@ BENCHMARKS = [
 ]
 # which scripts import
 NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}
-# which --rollout, --task, --environment and --loss load
-NO_SCRIPTS |= {"naive_engine.py", "sort_task.py", "calculator_environment.py", "custom_loss.py"}
+# which --rollout, --task, --environment, --loss and --reward load
+NO_SCRIPTS |= {
+    "naive_engine.py",
+    "sort_task.py",
+    "calculator_environment.py",
+    "custom_loss.py",
+    "judge.py",
+}
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *BENCHMARKS], ids=lambda path: path.stem)

@@ -38,7 +38,7 @@ def test_the_notebook_runs_and_shows_its_results(tmp_path):
     assert "<table>" in shown[1]
     assert "image/png" in shown[2]
     assert len(shown[3].splitlines()) == 6
-    assert "in a thread of this process; nothing contains it" in shown[4]
+    assert "in this process, without a time limit" in shown[4]
     metrics, *others = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
     assert len(others) == 2
     last = json.loads(metrics.read_text().splitlines()[-1])

@@ -9,7 +9,7 @@ from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
 from maxrl_fast.config.metadata import When, as_list
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.models import JUDGE
+from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.loading import is_code
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
@@ -70,8 +70,8 @@ def _has_answers(c: Values) -> bool:
 def _has_reward_processes(c: Values) -> bool:
     if c["environment"] is not None and not c["environment"].startswith(OBJECT):
         return True
-    if rewards := as_list(c["reward"]):  # Python objects run in this process
-        return any(not x.startswith(OBJECT) for x in rewards)
+    if rewards := as_list(c["reward"]):  # Python objects and reward models run in this process
+        return any(not x.startswith((OBJECT, CLASSIFIER)) for x in rewards)
     # which may score by a function
     return _reads_text(c) or is_plugin(c["task"]) or c["task"].startswith(OBJECT)
 
@@ -100,10 +100,6 @@ READS_TEXT = When(_NOT_BY_TASK, _reads_text)
 
 TASK_IS_NO_REWARD = When(_NOT_BY_TASK, lambda c: not is_reward(c["task"]))
 WITH_REWARDS = When("needs --reward", lambda c: c["reward"])
-WITH_JUDGE = When(
-    f"needs --reward {JUDGE}URL/MODEL",
-    lambda c: any(x.startswith(JUDGE) for x in as_list(c["reward"])),
-)
 NOT_0_OR_1 = When(
     "needs --reward with task {task}", lambda c: c["task"] not in ("maze", "guess") or c["reward"]
 )

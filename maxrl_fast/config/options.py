@@ -30,7 +30,6 @@ from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.ops.loss_terms import Aggregation
-from maxrl_fast.rewards.models import SCORE
 from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
@@ -142,9 +141,8 @@ class RewardOptions:
         Note.NAMES_CODE,
     ] = ()
     """Python functions(prompt, response, **columns) -> float that score responses, as
-    rewards.py:length or package.module:f, in separate processes; hf:DIR, a reward model (a
-    Hugging Face sequence classifier); or openai:URL/MODEL, a judge behind an HTTP server with
-    OpenAI's interface."""
+    rewards.py:length or package.module:f, in separate processes; or hf:DIR, a reward model (a
+    Hugging Face sequence classifier)."""
     reward_weights: Annotated[
         tuple[float, ...],
         Default("1 for each", "FLOAT ..."),
@@ -164,43 +162,16 @@ class RewardOptions:
     reward_workers: Annotated[Count, when.IN_PROCESSES, Resume.FREE] = 2
     """Number of processes that run each function."""
     reward_concurrency: Annotated[Count, when.IN_PROCESSES, Resume.FREE] = 16
-    """Calls of an async function that one process makes at a time; requests to a judge at a
-    time.
-    """
-    judge_template: Annotated[Path | None, Default("none", "FILE"), when.WITH_JUDGE] = None
-    """Text file of the question to the judge, with {prompt}, {response} and other columns in
-    braces.
-    """
-    judge_score: Annotated[
-        str,
-        Default("the last number after the word score, or at the start", "REGEX"),
-        when.WITH_JUDGE,
-    ] = SCORE
-    """The first group of the last match in the judge's reply is the score."""
-    judge_rate: Annotated[NotNegative, Default("0, no limit"), when.WITH_JUDGE, Resume.FREE] = 0.0
-    """Largest number of requests to the judge in a second; 0: no limit."""
-    reward_seconds: Annotated[Positive, when.BY_FUNCTIONS, Resume.FREE] = 5.0
-    """Longest time of one call or request in seconds; a call that takes longer is killed and counts
+    """Calls of an async function that one process makes at a time."""
+    reward_seconds: Annotated[Positive, when.IN_PROCESSES, Resume.FREE] = 5.0
+    """Longest time of one call in seconds; a call that takes longer is killed and counts
     as failed.
     """
     reward_memory_gb: Annotated[Positive, when.IN_PROCESSES, Resume.FREE] = 2.0
     """Memory that one process may allocate after loading the function, in 1e9 bytes."""
-    reward_isolation: Annotated[
-        Literal["process", "call"],
-        when.IN_PROCESSES,
-        Resume.FREE,
-        Refusal(
-            "--reward-isolation must be process with --environment {environment}, whose objects "
-            "live from call to call, got {reward_isolation}",
-            lambda c: c["environment"] is not None and c["reward_isolation"] == "call",
-        ),
-    ] = "process"
-    """process: a process makes calls until one fails; call: each call has a fresh process, which no
-    other call can change.
-    """
     reward_env: Annotated[str, Default("none", "NAME,NAME"), when.IN_PROCESSES, Resume.FREE] = ""
     """Environment variables that the function needs besides a short list without keys and tokens,
-    such as OPENAI_API_KEY. The first whose name ends with KEY or TOKEN is sent to a judge."""
+    such as OPENAI_API_KEY."""
     max_reward_error_rate: Annotated[UnitInterval, when.BY_FUNCTIONS, Resume.FREE] = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out of
     their groups.

@@ -186,7 +186,7 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
     left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
-    left_out |= REMOVED - options_of(Config).keys()
+    left_out |= REMOVED
     given = {
         key: RawOption(value, key, f"{file}: ")
         for key, value in options.items()

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
 from maxrl_fast.records import Prompts, Samples
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.scorer import Scorer
 
 CPU = torch.device("cpu")
 MOST_PROMPTS = 4096  # in a record of pass_rates.jsonl, about 50 kB

@@ -16,7 +16,6 @@ from maxrl_fast.evaluation.coverage import coverage_curve, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluation
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import unpack
-from maxrl_fast.rewards.models import SCORE
 from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks import Task
 
@@ -29,7 +28,7 @@ MATCHED = (
     "reward_threshold",
 )
 # Options that must be equal too, and are settings only where they are given.
-GIVEN = ("reward_weights", "judge_score", "task_args", "environment", "max_turns")
+GIVEN = ("reward_weights", "task_args", "environment", "max_turns")
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 NUMBERS = ("response_length_mean", "truncated", "reward_errors")  # of Evaluation.record
 
@@ -99,7 +98,7 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
     """Return what evaluations must share to be compared by prompt; contents: of contents_of."""
-    given = [name for name in GIVEN if options[name] not in (None, SCORE, "")]
+    given = [name for name in GIVEN if options[name] not in (None, "")]
     if options["environment"] is None:
         given.remove("max_turns")
     settings = {name: options[name] for name in (*MATCHED, *given)}

@@ -12,12 +12,13 @@ from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import build_sampling, dtype_of
 from maxrl_fast.job.build_rewards import build_length_penalty, build_policy_reward
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.rewards.scoring import MajorityVote, Scorer
+from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.critic import Critic, critic_model

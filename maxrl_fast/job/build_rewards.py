@@ -1,6 +1,5 @@
 import contextlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -8,19 +7,15 @@ import torch
 from maxrl_fast.config.options import ResolvedConfig, RewardOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
-from maxrl_fast.rewards.environment_pool import (
-    EnvironmentPool,
-    EnvironmentWorkers,
-    InProcessEnvironments,
-)
-from maxrl_fast.rewards.models import CLASSIFIER, JUDGE, Classifier, Judge, default_cache
+from maxrl_fast.rewards.combined import WeightedRewards
+from maxrl_fast.rewards.in_process import InProcessEnvironments, InProcessReward
+from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import InProcessReward, RewardPool
-from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular
+from maxrl_fast.rewards.pool import EnvironmentPool, RewardPool
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.names import OBJECT, lost_object
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.objectives.objective import Objective
@@ -38,7 +33,7 @@ def build_scorer(
     num_ranks: int = 1,
     output: RewardOutput | None = None,
 ) -> Scorer:
-    """Build the scorer: the task, functions in worker processes, a reward model, or a judge.
+    """Build the scorer: the task, functions in worker processes or in this one, or a reward model.
 
     `functions` of this process are by their names among the rewards. Each of `num_ranks` processes
     scores a part of the responses. `output` gets what worker processes print. Raises InputError if
@@ -58,9 +53,7 @@ def build_scorer(
         for name in names:
             is_optional = len(names) > 1
             if functions and name in functions:
-                sources.append(
-                    InProcessReward(functions[name], name, options.reward_seconds, is_optional)
-                )
+                sources.append(InProcessReward(functions[name], name, is_optional))
             else:
                 sources.append(_build_source(options, name, is_optional, device, dtype, output))
             on_error.callback(sources[-1].close)
@@ -87,29 +80,16 @@ def _build_source(
     dtype: torch.dtype,
     output: RewardOutput | None,
 ) -> RewardSource:
-    environment = _variables(options)
     if name.startswith(OBJECT):
         raise InputError(lost_object("reward", name))
     if name.startswith(CLASSIFIER):
         return Classifier(name, device, dtype)
-    if name.startswith(JUDGE):
-        return Judge(
-            name,
-            _template(options),
-            pattern=options.judge_score,
-            time_limit=options.reward_seconds,
-            concurrency=options.reward_concurrency,
-            rate=options.judge_rate,
-            key=_key(environment),
-            cache=default_cache(),
-        )
     return RewardPool(
         name,
         workers=options.reward_workers,
         time_limit=options.reward_seconds,
         memory_limit=int(options.reward_memory_gb * 1e9),
-        isolation=options.reward_isolation,
-        environment=environment,
+        environment=_variables(options),
         concurrency=options.reward_concurrency,
         is_optional=is_optional,
         output=output,
@@ -118,14 +98,14 @@ def _build_source(
 
 def build_environments(
     options: RewardOptions, name: str, cls: type | None, output: RewardOutput | None
-) -> EnvironmentWorkers:
-    """Start the workers of --environment, or a thread for a class of this process.
+) -> EnvironmentPool | InProcessEnvironments:
+    """Start the workers of --environment, if it is not a class of this process.
 
     Raises:
         InputError: if it cannot be loaded, or is not a class of environments.
     """
     if cls is not None:
-        return InProcessEnvironments(cls, name, options.reward_seconds)
+        return InProcessEnvironments(cls, name)
     if name.startswith(OBJECT):
         raise InputError(lost_object("environment", name))
     return EnvironmentPool(
@@ -140,28 +120,6 @@ def build_environments(
 
 def _variables(options: RewardOptions) -> list[str]:
     return [name.strip() for name in options.reward_env.split(",") if name.strip()]
-
-
-def _template(options: RewardOptions) -> str:
-    if options.judge_template is None:
-        raise InputError(
-            f"--reward {JUDGE}URL/MODEL needs --judge-template FILE, the question to the judge"
-        )
-    try:
-        check_regular(options.judge_template, JSON_BYTES)
-        return options.judge_template.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--judge-template must be a readable text file, got {options.judge_template}: {error}"
-        ) from error
-
-
-def _key(environment: Sequence[str]) -> str | None:
-    """Return the value of the first variable whose name ends in KEY or TOKEN, or None."""
-    names = [name for name in environment if name.endswith(("KEY", "TOKEN"))]
-    if names and names[0] not in os.environ:
-        raise InputError(f"the judge needs the environment variable {names[0]}, which is not set")
-    return os.environ[names[0]] if names else None
 
 
 def build_policy_reward(

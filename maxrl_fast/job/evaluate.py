@@ -42,12 +42,12 @@ from maxrl_fast.job.build_task import build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.stopwatch import Stopwatch
 
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"

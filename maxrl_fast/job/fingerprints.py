@@ -44,7 +44,6 @@ def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
     files = {
         "objective": source_file(config.objective.objective),
         "loss": source_file(loss.loss),
-        "judge-template": config.reward.judge_template,
         "task": source_file(name) if is_plugin(name) else None,
         "environment": source_file(config.task.environment or ""),
         "rollout": source_file(config.rollout.rollout),

@@ -1,5 +1,5 @@
-"""What gives responses their rewards: the records that all sources share. `scoring.py` asks them,
-the other modules are them.
+"""What gives responses their rewards: the records that all sources share. `tasks/scorer.py` asks
+them, the other modules are them.
 
 Every reward worker imports this package at its start, so nothing slow may be imported here.
 """
@@ -26,9 +26,10 @@ class Failure:
     """The reason why a response has no reward.
 
     Args:
-        index: index of the response in its batch. kind: "exception", "timeout", "crash" (the
-        process ended), "memory", or "invalid" (the result is not a finite number). message: one
-        printable line.
+        index: of the response in its batch.
+        kind: "exception", "timeout", "crash" (the process ended), "memory", or "invalid" (the
+            result is not a finite number).
+        message: one printable line.
     """
 
     index: int
@@ -77,7 +78,7 @@ class Scores:
 
 
 class RewardSource(Protocol):
-    """What gives responses a reward: a Python function, a judge, a classifier, or several of them.
+    """What gives responses a reward: a Python function, a classifier, or several of them.
 
     One that derives from this accepts every row, has no processes, and no option makes it faster.
     """
@@ -96,7 +97,7 @@ class RewardSource(Protocol):
 
         Args:
             max_failures: after more failures than this the remaining rows are left.
-            on_progress: called after every result, and every second.
+            on_progress: called when results come, and every second.
         """
 
     def check(self, row: dict[str, Any]) -> None:
@@ -109,10 +110,6 @@ class RewardSource(Protocol):
     def faster(self, factor: float) -> str:
         """Return the option that makes it about this many times as fast; "" if there is none."""
         return ""
-
-    def stacks(self) -> None:
-        """Write the stacks of its processes to standard error."""
-        return
 
     def close(self) -> None:
         """End what it has started."""

@@ -14,7 +14,7 @@ imports this module at its start, so it imports only a few standard modules.
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 # By name: an environment that replaces attributes of these modules does not break its worker.
 from signal import ITIMER_REAL, SIGALRM, setitimer
@@ -23,10 +23,12 @@ from typing import Any
 
 from maxrl_fast.rewards.function import (
     InvalidReward,
+    Result,
     Signature,
     failure_of,
     late,
     result_of,
+    run_coroutine,
     signature_of,
 )
 from maxrl_fast.runtime.loading import SHORT_REPR, LoadError, describe_error
@@ -40,21 +42,20 @@ LOST = {
 }
 
 Operation = tuple[int, str, Any]
-Result = dict[str, Any]
 
 
 class _Late(BaseException):
     """The time limit of an operation. No Exception, which tools catch."""
 
 
-def signature_of_environment(cls: Any) -> Signature:
+def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
     """Return how to reset the environments of a class, with "tools" (JSON schemas, as TRL makes
-    them) and "has_reward".
+    them) and "has_reward". Without schemas a tool has only its name: transformers, which makes
+    them, takes seconds to load.
 
     Raises:
         LoadError: if it is not such a class.
     """
-    import asyncio  # noqa: F401  before the supervisor forks
     import inspect
 
     if not inspect.isclass(cls):
@@ -83,7 +84,10 @@ def signature_of_environment(cls: Any) -> Signature:
     return {
         **signature_of(bound[RESET]),
         "style": ENVIRONMENT,
-        "tools": [_schema(name, bound[key]) for key in tools],
+        "tools": [
+            _schema(name, bound[key]) if with_schemas else {"function": {"name": key}}
+            for key in tools
+        ],
         "has_reward": REWARD in methods,
     }
 
@@ -100,30 +104,21 @@ def _schema(owner: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 class EnvironmentHost:
-    """The environments of one worker process, or of a thread.
+    """The environments of one process.
 
     Args:
-        file: whose lines errors name. has_alarm: whether SIGALRM ends an operation that is late;
-        otherwise the caller must give up the thread.
+        file: whose lines errors name.
+        time_limit: seconds after which SIGALRM ends an operation; None: no limit.
     """
 
     def __init__(
-        self,
-        cls: Callable[[], Any],
-        file: str,
-        signature: Signature,
-        time_limit: float,
-        has_alarm: bool,
+        self, cls: Callable[[], Any], file: str, signature: Signature, time_limit: float | None
     ) -> None:
-        import asyncio
-
         self._class, self._file, self._time_limit = cls, file, time_limit
         self._tools = [tool["function"]["name"] for tool in signature["tools"]]
-        self._has_reward, self._has_alarm = signature["has_reward"], has_alarm
-        # clients of async tools may keep the event loop
-        self._is_coroutine, self._loop = asyncio.iscoroutine, asyncio.new_event_loop()
+        self._has_reward = signature["has_reward"]
         self._live = dict[int, Any]()  # the environments by number
-        if has_alarm:
+        if time_limit is not None:
             signal.signal(SIGALRM, _stop)
 
     @property
@@ -133,27 +128,24 @@ class EnvironmentHost:
     def call(self, operation: Operation) -> list[Result]:
         """Return the one result of an operation."""
         try:
-            if self._has_alarm:
-                setitimer(ITIMER_REAL, self._time_limit)
+            if self._time_limit is None:
+                return [self._operate(*operation)]
+            setitimer(ITIMER_REAL, self._time_limit)
             try:
                 return [self._operate(*operation)]
             finally:
-                if self._has_alarm:
-                    setitimer(ITIMER_REAL, 0)
+                setitimer(ITIMER_REAL, 0)
+        except KeyboardInterrupt:  # in the trainer, where it ends the run
+            raise
         except BaseException as error:  # also sys.exit
             self._live.pop(operation[0], None)
-            if isinstance(error, _Late):
-                return [late(self._time_limit)]
-            return [failure_of(error, self._file)]
-
-    def close(self) -> None:
-        """Close the event loop."""
-        self._loop.close()
+            is_late = isinstance(error, _Late)
+            return [late(self._time_limit or 0.0) if is_late else failure_of(error, self._file)]
 
     def _operate(self, number: int, word: str, value: Any) -> Result:
         if word in ("probe", "start"):
             environment = self._class()
-            text = self._result(getattr(environment, RESET), **value)
+            text = _result(getattr(environment, RESET), **value)
             if text is not None and not isinstance(text, str):
                 raise InvalidReward(f"reset must return text or None, got {SHORT_REPR.repr(text)}")
             if word == "start":
@@ -166,30 +158,25 @@ class EnvironmentHost:
             del self._live[number]
             if not self._has_reward:
                 return {}
-            return result_of(self._result(getattr(environment, REWARD)))
+            return result_of(_result(getattr(environment, REWARD)))
         name, arguments = value
         try:
             if name not in self._tools:
                 raise ValueError(f"no tool is called {name!r}; there are {', '.join(self._tools)}")
             if not isinstance(arguments, dict):
                 raise ValueError(f"arguments must be a JSON object, got {arguments!r:.80}")
-            result = self._result(getattr(environment, name), **arguments)
+            result = _result(getattr(environment, name), **arguments)
             return {"text": _as_text(result), "is_error": False}
         except (MemoryError, InvalidReward):
             raise
         except Exception as error:
             return {"text": _as_text(describe_error(error, "")), "is_error": True}
 
-    def _result(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Call a function, and await what it returns if that is a coroutine."""
-        result = function(**arguments)
-        if not self._is_coroutine(result):
-            return result
-        task = self._loop.create_task(result)
-        try:
-            return self._loop.run_until_complete(task)
-        finally:
-            task.cancel()  # where it is late, so that the next run of the loop ends it
+
+def _result(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    """Call a function, and await what it returns if that is a coroutine."""
+    result = function(**arguments)
+    return run_coroutine(result) if isinstance(result, Coroutine) else result
 
 
 def _as_text(value: Any) -> str:

@@ -1,5 +1,4 @@
-"""How a user's reward function is loaded and called, and what it may return: in a worker or in a
-thread of the trainer.
+"""How a user's reward function is called, and what it may return: in a worker or in the trainer.
 
 The parameters' names say how it is called (`signature_of`). A result is a dict of JSON: {"reward":
 x}, with "components" if the function returned a dict, or {"kind": ..., "message": ...} for a
@@ -10,8 +9,8 @@ start, so it imports only a few standard modules.
 import contextlib
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from maxrl_fast.rewards import Rows
@@ -20,6 +19,7 @@ from maxrl_fast.runtime.loading import SHORT_REPR, describe_error
 MOST_COMPONENTS, NAME_LENGTH = 32, 100  # of one result; characters of a component's name
 LARGEST_FLOAT32 = 3.4028234663852886e38
 
+Result = dict[str, Any]
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
 ROW = "row"  # f(prompt, response, **columns) -> number
 ROWS = "rows"  # async def f(prompt, response, **columns) -> number: several run at a time
@@ -48,14 +48,6 @@ NOT_GIVEN = (
     "log_metric",
     "extra_info",
 )
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """What a worker is asked at once: the rewards of consecutive rows."""
-
-    rows: range
-    arguments: Any  # keyword arguments; a list of them for an async function of single responses
 
 
 class InvalidReward(Exception):
@@ -90,20 +82,24 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     }
 
 
-def work_items(signature: Signature, rows: Rows, group: int, concurrency: int) -> list[WorkItem]:
-    """Return the calls for these rows: one for each row, or each group, or as many rows as run side
-    by side.
+def calls_for(
+    signature: Signature, rows: Rows, group: int, concurrency: int
+) -> list[tuple[range, Any]]:
+    """Return the calls for these rows, each with the indices of its rows and its arguments: one
+    call for each row, or each group, or as many rows as run side by side.
+
+    Arguments are by name; an async function of single responses has a list of them.
     """
     style = signature["style"]
     size = {ROW: 1, ROWS: concurrency, BATCH: group}[style]
-    items = []
+    calls = []
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         arguments = (
             part[0] if style == ROW else part if style == ROWS else batch_arguments(part, signature)
         )
-        items.append(WorkItem(range(start, start + len(part)), arguments))
-    return items
+        calls.append((range(start, start + len(part)), arguments))
+    return calls
 
 
 def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, Any]:
@@ -163,70 +159,92 @@ def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
     )
 
 
+@lru_cache(1)
+def event_loop() -> Any:
+    """Return the event loop of this process for coroutines of user code, whose clients may keep
+    it.
+    """
+    import asyncio  # only here: it delays the start of a worker
+
+    return asyncio.new_event_loop()
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return what a coroutine returns."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    task = event_loop().create_task(coroutine)
+    try:
+        if asyncio._get_running_loop() is None:
+            return event_loop().run_until_complete(task)
+        # the thread of a notebook's cells has a loop that runs, and can have no other
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(event_loop().run_until_complete, task).result()
+    finally:
+        task.cancel()  # where it is late, so that the next run of the loop ends it
+
+
 class Caller:
-    """Calls a function in its style. Coroutines run in one event loop, which clients may keep.
+    """Calls a function in its style.
 
     Args:
-        file: whose lines errors name. is_optional: whether None and NaN mean that the function does
-        not apply to a response; otherwise they are failures.
+        file: whose lines errors name.
+        time_limit: seconds of each async call; None: no limit.
+        is_optional: whether None and NaN mean that the function does not apply to a response;
+            otherwise they are failures.
     """
+
+    is_idle = True  # between calls it keeps nothing
 
     def __init__(
         self,
         function: Callable[..., Any],
         file: str,
         style: str,
-        time_limit: float,
+        time_limit: float | None,
         is_optional: bool,
     ) -> None:
         self._function, self._file, self._style = function, file, style
         self._time_limit, self._is_optional = time_limit, is_optional
-        if style != ROW:
-            import asyncio  # only here: it delays the start of a worker
 
-            self._asyncio, self._loop = asyncio, asyncio.new_event_loop()
-
-    def call(self, arguments: Any) -> list[dict[str, Any]]:
-        """Return the result for each response of a call, or one failure for all.
-
-        Args:
-            arguments: keyword arguments; for an async function of single responses, a list of them.
-        """
+    def call(self, arguments: Any) -> list[Result]:
+        """Return the result for each response of a call, or one failure for all."""
         try:
             if self._style == ROW:
                 return [result_of(self._function(**arguments), self._is_optional)]
             if self._style == ROWS:
-                return self._loop.run_until_complete(self._call_rows(arguments))
+                return run_coroutine(self._call_rows(arguments))
             result = self._function(**arguments)
             if isinstance(result, Coroutine):
-                result = self._loop.run_until_complete(result)
+                result = run_coroutine(result)
             return self._split(result, len(arguments["prompts"]))
+        except KeyboardInterrupt:  # in the trainer, where it ends the run
+            raise
         except BaseException as error:
             return [failure_of(error, self._file)]
 
-    def close(self) -> None:
-        """Close the event loop."""
-        if self._style != ROW:
-            self._loop.close()
-
-    async def _call_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def _call_rows(self, rows: list[dict[str, Any]]) -> list[Result]:
         """Call an async function for all rows at the same time. Each has the time limit for
         itself.
         """
+        import asyncio
 
-        async def call(row: dict[str, Any]) -> dict[str, Any]:
+        async def call(row: dict[str, Any]) -> Result:
             try:
                 return result_of(await self._function(**row), self._is_optional)
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # also a CancelledError that the function raises
                 return failure_of(error, self._file)
 
-        tasks = [self._asyncio.ensure_future(call(row)) for row in rows]
-        done, pending = await self._asyncio.wait(tasks, timeout=self._time_limit)
+        tasks = [asyncio.ensure_future(call(row)) for row in rows]
+        done, pending = await asyncio.wait(tasks, timeout=self._time_limit)
         for task in pending:
             task.cancel()
-        return [task.result() if task in done else late(self._time_limit) for task in tasks]
+        return [task.result() if task in done else late(self._time_limit or 0.0) for task in tasks]
 
-    def _split(self, result: Any, count: int) -> list[dict[str, Any]]:
+    def _split(self, result: Any, count: int) -> list[Result]:
         """Return the result for each response of a function's list.
 
         Raises:
@@ -247,8 +265,8 @@ class Caller:
         return [result_of(item, self._is_optional) for item in listed]
 
 
-def result_of(value: Any, is_optional: bool = False) -> dict[str, Any]:
-    """Return what a function, a judge or a classifier gave for a response as a result: a reward
+def result_of(value: Any, is_optional: bool = False) -> Result:
+    """Return what a function or a classifier gave for a response as a result: a reward
     that is a finite float32, or a failure of kind "invalid" with its reason.
 
     A dict of components has its reward under "reward", else it is their sum. Components that are
@@ -260,7 +278,7 @@ def result_of(value: Any, is_optional: bool = False) -> dict[str, Any]:
         return failure_of(error)
 
 
-def _reward_of(result: Any, is_optional: bool) -> dict[str, Any]:
+def _reward_of(result: Any, is_optional: bool) -> Result:
     if not isinstance(result, dict):
         value = to_number(result)
         if value is None and not is_optional:
@@ -327,12 +345,12 @@ def to_number(result: Any, where: str = "") -> float | None:
     return number
 
 
-def late(seconds: float, place: str = "") -> dict[str, Any]:
+def late(seconds: float, place: str = "") -> Result:
     """Return the failure of a call that exceeds its time limit."""
     return {"kind": "timeout", "message": f"the call ran longer than {seconds:g} s{place}"}
 
 
-def failure_of(error: BaseException, file: str = "") -> dict[str, Any]:
+def failure_of(error: BaseException, file: str = "") -> Result:
     """Return the kind and message of a failure as a result."""
     if isinstance(error, InvalidReward):
         return {"kind": "invalid", "message": str(error)}

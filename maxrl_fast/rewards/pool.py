@@ -1,29 +1,25 @@
-"""Python reward functions: in worker processes that can neither hang nor corrupt a run, or in a
-thread of this process.
+"""Reward functions and environments in worker processes, which can neither hang nor corrupt a run.
 
-The pool is the trainer's side; `supervisor.py` is the other. There is no library below it: those
-for pools of processes (multiprocessing, pebble) run the user's script again in each worker unless
-it has a __main__ guard, pickle results, and neither give a worker its own environment nor
-kill what it has started.
+This is the trainer's side; `worker.py` is the other. There is no library below it: those for pools
+of processes (multiprocessing, pebble) run the user's script again in each worker unless it has a
+__main__ guard, pickle results, and neither give a worker its own environment nor kill what it has
+started.
 """
 
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards import (
@@ -35,30 +31,29 @@ from maxrl_fast.rewards import (
     no_progress,
     power_of_two,
 )
-from maxrl_fast.rewards.environment import EnvironmentHost
+from maxrl_fast.rewards.environment import Operation
 from maxrl_fast.rewards.function import (
     ROWS,
     STYLES,
-    Caller,
+    Result,
     Signature,
-    WorkItem,
+    calls_for,
     late,
     mismatch,
-    signature_of,
-    work_items,
 )
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.supervisor import WROTE, describe_exit
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.supervisor import main; main()"
+    "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.worker import main; main()"
 )
-MAX_FAILED_STARTS = 3  # after this many `score` raises RewardError
-MAX_HUNG = 3  # threads that a call never gave back, after which no other is started
-# for each worker: calls that the supervisor has at a time, fewer if they are large
-MOST_SENT, SENT_BYTES = 64, 1 << 20
-KILL_LIMIT = 5.0  # seconds for the supervisor to kill everything and end
+# seconds after its limit that a call may take to end itself, as a stopped process does not
+PATIENCE = 10.0
+LOOK_INTERVAL = 1.0  # seconds between two looks whether a process has ended that others keep open
+KILL_LIMIT = 5.0  # seconds for a killed process to end
+LATE = b"Timeout ("  # how faulthandler begins the stack of a process that ends itself
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+WROTE = "the reward code wrote to the connection between worker and trainer"
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
@@ -71,9 +66,166 @@ ENVIRONMENT = (
 # unless the user sets it: the order of a set must not depend on the process
 HASH_SEED = {"PYTHONHASHSEED": "0"}
 
+Queue = SimpleQueue[Any]
+
 
 class StartError(Exception):
-    """The workers cannot be started, or cannot load the function, or their supervisor has ended."""
+    """A worker cannot be started, or cannot load the function."""
+
+
+class Worker(threading.Thread):
+    """A process, and the thread that starts it, gives it one call after another, and kills it.
+
+    Args:
+        settings: for `worker.py`.
+        variables: the environment variables of the process.
+        output: descriptor of its standard output and error.
+        calls: (NUMBER, arguments as JSON), or None, after which the thread ends.
+        results: gets (NUMBER, results), and (None, what the process says of the function, or an
+            exception), which comes first and last.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        variables: dict[str, str],
+        output: int,
+        calls: Queue,
+        results: Queue,
+    ) -> None:
+        super().__init__(name="reward worker", daemon=True)
+        self._settings, self._variables, self._output = settings, variables, output
+        self._calls, self._results = calls, results
+        self._lock, self._is_closed = threading.Lock(), False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._file = ""  # of the function
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._results.put((None, self._begin()))
+            while (call := self._calls.get()) is not None:
+                number, arguments = call
+                self._results.put((number, self._call(number, arguments)))
+                if self._process is None:
+                    self._begin()
+        except Exception as error:  # raised in the thread that waits for results
+            self._results.put((None, error))
+        finally:
+            self._end()
+
+    def close(self) -> None:
+        """Kill the process, so that a call ends; None in `calls` then ends the thread."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                kill_group(self._process.pid)
+
+    def _begin(self) -> dict[str, Any]:
+        """Start the process and return what it says of the function, once it has loaded it.
+
+        Raises:
+            StartError: if it cannot.
+        """
+        self._connection, theirs = socket.socketpair()
+        settings = json.dumps(self._settings | {"connection": theirs.fileno()})
+        with theirs, self._lock:
+            if self._is_closed:
+                raise StartError("the workers have been closed")
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
+                    stdin=subprocess.PIPE,
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                    env=self._variables,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C does not reach it
+                )
+            except OSError as error:
+                raise StartError(f"a process cannot be started: {error}") from error
+        limit = self._settings["start_limit"]
+        reply = self._exchange(b"", limit + PATIENCE)
+        with contextlib.suppress(ValueError, RecursionError):
+            ready = json.loads(reply)
+            if isinstance(ready, dict):
+                if "error" in ready:
+                    raise StartError(ready["error"])
+                self._file, self._settings["with_schemas"] = ready["file"], False
+                return ready
+        code = self._end()
+        if reply.startswith(LATE):
+            raise StartError(f"loading it took longer than {limit:g} s{place_in(reply, '')}")
+        raise StartError(describe_end(reply, code))
+
+    def _call(self, number: int, arguments: str) -> list[Result]:
+        """Return the results of a call, or one failure for all of them.
+
+        Raises:
+            StartError: if the process has ended, and cannot be started again.
+        """
+        limit = self._settings["time_limit"]
+        for _ in range(2):
+            try:
+                reply = self._exchange(f"[{number}, {arguments}]\n".encode(), limit + PATIENCE)
+                break
+            except ConnectionError:  # it had ended, and has not read the call
+                code = self._end()
+                self._begin()
+        else:
+            return [{"kind": "crash", "message": describe_end(b"", code)}]
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            answered, results, is_last = json.loads(reply)
+            if answered == number:
+                if is_last:
+                    self._end()
+                return list(results)
+        code = self._end()
+        if reply.startswith(LATE):
+            return [late(limit, place_in(reply, self._file))]
+        return [{"kind": "crash", "message": describe_end(reply, code)}]
+
+    def _exchange(self, data: bytes, seconds: float) -> bytes:
+        """Send data and return the line that comes back. If the process ends, return what it has
+        sent, and if no line comes in time, LATE.
+
+        Raises:
+            ConnectionError: if the process has ended and has not read the data.
+        """
+        assert self._process is not None
+        end, received = time.monotonic() + seconds, b""
+        self._connection.settimeout(seconds)
+        try:
+            self._connection.sendall(data)
+        except TimeoutError:  # it was stopped
+            return LATE
+        self._connection.settimeout(LOOK_INTERVAL)
+        while received.startswith(LATE) or not received.endswith(b"\n"):
+            part = None
+            with contextlib.suppress(TimeoutError):
+                part = self._connection.recv(1 << 13)
+            # where processes that it has started keep the connection open there is no end of it
+            if part == b"" or (part is None and has_ended(self._process.pid)):
+                break
+            received += part or b""
+            if time.monotonic() > end:
+                return LATE
+        return received
+
+    def _end(self) -> int:
+        """Kill the process with its process group, wait until it has ended, and return its exit
+        code; 0 where there is none.
+        """
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return 0
+        kill_group(process.pid)
+        code = process.wait(KILL_LIMIT)  # its own if it had ended before
+        self._connection.close()
+        if process.stdin is not None:
+            process.stdin.close()
+        return code
 
 
 class RewardPool(RewardSource):
@@ -81,23 +233,22 @@ class RewardPool(RewardSource):
 
     A call that exceeds its time or memory limit or crashes its process fails alone: the process is
     replaced while the others keep working. State that the function keeps between calls belongs to
-    one worker and is lost when that worker is replaced. Only one thread may use the pool, except
-    for `stacks`.
+    one worker and is lost when that worker is replaced. Only one thread may use the pool.
 
     Args:
-        function: "path/to/file.py:name" or "package.module:name". workers: number of processes,
-        each with one call at a time. time_limit: seconds for a call, from when its worker has
-        received it. memory_limit: bytes that a worker may allocate beyond its memory after loading
-        the function. start_limit: seconds for starting a process and loading the function.
-        isolation: whether a process makes calls until one fails, or each call has a fresh process.
+        function: "path/to/file.py:name" or "package.module:name".
+        workers: number of processes, each with one call at a time.
+        time_limit: seconds for a call, from when its worker has received it.
+        memory_limit: bytes that a worker may allocate beyond its memory after loading the function.
+        start_limit: seconds for starting a process and loading the function.
         environment: names of variables that the function sees in addition to `ENVIRONMENT`.
-        concurrency: calls of an async function that one process makes at a time. is_optional:
-        whether None and NaN mean that the function does not apply to a response; otherwise they are
-        failures. output: gets what the function prints; None: it is discarded.
+        concurrency: calls of an async function that one process makes at a time.
+        is_optional: whether None and NaN mean that the function does not apply to a response;
+            otherwise they are failures.
+        output: gets what the function prints; None: it is discarded.
 
     Raises:
-        InputError: if the function cannot be loaded, a number is not positive and finite, or a
-        variable does not exist.
+        InputError: if the function cannot be loaded, or a variable does not exist.
     """
 
     what, is_environment = "a reward function", False
@@ -110,7 +261,6 @@ class RewardPool(RewardSource):
         time_limit: float,
         memory_limit: int,
         start_limit: float = 60.0,
-        isolation: Literal["process", "call"] = "process",
         environment: Sequence[str] = (),
         concurrency: int = 16,
         is_optional: bool = False,
@@ -122,60 +272,33 @@ class RewardPool(RewardSource):
                 f'{self.what} must be "path/to/file.py:name" or "package.module:name", got '
                 f'"{function}"'
             )
-        limits = {
-            "number of workers": workers,
-            "time limit": time_limit,
-            "memory limit": memory_limit,
-            "concurrency": concurrency,
-        }
-        for name, value in limits.items():
-            if not 0 < value < math.inf:
-                raise InputError(
-                    f"the {name} of the reward pool must be positive and finite, got {value}"
-                )
         for name in environment:
             if name not in os.environ:
                 raise InputError(
                     f"{self.what} needs the environment variable {name}, which is not set"
                 )
-        self.name, self._concurrency = function, concurrency if isolation == "process" else 1
-        environ = {
+        self.name, self._num_workers, self._concurrency = function, workers, concurrency
+        seen = {
             name: value
             for name, value in os.environ.items()
             if name in environment or re.fullmatch(ENVIRONMENT, name)
         }
-        self._environment = HASH_SEED | environ | ONE_THREAD
+        self._variables = HASH_SEED | seen | ONE_THREAD
         self._settings: dict[str, Any] = {
             "function": function,
             "is_environment": self.is_environment,
-            "workers": workers,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
             "start_limit": start_limit,
-            "isolation": isolation,
             "is_optional": is_optional,
-            "trainer": os.getpid(),
-            "ready": None,  # what the first supervisor says, where loading starts threads
         }
         self.output, self._numbers, self._is_closed = output, itertools.count(), False
-        self._supervisor: subprocess.Popen[bytes] | None = None
+        self.signature: Signature = {}
+        self._workers: list[Worker] = []
         try:
-            ready = self._start()
-            if not ready["can_fork"] and isolation == "call":
-                threads = "loading it starts threads, so it cannot be forked for each call"
-                raise StartError(f"{threads}; it needs --reward-isolation process")
-            self.signature: Signature = ready["signature"]
-            self._can_fork: bool = ready["can_fork"]
-            if not self._can_fork:
-                self._end()
-                self._settings["ready"] = ready
-                self._start()
+            self._start()
         except StartError as error:
-            self.close()
             raise InputError(f"{self.what.partition(' ')[2]} {function}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -198,7 +321,7 @@ class RewardPool(RewardSource):
 
         Args:
             max_failures: after more failures than this the remaining calls are not made.
-            on_progress: called after every result, and every second.
+            on_progress: called when results come, and every second.
 
         Raises:
             RewardError: if workers cannot be restarted.
@@ -206,134 +329,95 @@ class RewardPool(RewardSource):
         """
         if self._is_closed:
             raise RuntimeError("the reward pool is closed")
-        waiting, sent = (
-            deque(work_items(self.signature, rows, group, self._concurrency)),
-            dict[int, WorkItem](),
-        )
-        scores, num_failed_starts, workers = Scores.of_rows(len(rows)), 0, self._settings["workers"]
-        most = 2 * workers
+        scores, waiting = Scores.of_rows(len(rows)), dict[int, range]()  # rows by call
+        lines = [
+            (part, json.dumps(arguments))
+            for part, arguments in calls_for(self.signature, rows, group, self._concurrency)
+        ]
         try:
+            if not self._workers:
+                self._start()
+            for part, line in lines:
+                number = next(self._numbers)
+                waiting[number] = part
+                self._calls[0].put((number, line))
             while not scores.is_done(max_failures):
                 on_progress()
-                try:
-                    if self._supervisor is None:
-                        self._start()
-                    while waiting and len(sent) < most:
-                        number = next(self._numbers)
-                        line = f"{number} {json.dumps(waiting[0].arguments)}\n".encode()
-                        most = workers * max(2, min(MOST_SENT, SENT_BYTES // len(line)))
-                        self._unsent += line
-                        sent[number] = waiting.popleft()
-                    for word, results in self._exchange():
-                        scores.add(sent.pop(int(word)).rows, results)
-                        if scores.is_done(max_failures):
-                            break
-                except StartError as error:
-                    self._end()
-                    waiting.extendleft(reversed(sent.values()))
-                    sent.clear()
-                    num_failed_starts += 1
-                    if num_failed_starts >= MAX_FAILED_STARTS:
-                        cause = (
-                            f"the workers of the reward function {self.name} cannot be restarted: "
-                            f"{error}"
-                        )
-                        raise RewardError(cause) from error
+                for number, results in self._take(PROGRESS_INTERVAL):
+                    scores.add(waiting.pop(number), results)
+                    if scores.is_done(max_failures):
+                        break
+        except StartError as error:
+            raise RewardError(
+                f"the workers of the reward function {self.name} cannot be restarted: {error}"
+            ) from error
         finally:
             # after too many failures, or an interrupt: the calls must not go on
-            if sent or self._unsent:
+            if waiting:
                 self._end()
         return scores
 
-    def _start(self) -> dict[str, Any]:
-        """Start the supervisor and return what it says of the function, once it has loaded it.
+    def _start(self) -> None:
+        """Start the workers and wait until all have loaded the function.
 
         Raises:
-            StartError: if it cannot.
+            StartError: if one cannot.
         """
-        self._connection, theirs = socket.socketpair()
-        self._received, self._unsent = b"", bytearray()
-        with theirs:
-            settings = json.dumps(self._settings | {"connection": theirs.fileno()})
-            try:
-                self._supervisor = subprocess.Popen(
-                    [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.output.fileno() if self.output else subprocess.DEVNULL,
-                    env=self._environment,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C does not reach it
+        # Environments live in their workers: call NUMBER is for worker NUMBER modulo their number.
+        num_queues = self._num_workers if self.is_environment else 1
+        self._calls, self._results = [Queue() for _ in range(num_queues)], Queue()
+        output = self.output.fileno() if self.output else subprocess.DEVNULL
+        try:
+            for i in range(self._num_workers):
+                calls = self._calls[i % num_queues]
+                settings = {**self._settings, "with_schemas": not (i or self.signature)}
+                self._workers.append(
+                    Worker(settings, self._variables, output, calls, self._results)
                 )
-            except OSError as error:
-                raise StartError(f"a process cannot be started: {error}") from error
-        self._connection.setblocking(False)
-        limit = self._settings["start_limit"]
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            for _, ready in self._exchange():
-                return dict(ready)
-        raise StartError(f"loading it took longer than {limit:g} s")
+            for _ in self._workers:
+                _, ready = self._results.get()
+                if isinstance(ready, Exception):
+                    raise ready
+                if ready["with_schemas"]:
+                    self.signature = ready["signature"]
+        except BaseException:
+            self._end()
+            raise
 
-    def _exchange(self, seconds: float = PROGRESS_INTERVAL) -> list[tuple[str, Any]]:
-        """Send what the supervisor takes, wait at most some seconds, and return what it has sent:
-        words and values.
+    def _take(self, seconds: float) -> list[tuple[int, list[Result]]]:
+        """Return the results that are there, with the numbers of their calls, or wait some seconds
+        for one.
 
         Raises:
-            StartError: if it has ended, or workers cannot be started.
+            StartError: if a worker cannot be started again.
         """
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        events = dict(poll.poll(1000 * seconds)).get(self._connection.fileno(), 0)
-        data = b""
-        with contextlib.suppress(OSError):  # it has ended
-            if events & select.POLLOUT:
-                del self._unsent[: self._connection.send(self._unsent)]
-            if not events & ~select.POLLOUT:
-                return []
-            data = self._connection.recv(1 << 18)
-        if not data:
-            raise StartError(f"the worker process {describe_exit(self._end())}")
-        *lines, self._received = (self._received + data).split(b"\n")
-        messages = []
-        for line in lines:
-            word, _, text = line.decode(errors="replace").partition(" ")
-            try:
-                value = json.loads(text)
-            except ValueError as error:
-                raise StartError(f"{WROTE}: {line[:80]!r}") from error
-            if word == "error":
-                raise StartError(value)
-            messages.append((word, value))
-        return messages
+        found = []
+        with contextlib.suppress(Empty):
+            found.append(self._results.get(timeout=seconds))
+            while True:
+                found.append(self._results.get_nowait())
+        for _, value in found:
+            if isinstance(value, Exception):
+                raise value
+        return found
 
     def check(self, row: dict[str, Any]) -> None:
         if sentence := mismatch(self.signature, row):
             raise InputError(f"--reward {self.name}: {sentence}")
 
     def lines(self) -> list[str]:
-        fresh = "each call" if self._settings["isolation"] == "call" else "each failed call"
-        if not self._can_fork:
-            fresh += ", which loads the function again, because loading it starts threads"
         how = STYLES[self.signature["style"]].format(concurrency=self._concurrency)
         contained = "this contains mistakes; run untrusted or model-written code in a container"
         return [
-            f"reward workers: {self._settings['workers']}, a fresh process after {fresh}; "
-            f"{contained}",
+            f"reward workers: {self._num_workers}, a fresh process after each call that crashes or "
+            f"exceeds a limit; {contained}",
             f"reward {self.name}: {how}",
         ]
 
     def faster(self, factor: float) -> str:
         if self.signature["style"] == ROWS:
             return f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
-        return f"--reward-workers {power_of_two(self._settings['workers'] * factor)}"
-
-    def stacks(self) -> None:
-        """Have the stack of each worker written to standard error, within a second. A watchdog may
-        call it in any thread.
-        """
-        if self._supervisor is not None:
-            self._supervisor.send_signal(signal.SIGUSR2)
-            time.sleep(1.0)
+        return f"--reward-workers {power_of_two(self._num_workers * factor)}"
 
     def close(self) -> None:
         """Kill all workers and what they have started in their process groups. Without `close` they
@@ -342,126 +426,98 @@ class RewardPool(RewardSource):
         self._is_closed = True
         self._end()
 
-    def _end(self) -> int:
-        """Have the supervisor kill everything, wait until it has ended, and return its exit code; 0
-        where there is none.
-        """
-        supervisor, self._supervisor = self._supervisor, None
-        if supervisor is None:
-            return 0
-        self._connection.close()
-        try:
-            return supervisor.wait(KILL_LIMIT)
-        except subprocess.TimeoutExpired:  # it was stopped; the kernel kills its children with it
-            supervisor.kill()
-            return supervisor.wait(KILL_LIMIT)
+    def _end(self) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.close()
+        for i in range(len(workers)):
+            self._calls[i % len(self._calls)].put(None)
+        for worker in workers:
+            worker.join(2 * KILL_LIMIT)
 
 
-class InProcessReward(RewardSource):
-    """A Python function of this process that scores responses, called as in worker processes, one
-    call at a time, in a thread.
+class EnvironmentPool(RewardPool):
+    """Environments in worker processes, each in the worker of its number modulo their number. Only
+    one thread may use it.
 
-    Its arguments are copies. A call that takes longer than its limit counts as failed, and its
-    thread is given up: it ends when the function returns. A call that holds the interpreter's lock,
-    as a regular expression does, cannot be interrupted.
-
-    Args:
-        name: of the function, as in --reward. time_limit: seconds of a call. is_optional: whether
-        None and NaN mean that the function does not apply to a response; otherwise they are
-        failures.
+    Arguments: as of RewardPool. A worker that has ended takes its own environments with it.
     """
 
-    what = "reward function"
+    what, is_environment = "an environment", True
 
-    def __init__(
-        self, function: Callable[..., Any], name: str, time_limit: float, is_optional: bool = False
-    ):
-        self.name, self._function = name, function
-        self._time_limit, self._is_optional = time_limit, is_optional
-        self._signature, self._num_hung = signature_of(function), 0
-        # to and from the thread
-        self._queues: tuple[SimpleQueue[Any], SimpleQueue[list[dict[str, Any]]]] | None = None
+    def __init__(self, name: str, **options: Any) -> None:
+        self._operations = dict[int, Operation]()  # without a result, by environment
+        super().__init__(name, **options)
+        self.place = f"in {options['workers']} worker processes"
 
-    def score(
-        self,
-        rows: Rows,
-        max_failures: int | None = None,
-        on_progress: Progress = no_progress,
-        group: int = 1,
-    ) -> Scores:
-        """Return the rewards of rows, as `RewardSource.score`.
+    def request(self, operation: Operation) -> None:
+        """Have an operation done. An environment has one at a time, whose call has its number."""
+        number = operation[0]
+        self._operations[number] = operation
+        if self._workers:
+            self._calls[number % len(self._calls)].put((number, json.dumps(operation)))
 
-        Raises:
-            RewardError: if too many calls have not ended.
-            TypeError: if an argument is not a JSON value.
+    def results(self, seconds: float) -> list[tuple[int, Result]]:
+        """Return the results that are there, by the number of the environment, or wait some
+        seconds for one.
         """
-        scores = Scores.of_rows(len(rows))
-        for item in work_items(self._signature, rows, group, concurrency=1):
-            if scores.is_done(max_failures):
-                break
-            scores.add(item.rows, self._call(json.loads(json.dumps(item.arguments)), on_progress))
-        return scores
+        try:
+            if not self._workers:
+                self._start()
+                for operation in self._operations.values():
+                    self.request(operation)
+            found = [(number, results[0]) for number, results in self._take(seconds)]
+        except StartError as error:
+            self._end()
+            failure = {"kind": "crash", "message": f"the workers have ended: {error}"}
+            found = [(number, failure) for number in self._operations]
+        for number, _ in found:
+            del self._operations[number]
+        return found
 
-    def _call(self, arguments: Any, on_progress: Progress) -> list[dict[str, Any]]:
-        """Return the results of one call, or one failure for all of them."""
-        if self._queues is None:
-            if self._num_hung >= MAX_HUNG:
-                raise RewardError(
-                    f"{MAX_HUNG} calls of the {self.what} {self.name} have not ended after "
-                    f"{self._time_limit:g} s, and a thread cannot be killed; one in a file, "
-                    "FILE.py:NAME, can be"
-                )
-            self._queues = SimpleQueue(), SimpleQueue()
-            # A call that never ends does not keep the process from ending.
-            threading.Thread(
-                target=self._make_calls, args=self._queues, name="reward", daemon=True
-            ).start()
-        requests, outcomes = self._queues
-        requests.put(arguments)
-        end = time.monotonic() + self._time_limit
-        while (left := end - time.monotonic()) > 0:
-            on_progress()
-            with contextlib.suppress(Empty):
-                return outcomes.get(timeout=min(left, PROGRESS_INTERVAL))
-        self.close()
-        self._num_hung += 1
-        return [late(self._time_limit)]
+    def drop(self) -> None:
+        """End all environments; the workers start again when they are needed, without output:
+        the run may have ended.
+        """
+        self._end()
+        self.output = None
+        self._operations.clear()
 
-    def _make_calls(
-        self, requests: SimpleQueue[Any], outcomes: SimpleQueue[list[dict[str, Any]]]
-    ) -> None:
-        """Make one call after the other, in the thread, until one with the arguments None."""
-        caller = self._caller()
-        while (arguments := requests.get()) is not None:
-            outcomes.put(caller.call(arguments))
-        caller.close()
 
-    def _caller(self) -> Caller | EnvironmentHost:
-        code = getattr(self._function, "__code__", None)
-        file = code.co_filename if code is not None else ""
-        return Caller(
-            self._function, file, self._signature["style"], self._time_limit, self._is_optional
-        )
+def kill_group(pid: int) -> None:
+    """Kill a process and all that it started in its process group."""
+    with contextlib.suppress(ProcessLookupError):  # none is left
+        os.killpg(pid, signal.SIGKILL)
 
-    def check(self, row: dict[str, Any]) -> None:
-        if sentence := mismatch(self._signature, row):
-            raise InputError(f"the reward {self.name}: {sentence}")
 
-    def lines(self) -> list[str]:
-        how = STYLES[self._signature["style"]].format(concurrency=1)
-        return [
-            f"reward {self.name}: {how}, in a thread of this process; nothing contains it: a call "
-            "of more than "
-            f"{self._time_limit:g} s counts as failed but runs on, and a crash ends this process. "
-            "FILE.py:FUNCTION runs in "
-            "separate processes"
-        ]
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this one has ended; it stays to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def faster(self, factor: float) -> str:
-        return "FILE.py:FUNCTION as the reward, which runs in --reward-workers processes"
 
-    def close(self) -> None:
-        """End the thread once its call has ended."""
-        if self._queues is not None:
-            self._queues[0].put(None)
-            self._queues = None
+def place_in(stack: bytes, file: str) -> str:
+    """Return the innermost place of the main thread in a file of the user's, or anywhere; "" if
+    there is none.
+    """
+    *_, main_thread = stack.decode(errors="replace").split("Thread 0x")
+    frames = FRAME.findall(main_thread)
+    for path, line, function in [*(x for x in frames if x[0] == file), *frames]:
+        return f", in {function} ({os.path.basename(path)}, line {line})"
+    return ""
+
+
+def describe_end(reply: bytes, code: int) -> str:
+    """Return why a process with this exit code, negative for a signal, has given no answer, but
+    perhaps something else.
+    """
+    if reply.endswith(b"\n"):
+        return f"{WROTE}: {reply[:80].decode(errors='replace')}"
+    if code >= 0:
+        return f"the worker process exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-code}"
+    return f"the worker process was killed by {name}" + (
+        " (by the kernel if the machine ran out of memory)" * (name == "SIGKILL")
+    )

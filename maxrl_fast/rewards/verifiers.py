@@ -78,8 +78,7 @@ def gym_dataset(name: str, config: str, seed: int) -> Any:
 
     Args:
         config: JSON object of its options. For the data set composite, "datasets" is a list of
-        objects, each with a name, a
-            weight and a config.
+            objects, each with a name, a weight and a config.
     """
     import reasoning_gym
     from reasoning_gym import composite

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.records import SEQUENCE, Samples
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Engine, RolloutRequest
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import EpisodeTask
+from maxrl_fast.tasks.scorer import Scorer
 
 
 @dataclass(frozen=True)

@@ -1,59 +1,40 @@
-"""Requests to servers over HTTP: one deadline for a whole reply, and a limit on its size."""
+"""Requests to a server over HTTP: one deadline for a whole reply, and a limit on its size."""
 
 import contextlib
 import io
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from maxrl_fast.runtime.files import printable
 
-# statuses of a server that is busy or not ready
-RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 SHOWN = 200  # bytes of a reply in a message
 
 T = TypeVar("T")
 
 
 class RequestError(Exception):
-    """A request has no answer. The message is a predicate whose subject is the server.
-
-    Args:
-        kind: "timeout"; "exception": no reply, or one with another status than 200; "invalid":
-        another reply than was asked for. pause: the least seconds before another try; None: it
-        would fail too.
-    """
-
-    def __init__(self, kind: str, message: str, pause: float | None = None) -> None:
-        super().__init__(message)
-        self.kind, self.pause = kind, pause
+    """A request has no answer. The message is a predicate whose subject is the server."""
 
 
 def request_json(
-    url: str,
-    read: Callable[[Any], T],
-    body: Any = None,
-    *,
-    seconds: float,
-    most_bytes: int,
-    headers: Mapping[str, str] | None = None,
+    url: str, read: Callable[[Any], T], body: Any = None, *, seconds: float, most_bytes: int
 ) -> T:
     """Return `read` of the JSON reply to a GET request, or to a POST with a body.
 
-    A proxy is not used, because the server is near, and a redirection is not followed, because
-    `headers` may hold a key.
+    A proxy is not used, because the server is near, and a redirection is not followed.
 
     Raises:
         RequestError: if the whole reply has not come within `seconds`, it has more than
-        `most_bytes`, or `read` fails.
+            `most_bytes`, or `read` fails.
     """
     deadline = time.monotonic() + seconds
     method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
-    headers = {"Content-Type": "application/json", "Connection": "close", **(headers or {})}
+    headers = {"Content-Type": "application/json", "Connection": "close"}
     try:
         parts = urlsplit(url)
         path = parts._replace(scheme="", netloc="").geturl()
@@ -67,24 +48,19 @@ def request_json(
             reply.begin()
             content = reply.read(most_bytes + 1)
     except TimeoutError as error:
-        raise RequestError("timeout", f"has not answered {path} for {seconds:g} s", 0.0) from error
+        raise RequestError(f"has not answered {path} for {seconds:g} s") from error
     except (OSError, HTTPException, ValueError) as error:
         cause = f"cannot be reached, or closed the connection: {type(error).__name__}: {error}"
-        raise RequestError("exception", cause, 0.0) from error
+        raise RequestError(cause) from error
     if len(content) > most_bytes:
-        message = f"answered {path} with more than {most_bytes / 1e6:.0f} MB"
-        raise RequestError("invalid", message)
+        raise RequestError(f"answered {path} with more than {most_bytes / 1e6:.0f} MB")
     text = printable(content[:SHOWN].decode(errors="replace"))
     if reply.status != 200:
-        after = reply.getheader("Retry-After", "")
-        pause = float(after) if after.isdecimal() else 0.0  # it may be a date
-        message = f"answered {path} with status {reply.status}: {text}"
-        raise RequestError("exception", message, pause if reply.status in RETRIED else None)
+        raise RequestError(f"answered {path} with status {reply.status}: {text}")
     try:
         return read(json.loads(content))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        message = f"answered {path} with something else than expected: {text}"
-        raise RequestError("invalid", message) from error
+        raise RequestError(f"answered {path} with something else than expected: {text}") from error
 
 
 class _Incoming(io.RawIOBase):

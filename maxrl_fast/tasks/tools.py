@@ -10,13 +10,15 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Message, Prompt
 from maxrl_fast.records import Prompts, unpack
 from maxrl_fast.rewards import Scores, printable
-from maxrl_fast.rewards.environment_pool import EnvironmentWorkers
 from maxrl_fast.rewards.function import mismatch
+from maxrl_fast.rewards.in_process import InProcessEnvironments
+from maxrl_fast.rewards.pool import EnvironmentPool
 from maxrl_fast.tasks.chat_format import ChatFormat, ToolCall
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.jsonl import Line
 
+EnvironmentWorkers = EnvironmentPool | InProcessEnvironments
 WAIT_SECONDS = 1.0  # of a look for results
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
 

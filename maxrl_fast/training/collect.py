@@ -12,11 +12,11 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
-from maxrl_fast.rewards.scoring import MetricAccumulator, Scorer
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
 from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.policy_reward import PolicyReward

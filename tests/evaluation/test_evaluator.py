@@ -15,10 +15,10 @@ from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
+from maxrl_fast.tasks.scorer import Scorer
 from tests import brute_force
 
 

@@ -12,10 +12,6 @@ from maxrl_fast.rewards.pool import RewardPool
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ROOT / "tests" / "rewards" / "functions.py"
 GB = 1 << 30
-THREAD = (
-    "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), "
-    "daemon=True).start()\n"
-)
 
 
 def pool(name, workers=2, time_limit=10.0, memory_limit=GB, file=FUNCTIONS, **options):
@@ -81,10 +77,8 @@ def eventually(condition, limit=10.0):
 
 def pids(pool):
     """Return the pids of the processes that make calls, once all have started."""
-    supervisor = pool._supervisor.pid
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
-    assert eventually(lambda: len(children.read_text().split()) == pool._settings["workers"])
-    return [*map(int, children.read_text().split())]
+    assert eventually(lambda: all(worker._process for worker in pool._workers))
+    return [worker._process.pid for worker in pool._workers]
 
 
 def own_descendants():

@@ -1,24 +1,22 @@
-"""Reward functions in a thread of this process: called as in worker processes, with time limits,
-and nothing contained.
+"""Reward functions of this process: called as in worker processes, in the main thread, without a
+time limit.
 """
 
 import asyncio
-import json
 import math
 import threading
-import time
 
 import pytest
 
-from maxrl_fast.errors import RewardError
-from maxrl_fast.rewards.pool import MAX_HUNG, InProcessReward, RewardPool
+from maxrl_fast.rewards.in_process import InProcessReward
+from maxrl_fast.rewards.pool import RewardPool
 from tests.tables import refused
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
 
 
-def source(function, seconds=20.0, **options):
-    return InProcessReward(function, "python:f", seconds, **options)
+def source(function, **options):
+    return InProcessReward(function, "python:f", **options)
 
 
 def length(prompt, response, **columns):
@@ -35,29 +33,36 @@ async def of_one(prompt, response, **columns):
 
 @pytest.mark.parametrize("name", ["length", "of_lists", "of_one"])
 def test_the_rewards_are_those_of_worker_processes(name):
-    function = globals()[name]
     with RewardPool(f"{__name__}:{name}", workers=1, time_limit=20, memory_limit=10**9) as pool:
         wanted = pool.score(ROWS, group=2)
-    ours = source(function)
-    scores = ours.score(ROWS, group=2)
-    assert (scores.rewards, scores.failures, scores.num_left) == (
-        wanted.rewards,
-        wanted.failures,
-        wanted.num_left,
-    )
-    assert scores.components == wanted.components
-    assert json.dumps(scores.rewards) == json.dumps([float(x) for x in scores.rewards])
-    ours.close()
+    assert source(globals()[name]).score(ROWS, group=2) == wanted
 
 
-def test_a_call_cannot_change_the_rows():
+def test_a_function_runs_in_the_main_thread_with_copies_of_its_arguments():
     def spoil(prompt, response, answer):
         answer.append(prompt)
+        assert threading.current_thread() is threading.main_thread()
         return len(answer)
 
     rows = [{"prompt": "p", "response": "r", "answer": [1, 2]}] * 2
     assert source(spoil).score(rows).rewards == [3.0, 3.0]
     assert rows[0]["answer"] == [1, 2]
+
+
+def test_an_async_function_can_be_called_where_a_loop_runs():
+    """As in a notebook; clients of several calls keep one loop."""
+    loops = set()
+
+    async def score(prompt, response, **columns):
+        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
+        return len(response)
+
+    async def cell():
+        return source(score).score(ROWS).rewards
+
+    assert asyncio.run(cell()) == source(score).score(ROWS).rewards == [*map(float, range(6))]
+    assert len(loops) == 1
 
 
 @pytest.mark.parametrize(
@@ -68,9 +73,11 @@ def test_a_call_cannot_change_the_rows():
         ("1", "invalid"),
         (SystemExit(3), "exception"),
         (MemoryError(), "memory"),
+        (asyncio.CancelledError(), "exception"),
     ],
 )
-def test_what_is_no_reward_fails_alone(result, kind):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_no_reward_fails_alone(result, kind, is_async):
     def score(prompt, response, **columns):
         if response != "xx":
             return 1.0
@@ -78,20 +85,20 @@ def test_what_is_no_reward_fails_alone(result, kind):
             raise result
         return result
 
-    scores = source(score).score(ROWS)
+    async def later(prompt, response, **columns):
+        return score(prompt, response)
+
+    scores = source(later if is_async else score).score(ROWS)
     assert [(failure.index, failure.kind) for failure in scores.failures] == [(2, kind)]
     assert scores.rewards == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_a_cancelled_async_call_fails_alone():
-    async def score(prompt, response, **columns):
-        if response == "xx":
-            raise asyncio.CancelledError
-        return 1.0
+def test_an_interrupt_is_no_failure_of_the_function():
+    def interrupted(prompt, response, **columns):
+        raise KeyboardInterrupt
 
-    scores = source(score).score(ROWS)
-    assert [(failure.index, failure.kind) for failure in scores.failures] == [(2, "exception")]
-    assert scores.rewards == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    with pytest.raises(KeyboardInterrupt):
+        source(interrupted).score(ROWS)
 
 
 def test_not_applying_is_allowed_among_several():
@@ -99,42 +106,10 @@ def test_not_applying_is_allowed_among_several():
     assert all(map(math.isnan, rewards))
 
 
-def test_a_call_that_is_too_long_fails_and_the_next_one_is_made():
-    release, beats, others = threading.Event(), [], set(threading.enumerate())
-
-    def score(prompt, response, **columns):
-        if response == "x":
-            release.wait()
-        return len(response)
-
-    ours = source(score, 2.0)
-    scores = ours.score(ROWS, on_progress=lambda: beats.append(1))
-    assert [(failure.index, failure.kind, failure.message) for failure in scores.failures] == [
-        (1, "timeout", "the call ran longer than 2 s")
-    ]
-    assert scores.rewards == [0.0, 0.0, 2.0, 3.0, 4.0, 5.0]
-    assert len(beats) >= len(ROWS)
-    release.set()
-    ours.close()
-    deadline = time.monotonic() + 20
-    while set(threading.enumerate()) - others:
-        assert time.monotonic() < deadline, "a thread whose call has ended must end"
-        time.sleep(0.01)
-
-
-def test_no_thread_is_started_once_too_many_hang():
-    release = threading.Event()
-    with pytest.raises(
-        RewardError,
-        match=rf"{MAX_HUNG} calls of the reward function python:f have not ended after 0.1 s",
-    ):
-        source(lambda **row: release.wait(), 0.1).score(ROWS)
-    release.set()
-
-
 def test_enough_failures_end_a_batch():
-    scores = source(lambda **row: 1 / 0).score(ROWS, max_failures=1)
-    assert (len(scores.failures), scores.num_left) == (2, 4)
+    beats = []
+    scores = source(lambda **row: 1 / 0).score(ROWS, 1, lambda: beats.append(1))
+    assert (len(scores.failures), scores.num_left, len(beats)) == (2, 4, 2)
     assert (
         "ZeroDivisionError: division by zero (test_in_process.py, line"
         in scores.failures[0].message
@@ -143,11 +118,11 @@ def test_enough_failures_end_a_batch():
 
 def test_its_lines_say_that_nothing_contains_it():
     (line,) = source(of_lists).lines()
-    assert line.startswith(
-        "reward python:f: called with all responses to a prompt at once, in a thread of this "
-        "process"
+    assert line == (
+        "reward python:f: called with all responses to a prompt at once, in this process, without "
+        "a time limit: a call that hangs stops the run, and a crash ends this process. "
+        "FILE.py:FUNCTION runs in separate processes"
     )
-    assert "a call of more than 20 s counts as failed but runs on" in line
 
 
 def test_parameters_that_do_not_fit_are_refused():

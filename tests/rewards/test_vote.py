@@ -11,8 +11,9 @@ from maxrl_fast import train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.scoring import MajorityVote, Scorer
+from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
+from maxrl_fast.tasks.scorer import Scorer
 from tests.tables import refused
 from tests.test_train import base, read
 

@@ -14,7 +14,7 @@ from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.rewards import Scores
-from maxrl_fast.rewards.scoring import WeightedRewards, short_names
+from maxrl_fast.rewards.combined import WeightedRewards, short_names
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from tests.tables import refused
@@ -156,7 +156,7 @@ class Timed:
 
 def test_the_cure_for_slow_rewards_is_that_of_the_slowest(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("maxrl_fast.rewards.scoring.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("maxrl_fast.rewards.combined.time.perf_counter", lambda: clock[0])
     rewards = WeightedRewards(
         [Timed("a:f", 1, clock), Timed("a:g", 5, clock), Timed("a:h", 2, clock)], [1, 1, 1]
     )

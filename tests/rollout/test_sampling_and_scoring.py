@@ -19,10 +19,10 @@ from maxrl_fast.job.launch import check_rewards
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards import Failure, RewardSource, Scores
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective

@@ -41,10 +41,8 @@ def serving(*parts, received=None):
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def ask(url, read=lambda answer: answer, body=None, seconds=20.0, most_bytes=10**6, **options):
-    return request_json(
-        url + "/x?y=1", read, body, seconds=seconds, most_bytes=most_bytes, **options
-    )
+def ask(url, read=lambda answer: answer, body=None, seconds=20.0, most_bytes=10**6):
+    return request_json(url + "/x?y=1", read, body, seconds=seconds, most_bytes=most_bytes)
 
 
 def test_a_reply_is_read_and_the_request_has_its_body_and_headers():
@@ -64,11 +62,10 @@ def test_a_reply_is_read_and_the_request_has_its_body_and_headers():
     ]
     for reply, given in itertools.product(replies, (None, {"b": "\udc80"})):
         with serving(reply, received=received) as url:
-            assert ask(url, lambda x: x["a"][1], given, headers={"Authorization": "k"}) == 2
+            assert ask(url, lambda x: x["a"][1], given) == 2
     assert received[0].startswith(b"GET /x?y=1 HTTP/1.1\r\n")
     assert received[1].startswith(b"POST /x?y=1 HTTP/1.1\r\n")
     assert received[1].endswith(b'\r\n\r\n{"b": "\\udc80"}')
-    assert all(b"\r\nAuthorization: k\r\n" in one for one in received)
 
 
 def drip():
@@ -91,35 +88,30 @@ def test_one_deadline_is_for_the_whole_reply(head):
     """Each byte arrives within the time-out of a read."""
     with serving(head, drip) as url, pytest.raises(RequestError) as error:
         ask(url, seconds=0.4)
-    assert (error.value.kind, error.value.pause) == ("timeout", 0.0)
     assert str(error.value) == "has not answered /x?y=1 for 0.4 s"
 
 
 @pytest.mark.parametrize(
-    ("parts", "kind", "pause", "message"),
+    ("parts", "message"),
     [
-        ([OK + b"\r\n", lambda: b"1" * 65536], "invalid", None, "answered /x?y=1 with more than 1"),
-        ([OK + b"A: ", lambda: b"1" * 65536], "exception", 0.0, "cannot be reached, or closed"),
-        ([b""], "exception", 0.0, "cannot be reached, or closed the connection: RemoteDisconnect"),
-        ([b"\0\xff\r\n\r\n"], "exception", 0.0, "cannot be reached, or closed"),
-        ([b"HTTP/1.1 401 No\r\n\r\nkey?"], "exception", None, "with status 401: key?"),
-        ([b"HTTP/1.1 307 No\r\nLocation: /z\r\n\r\n"], "exception", None, "with status 307: "),
-        ([b"HTTP/1.1 503 No\r\nRetry-After: 7\r\n\r\n"], "exception", 7.0, "with status 503: "),
-        ([b"HTTP/1.1 429 No\r\nRetry-After: Fri\r\n\r\n"], "exception", 0.0, "with status 429: "),
-        ([OK + b"\r\n\x1b[2J<html>"], "invalid", None, "than expected: '\\x1b[2J<html>'"),
-        ([OK + b"\r\n[1]"], "invalid", None, "something else than expected: [1]"),
-        ([OK + b"\r\n" + b"[" * 10**5], "invalid", None, "something else than expected: [[["),
+        ([OK + b"\r\n", lambda: b"1" * 65536], "answered /x?y=1 with more than 1"),
+        ([OK + b"A: ", lambda: b"1" * 65536], "cannot be reached, or closed"),
+        ([b""], "cannot be reached, or closed the connection: RemoteDisconnect"),
+        ([b"\0\xff\r\n\r\n"], "cannot be reached, or closed"),
+        ([b"HTTP/1.1 401 No\r\n\r\nkey?"], "with status 401: key?"),
+        ([b"HTTP/1.1 307 No\r\nLocation: /z\r\n\r\n"], "with status 307: "),
+        ([OK + b"\r\n\x1b[2J<html>"], "than expected: '\\x1b[2J<html>'"),
+        ([OK + b"\r\n[1]"], "something else than expected: [1]"),
+        ([OK + b"\r\n" + b"[" * 10**5], "something else than expected: [[["),
     ],
 )
-def test_other_replies_are_errors_with_a_kind(parts, kind, pause, message):
+def test_other_replies_are_errors(parts, message):
     with serving(*parts) as url, pytest.raises(RequestError) as error:
         ask(url, lambda answer: answer["a"])
-    assert (error.value.kind, error.value.pause) == (kind, pause)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[::1", "http://127.0.0.1:x"])
 def test_a_server_that_cannot_be_reached(url):
-    with pytest.raises(RequestError, match=r"cannot be reached") as error:
+    with pytest.raises(RequestError, match=r"cannot be reached"):
         ask(url)
-    assert error.value.kind == "exception"

@@ -16,11 +16,11 @@ from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.job.build_rewards import build_scorer
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.scoring import MetricAccumulator
 from maxrl_fast.rewards.verifiers import boxed, mathematics
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
+from maxrl_fast.tasks.scorer import MetricAccumulator
 from tests.hub import use_hub
 from tests.tables import refused, table
 from tests.tasks.test_dataset import written

@@ -1,20 +1,22 @@
 """Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 import maxrl_fast
 from maxrl_fast import evaluate, train
-from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.records import unpack
 from maxrl_fast.tasks.chat_format import ChatFormat
 from maxrl_fast.tasks.tools import ToolEpisodes
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.job.test_resume import resumes_after_a_kill_in_an_episode
-from tests.rewards.pools import eventually, own_descendants
+from tests.rewards.pools import eventually, own_descendants, pids
 from tests.tasks import environments
 from tests.tasks.test_dataset import CHAT, written
 from tests.tool_episodes import (
@@ -280,10 +282,13 @@ def test_environments_that_are_closed_leave_nothing(make):
     assert play(task, acting(task, "", ""), 2)[1].failures == []
 
 
-def test_the_end_of_the_supervisor_fails_the_environments_that_live(make):
+def test_the_end_of_the_workers_fails_the_environments_that_live(make):
     task = make("CounterEnv")
     episodes = task.environments(task.prompts("train", 0, 1), 3)
-    task._workers._supervisor.kill()
+    while any(episode.word for episode in episodes._episodes):
+        episodes._receive(1.0)
+    for pid in pids(task._workers):
+        os.kill(pid, signal.SIGKILL)
     scores = episodes.finish()
     assert [(x.index, x.kind) for x in scores.failures] == [(s, "crash") for s in range(3)]
     assert play(task, counting(task, 1, 1))[1].failures == []
@@ -317,27 +322,11 @@ def test_a_text_that_changes_fails_its_episode(make):
 
 
 @pytest.mark.parametrize("cls", [environments.CounterEnv, environments.AsyncCounterEnv])
-def test_a_class_of_this_process_runs_in_a_thread(make, cls):
-    in_thread = make("python:CounterEnv", cls=cls)
+def test_a_class_of_this_process_runs_in_it(make, cls):
+    in_process = make("python:CounterEnv", cls=cls)
     in_workers = make(cls.__name__)
-    scripts = counting(in_thread, 3, 3)
-    assert play(in_thread, scripts, 3, order=1) == play(in_workers, scripts, 3)
-
-
-def test_a_call_that_hangs_in_the_thread_fails(make):
-    task = make("python:Hostile", cls=environments.Hostile, reward_seconds=0.2)
-    scores = play(task, acting(task, "", "sleep", ""), 3)[1]
-    assert {x.index for x in scores.failures} >= {1}
-    assert {x.kind for x in scores.failures} == {"timeout", "crash"}
-    assert play(task, acting(task, "", ""), 2)[1].failures == []
-
-
-def test_too_many_hung_threads_end_the_run(make):
-    task = make("python:Hostile", cls=environments.Hostile, reward_seconds=0.1)
-    for _ in range(2):
-        assert play(task, acting(task, "sleep"))[1].failures[0].kind == "timeout"
-    with pytest.raises(RewardError, match="3 calls of the environment python:Hostile have not"):
-        play(task, acting(task, "sleep"))
+    scripts = counting(in_process, 3, 3)
+    assert play(in_process, scripts, 3, order=1) == play(in_workers, scripts, 3)
 
 
 def test_a_teachers_prompt_has_the_tools(make, tmp_path):
@@ -430,7 +419,6 @@ def test_a_format_that_cannot_extend_a_turn_is_refused(policy, monkeypatch):
 OWN = f"--task dataset --environment {ENVIRONMENTS}:CounterEnv"
 COMMANDS = {
     "max_turns must be at least 1, got 0": f"{OWN} --max-turns 0",
-    "--reward-isolation must be process with --environment": f"{OWN} --reward-isolation call",
     "--max-new-tokens must be at most": f"{OWN} --max-new-tokens 4000",
     "NoTool must have a public method": f"--task dataset --environment {ENVIRONMENTS}:NoTool",
     "its reset asks for `target`": f"--task dataset --environment {ENVIRONMENTS}:NeedsColumn",
@@ -531,6 +519,15 @@ def test_evaluations_play_episodes_and_are_compared_with_their_like(trained, tmp
     capsys.readouterr()
     assert evaluated("refused", *flags, "--baseline", str(tmp_path / "two")) == 2
     assert "it differs in max_turns: 2 and 1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_environments_of_a_run_that_is_refused_end(policy, data):
+    before = {*own_descendants()}
+    own = f"{ENVIRONMENTS}:CounterEnv"
+    options = {"task": "dataset", "data": data, "model": str(policy), "environment": own}
+    with pytest.raises(InputError, match="max-new-tokens must be at most") as error:
+        maxrl_fast.run(**options, max_prompt_tokens=2000, max_new_tokens=4000, device="cpu")
+    assert {*own_descendants()} == before, error.traceback
 
 
 def test_a_class_trains_from_python(policy, data, tmp_path):

@@ -8,9 +8,9 @@ import torch
 from maxrl_fast import ops, train
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rewards import RewardSource, Scores
-from maxrl_fast.rewards.scoring import Scorer
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector, is_mixed
 from tests.job.test_resume import resumes_bitwise
 from tests.test_train import base, read

@@ -9,9 +9,10 @@ from maxrl_fast import ops
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.rewards import Failure, RewardSource, Scores
-from maxrl_fast.rewards.scoring import Scorer, WeightedRewards
+from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Needs

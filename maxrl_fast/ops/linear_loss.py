@@ -166,6 +166,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
         batch = batch.with_sequence_ratio(logprobs)
     chunks = Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
+    call: Any
     for start, stop, logits in chunks:
         gradient = logits if needs_hidden or needs_weight else None  # in the memory of the logits
         part = batch.at(slice(start, stop))
@@ -175,8 +176,7 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
         if gradient is not None:
             chunks.backward(start, stop, gradient)
     # frees the chunk before the gradient is rounded
-    del call
-    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
+    call = chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
     grad_hidden, grad_weight = chunks.gradients()
     if index is not None:
         sums[1:3] += num_left_out  # tokens and dropped_tokens

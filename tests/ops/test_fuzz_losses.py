@@ -443,28 +443,6 @@ def test_every_argument_is_checked(name):
     replace_every_argument(getattr(ops, name), PLAIN[name])
 
 
-def test_chunks_with_as_many_tokens_as_sequences_keep_per_token_advantages():
-    """There are two sequences, of 0 and 5 tokens, and chunks of 2 tokens, whose two advantages are
-    not per sequence.
-    """
-    hidden, weight = torch.eye(5, 3), torch.arange(12.0).view(4, 3)
-    arguments = {
-        "targets": torch.tensor([0, 1, 2, 3, 0]),
-        "cu_seqlens": torch.tensor([0, 0, 5]),
-        "loss": "reinforce",
-    }
-    arguments["advantages"] = torch.tensor([1.0, 2, 3, 4, 5])
-    # of the latter two tokens have a gradient, chosen by position
-    for weights in ([1.0, 0.5, 2, 1, 3], [0.0, 0.5, 0, 0, 3]):
-        arguments["importance_weights"] = torch.tensor(weights)
-        expected, _ = ops.policy_gradient_loss(hidden @ weight.T, **arguments)
-        for chunk in (1, 2, 3, 5):
-            actual, _ = ops.linear_policy_gradient_loss(
-                hidden, weight, **arguments, chunk_tokens=chunk
-            )
-            assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_operators_that_do_not_look_at_a_temperature_give_nan():
     """As on a GPU, where the check would wait."""
     tau = torch.tensor([1.0, 0.0, -1.0, math.nan, math.inf])

@@ -280,5 +280,5 @@ def stored_dtype(fields: dict[str, Any]) -> str:
 
 
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling:
-    factors = (float(rope[f"{name}factor"]) for name in ("", "low_freq_", "high_freq_"))
-    return RopeScaling(*factors, int(rope["original_max_position_embeddings"]))
+    factor, low, high = (float(rope[f"{name}factor"]) for name in ("", "low_freq_", "high_freq_"))
+    return RopeScaling(factor, low, high, int(rope["original_max_position_embeddings"]))

@@ -101,36 +101,45 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
         own = Outcome.of(source.name, settings, evaluation, tally)
-        other = baseline if isinstance(baseline, Outcome) else None
-        if isinstance(baseline, Policy):
-            with _scorer(config, baseline.task) as its_scorer, clock("baseline"):
-                theirs = SampleTally(baseline.task, diversity)
-                evaluated = _sample(config, baseline, its_scorer, theirs, screen, "baseline")
-            other = Outcome.of(baseline.source.name, settings, evaluated, theirs)
+        other = baseline
+        if isinstance(other, Policy):
+            with _scorer(config, other.task) as its_scorer, clock("baseline"):
+                theirs = SampleTally(other.task, diversity)
+                evaluated = _sample(config, other, its_scorer, theirs, screen, "baseline")
+            other = Outcome.of(other.source.name, settings, evaluated, theirs)
         with clock("estimates"):
             content, curves = _estimates(config, own, other, evaluation, tally)
         for table in summary_tables(content, own, other, measure.confidence):
             screen.console.print(table)
         draw_coverage(curves, measure.confidence, picture)
-        content = {
-            # what was evaluated, how, and with which versions
-            "checkpoint": str(source.checkpoint),
-            "name": source.name,
-            "run": None if source.run is None else str(source.run),
-            "task": task.name,
-            "options": config.flat(),
-            "settings": settings,
-            "versions": versions(),
-            "command": sys.argv,
-            "seconds": clock.seconds,
-            **content,
-            "num_distinct_prompts": num_distinct,
-            **scorer.pop_metrics().over(Ranks()),
-        }
+        content = _provenance(config, source, task, settings, clock) | content
+        content["num_distinct_prompts"] = num_distinct
+        content |= scorer.pop_metrics().over(Ranks())
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
     return 0
+
+
+def _provenance(
+    config: ResolvedEvaluationConfig,
+    source: Source,
+    task: Task,
+    settings: dict[str, Any],
+    clock: Stopwatch,
+) -> dict[str, Any]:
+    """Return for eval.json what was evaluated, how, and with which versions."""
+    return {
+        "checkpoint": str(source.checkpoint),
+        "name": source.name,
+        "run": None if source.run is None else str(source.run),
+        "task": task.name,
+        "options": config.flat(),
+        "settings": settings,
+        "versions": versions(),
+        "command": sys.argv,
+        "seconds": clock.seconds,
+    }
 
 
 @contextlib.contextmanager

@@ -17,8 +17,7 @@ from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext, build_trainer, build_warm_start
 from maxrl_fast.job.build_policy import build_policy, build_run_engine
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task

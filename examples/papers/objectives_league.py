@@ -36,8 +36,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build import RunContext, build_evaluator, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.runtime.files import write_json
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 from maxrl_fast.training.optimizer import LearningRate

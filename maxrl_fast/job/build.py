@@ -10,7 +10,7 @@ from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import build_sampling, dtype_of
-from maxrl_fast.job.build_rewards import build_length_penalty, build_policy_reward
+from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rollout import Engine

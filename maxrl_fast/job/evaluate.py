@@ -37,8 +37,7 @@ from maxrl_fast.evaluation.tables import (
 )
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.job.build_policy import build_engine, compare_policy
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_task, closing_task
+from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.policy_model import PolicyModel

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_rewards import reward_names
+from maxrl_fast.job.build_task import reward_names
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.loading import is_file

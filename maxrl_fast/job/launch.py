@@ -28,8 +28,7 @@ from maxrl_fast.job.build_policy import (
     compare_policy,
     dtype_of,
 )
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import closing_task
+from maxrl_fast.job.build_task import build_scorer, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.closing_tables import closing_tables
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal

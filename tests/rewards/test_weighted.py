@@ -10,7 +10,7 @@ from maxrl_fast.config import evaluation
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.options import RewardOptions
 from maxrl_fast.config.parse import parse
-from maxrl_fast.job.build_rewards import build_scorer
+from maxrl_fast.job.build_task import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.rewards import Scores

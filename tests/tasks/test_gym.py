@@ -15,8 +15,7 @@ from reasoning_gym.factory import DATASETS
 
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.errors import RewardError
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks

@@ -13,8 +13,7 @@ import pytest
 
 from maxrl_fast import train
 from maxrl_fast.config.options import RewardOptions, TaskOptions
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.verifiers import boxed, mathematics
 from maxrl_fast.runtime.ranks import Ranks

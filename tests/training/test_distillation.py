@@ -14,8 +14,7 @@ from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_run_engine
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine

@@ -6,7 +6,7 @@ import torch
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_rewards import build_length_penalty
+from maxrl_fast.job.build_task import build_length_penalty
 from maxrl_fast.records import Rollouts, Samples, pack
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import RolloutCollector

@@ -13,8 +13,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import RunContext, build_collector
-from maxrl_fast.job.build_rewards import build_scorer
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher

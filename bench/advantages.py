@@ -42,11 +42,7 @@ OPTIONS = {
     "noisy_verifier_backward": {"false_positive_rate": 0.1, "false_negative_rate": 0.05},
     "noisy_verifier_forward": {"false_negative_rate": 0.05},
 }
-SCHEMA = (
-    "(Tensor rewards, Tensor? offsets, Tensor? order, Tensor? valid, str estimator, int size, "
-    "float[] options, "
-    "int max_group_size) -> Tensor"
-)
+SCHEMA = "(Tensor rewards, Tensor? valid, str estimator, int size, float[] options) -> Tensor"
 
 
 def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
@@ -125,7 +121,7 @@ def family(name: str) -> str:
     kernel = ESTIMATORS[name].kernel
     if kernel is None:
         return "functions"
-    return "moments" if kernel.table is None else "binary table" if kernel.binary else "ranks"
+    return "moments" if kernel.table is None else "ranks"
 
 
 @cache
@@ -136,7 +132,7 @@ def nothing_operator() -> Callable[[Tensor], Tensor]:
         "maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards)
     )
     nothing = torch.ops.maxrl_bench.nothing.default
-    return lambda rewards: nothing(rewards, None, None, None, "grpo", 0, [1e-6, 1.0], 0)
+    return lambda rewards: nothing(rewards, None, "grpo", 0, [1e-6, 1.0])
 
 
 def check_agreement(rewards: Tensor) -> None:

@@ -7,11 +7,10 @@ maxrl_fast/ops/dispatch.py, and check the names and types of their arguments the
 from typing import Any
 
 cuda: bool
-# of the records that Python names too: Loss, LossSums, PacsMetrics
+# of the records that Python names too: Loss, LossSums
 FIELDS: dict[str, tuple[str, ...]]
 MAX_LOG_RATIO: float
 LOSS_WORKSPACE: int  # only with CUDA kernels
-PACS_WORKSPACE: int
 
 # The instruction sets that the CPU's kernels can use here, the widest first, and a limit to one of
 # them for this process. For tests: no kernel may run meanwhile; bfloat16 decoding names its own.

@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "../cpu/dispatch.h"
-#include "../pacs.h"
 #include "../token_loss.h"
 #include "keywords.h"
 
@@ -81,12 +80,10 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("cuda") = false;
 #endif
-  m.attr("PACS_WORKSPACE") = workspace_size(PacsSums::kSize);
   m.attr("MAX_LOG_RATIO") = kMaxLogRatio;
   m.attr("FIELDS") = pybind11::dict();
   bindings::export_fields(m, "Loss", kNamesOf<Loss>);
   bindings::export_fields(m, "LossSums", LossSums::kNames);
-  bindings::export_fields(m, "PacsMetrics", PacsMetrics::kNames);
   bindings::bind_kernels(m);
   bindings::bind_instructions(m);
   bindings::bind_generation(m);

@@ -97,12 +97,11 @@ Ddof = Annotated[
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the kernel (csrc/group_advantage.h) computes: a table by rank, or by the number of
-    correct rollouts where `binary`; without a table the rewards, minus their mean where
-    `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean + eps)."""
+    """What the kernel (csrc/group_advantage.h) computes: the rank transform of a table; without one
+    the rewards, minus their mean where `centred`, times 1, n/(n-1), 1/(std + eps) or 1/(mean +
+    eps)."""
 
-    table: Callable[..., Tensor] | None = None  # of n, the size and the options
-    binary: bool = False
+    table: Callable[[Group, Any], Tensor] | None = None  # [G, 2, N] of the groups and the size
     centred: bool = False
     scale: str = "one"  # "leave_one_out", "std" or "mean"
 
@@ -117,7 +116,6 @@ class Estimator(Method):
     kernel: Kernel | None = None  # where there is one, the function is its reference
     binary: bool = False  # whether rewards must be 0 or 1
     centred: bool = False  # whether the advantage in a group of one is 0 for any size
-    scales_by_k: bool = False  # whether `scale_by_k` multiplies by k
     over_batch: bool = False  # whether the advantages of a group may depend on the other groups
     of_group: bool = True  # whether the function takes a Group; otherwise rewards [G, N], floating
     takes_valid: bool = True  # whether rollouts may be left out, and groups uneven

@@ -28,6 +28,12 @@ class Group:
     def __post_init__(self) -> None:
         self.n = self.valid.sum(1, keepdim=True).double()
 
+    @classmethod
+    def of_sizes(cls, sizes: Tensor, width: int) -> "Group":
+        """Return groups of `sizes` [G], up to `width`, without rewards."""
+        valid = torch.arange(width, device=sizes.device) < sizes[:, None]
+        return cls(torch.zeros_like(valid, dtype=torch.float64), valid)
+
     def largest(self, x: Tensor) -> Tensor:  # [G, 1]
         return torch.where(self.valid, x, -torch.inf).amax(GROUP, keepdim=True)
 
@@ -88,6 +94,15 @@ class Group:
     def above(self, terms: Tensor) -> Tensor:
         """Return for rollout i the sum of the terms [G, N-1] of the gaps j >= i."""
         return self._unsort(pad(terms.flip(1).cumsum(1).flip(1), (0, 1)))
+
+    def rank_transform(self, table: Tensor) -> Tensor:
+        """Return sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j, where d_0 = r_(1), for
+        tables [G, 2, N] of offsets and slopes (`estimators.tables`)."""
+        offset, slope = table.unbind(1)  # [G, N]
+        lowest = self.rewards.gather(1, self.order[:, :1])
+        gaps = torch.cat([lowest, self.gaps], 1)  # [G, N]
+        base = (offset * gaps).sum(1, keepdim=True)
+        return base + self._unsort((slope * gaps).cumsum(1))
 
     def within(self, size: float | Tensor, of: Tensor) -> Tensor:
         """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence."""

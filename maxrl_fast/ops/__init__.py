@@ -2,6 +2,9 @@
 
 Differentiable operators can be differentiated once, in reverse mode: `create_graph=True`, forward
 mode and torch.func.grad raise RuntimeError.
+
+Arguments that do not fit raise ValueError, or TypeError if they must be tensors. On a GPU, where
+checks of values would wait, results become NaN in place of an error, and infinite beyond a dtype.
 """
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import (
     check_finite,
-    check_flag,
-    check_integer,
     check_tensor,
     is_host_readable,
     is_integer,
@@ -19,12 +16,12 @@ from maxrl_fast.algorithms.arguments import (
 from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
 from maxrl_fast.algorithms.estimators import Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
-from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.group_advantage_kernel import DTYPES, kernel_groups, read_sizes
+from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
-from maxrl_fast.ops.groups import PaddedGroups, check_numbers, uneven_groups
+from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
-_LARGEST = 1e150  # limit on the inputs of functions: squares and differences in float64 stay finite
+# Up to it squares and differences stay finite: kLargestReward of csrc/group_advantage.h.
+_LARGEST = 1e150
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {
     **{"valid": "bool", "greedy_correct": "bool", "group_ids": "integers", "lengths": "integers"},
@@ -51,8 +48,6 @@ def group_advantage(
     log_ratios: Tensor | None = None,
     texts: Sequence[Any] | None = None,
     components: Sequence[Any] | None = None,
-    scale_by_k: bool = False,
-    max_group_size: int | None = None,
     **options: float,
 ) -> Tensor:
     """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
@@ -72,11 +67,6 @@ def group_advantage(
         prompts, texts, components: given to a custom function that asks for them as they are.
         log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy
             mu, clamped to [-20, 20]; the gradient is that of pi.
-        scale_by_k: multiply by k, so that the mean gradient is that of max@k (maxpo, EI, L2O).
-        max_group_size: an upper bound of the sizes of uneven groups. On a GPU, rank estimators keep
-            tables of all sizes up to it (default: min(S, 4096)), 8 bytes times its square.
-            Estimators without a kernel pad groups to it; by default they read the largest size from
-            the GPU, or pad to S in torch.compile.
         options: further options of the estimator, such as eps, ddof, quantile, tau.
 
     Returns:
@@ -84,13 +74,10 @@ def group_advantage(
         of one, centred estimators give 0. Uneven groups with too few rollouts for k get 0. A custom
         function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
 
-    Raises:
-        ValueError: if an argument is unknown, missing, unexpected, out of range or does not fit. On
-            the CPU also if a number is not finite, not allowed for the estimator or, without a
-            kernel, beyond 1e150, or an advantage exceeds its dtype. A GPU would wait for these
-            checks: such a group's advantages become NaN (the batch's, if the estimator scales by
-            it), and an advantage that exceeds its dtype infinite.
-        TypeError: if an argument that must be a tensor is something else.
+    Uneven groups are padded to the largest, whose size is read from the device (in torch.compile to
+    S). On the CPU numbers that are not finite, not allowed for the estimator or beyond 1e150 are
+    errors. A GPU would wait: there all advantages of the group become NaN, or of the batch, if the
+    estimator scales by it.
     """
     check_tensor("rewards", rewards)
     shape, is_flat = rewards.shape, offsets is not None or group_ids is not None
@@ -98,79 +85,44 @@ def group_advantage(
         wanted = "flat [S] with offsets or group_ids" if is_flat else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     row = find_estimator(estimator)
-    asked = (row, None if is_flat else shape[-1], k, order, scale_by_k, tuple(options.items()))
-    try:
-        # a compiler cannot trace a cache
-        size, numbers = (_resolve if torch.compiler.is_compiling() else _resolved)(*asked)
-    except TypeError:  # an argument is not hashable: _resolve raises an error that names it
-        size, numbers = _resolve(*asked)
+    numbers = check_options(row.name, row.options, options)
+    is_alone = not is_flat and shape[-1] == 1 and row.centred  # its advantage is 0, for any size
+    size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
     known = dict(zip(INPUTS, (*given, texts, components), strict=True))
     inputs = _inputs(row, known, reward_weights)
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
-    width = 0
-    if max_group_size is not None:
-        wanted = "an integer of at least 0"
-        width = check_integer("max_group_size", max_group_size, wanted, lambda x: x >= 0)
-        width = min(width, torch.iinfo(torch.int64).max)
     if reward_parts is not None:
         inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if rewards.numel() == 0:
         return torch.zeros_like(rewards, dtype=dtype)
-    offsets, places = uneven_groups(offsets, group_ids)
-    viewed = rewards.detach().contiguous()
-    valid = None if valid is None else valid.contiguous()
-    if not is_flat and len(shape) != 2:
-        viewed = viewed.view(-1, shape[-1])
-        valid = None if valid is None else valid.view(viewed.shape)
-    has_kernel = row.kernel is not None and isinstance(estimator, str)
-    if has_kernel and dispatch.has_kernels(rewards.device):
-        if viewed.dtype not in DTYPES:  # large integers do not fit into float32
-            viewed = viewed.float() if viewed.element_size() <= 2 else viewed.double()
-        advantages: Tensor = _kernel(
-            viewed, offsets, places, valid, row.name, size, list(numbers.values()), width
-        )
+    if valid is not None and not row.takes_valid:
+        raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
+    groups = PaddedGroups.of(rewards, offsets, group_ids, valid)
+    if size and groups.valid is not None and is_host_readable(groups.valid):
+        largest = int(groups.valid.sum(1).max())
+        if row.size is not None and largest > 1:
+            row.size.check(row.name, size, largest)
+    padded = groups.pad(rewards.detach())  # [G, N]
+    if row.kernel is not None and isinstance(estimator, str) and has_kernels(rewards.device):
+        is_small = padded.dtype == torch.float32 or padded.element_size() <= 2
+        padded = padded.to(torch.float32 if is_small else torch.float64).contiguous()
+        mask = None if groups.valid is None else groups.valid.contiguous()
+        advantages: Tensor = _kernel(padded, mask, row.name, size, list(numbers.values()))
     else:
-        if not row.takes_valid:
-            if valid is not None:
-                raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
-            width = 0  # wider rows would not be full
-        if is_host_readable(viewed) and (offsets is not None or valid is not None):
-            call = dispatch.KernelLaunch(viewed.device)
-            read_sizes(call, kernel_groups(call, viewed, offsets, places, valid), row, size, width)
-        padded = PaddedGroups.of(viewed, offsets, places, valid, width)
-        inputs = {"rewards": viewed} | inputs
-        advantages = _by_function(row, padded, shape, inputs, dtype, size, numbers)
-    if scale_by_k:
-        advantages = advantages * size
-    if advantages.dtype != dtype:
-        advantages = advantages.to(dtype)
-    _check_fit(row.name, advantages)
-    # of tokens, or flat as the rewards
-    return (
-        advantages if advantages.shape == shape or advantages.dim() == 1 else advantages.view(shape)
-    )
-
-
-def _resolve(
-    row: Estimator,
-    n: int | None,
-    k: int | None,
-    order: int | None,
-    scale_by_k: bool,
-    options: tuple[tuple[str, float], ...],
-) -> tuple[int, dict[str, float]]:
-    """Return the size, 0 for the largest that fits, and all options."""
-    check_flag("scale_by_k", scale_by_k)
-    numbers = check_options(row.name, row.options, dict(options))
-    if scale_by_k and not row.scales_by_k:
-        raise ValueError(f"{row.name} does not use scale_by_k")
-    is_alone = n == 1 and row.centred  # its advantage is 0, whatever the size
-    return row.resolve_size(None if is_alone else n, k, order), numbers
-
-
-_resolved = lru_cache(maxsize=1024, typed=True)(_resolve)  # typed: k = 2.0 is not k = 2
+        inputs = {"rewards": rewards.detach()} | inputs
+        advantages = _by_function(row, groups, inputs, dtype, size, numbers)
+    if advantages.dim() == 2:  # otherwise of tokens
+        advantages = groups.unpad(advantages)
+    advantages = advantages.to(dtype)
+    if is_host_readable(advantages) and not math.isfinite(_sum(advantages)):
+        check_numbers(row, "rewards", padded.double(), groups, _LARGEST)
+        beyond = (~advantages.double().isfinite()).flatten().nonzero()
+        if len(beyond):
+            got = f"{float(advantages.flatten()[beyond[0]])} at index {int(beyond[0])}"
+            raise ValueError(f"the advantages of {row.name} must be finite in {dtype}, got {got}")
+    return advantages
 
 
 def _inputs(
@@ -221,45 +173,48 @@ def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
 @torch.no_grad()
 def _by_function(
     row: Estimator,
-    padded: PaddedGroups,
-    shape: torch.Size,
+    groups: PaddedGroups,
     given: dict[str, Any],
     dtype: torch.dtype,
     size: int,
     options: dict[str, float],
 ) -> Tensor:
-    if not row.takes_valid and padded.index is not None and not bool(padded.exists.all()):
-        sizes = padded.present.sum(1)[:8].tolist()
+    """Return float64 advantages [G, N], or [T] of tokens, by the estimator's function."""
+    valid = groups.valid
+    if valid is not None and not row.takes_valid and not bool(valid.all()):
+        sizes = valid.sum(1)[:8].tolist()
         raise ValueError(f"{row.name} takes groups of equal size, got the sizes {sizes}")
-    values = {}
+    unusable, values = None, {}
     for name, x in given.items():
         if isinstance(x, Tensor):
+            if name.startswith("greedy") and x.numel() == groups.num_groups:
+                x = x.reshape(-1, 1)  # one for each group
+            elif name.startswith("greedy") and x.shape != groups.shape:
+                wanted = "one value per group, or the shape of rewards"
+                raise ValueError(f"{name} must have {wanted}, got the shape {tuple(x.shape)}")
+            else:
+                x = groups.pad(x)
             if name == "rewards" or x.is_floating_point():
                 x = x.double()
             elif x.dtype != torch.bool:
                 x = x.long()
-            if name.startswith("greedy") and x.numel() == padded.num_groups:  # one for each group
-                x = x.reshape(-1, 1)[: len(padded.exists)]
-            elif name.startswith("greedy") and x.shape != shape:
-                wanted = "one value per group, or the shape of rewards"
-                raise ValueError(f"{name} must have {wanted}, got the shape {tuple(x.shape)}")
-            else:
-                if x.shape != padded.shape:
-                    x = x.reshape(*x.shape[:1] if name == "reward_parts" else (), *padded.shape)
-                x = x if padded.index is None else x[..., padded.index]
-            x = x.masked_fill(~padded.exists, 0)
+            x = x if valid is None else x.masked_fill(~valid, 0)
+            if x.dtype != torch.bool:
+                wrong = check_numbers(row, name, x, groups, _LARGEST)
+                if wrong is not None:
+                    unusable = wrong if unusable is None else unusable | wrong
         values[name] = x
-    unusable = check_numbers(row, values, padded, _LARGEST)
     rewards = values.pop("rewards")
     usable = rewards if unusable is None else rewards.masked_fill(unusable, 0.0)
-    group = Group(usable, padded.exists, dtype)
+    exists = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    group = Group(usable, exists, dtype)
     if row.size is not None and size:
         values[row.size.name] = size
     advantages = row.compute(group, **values, **options)
     if not isinstance(advantages, Tensor):
         raise ValueError(f"{row.name} must return a tensor, got {type(advantages).__name__}")
     shapes = [rewards.shape]
-    if advantages.shape != rewards.shape and "lengths" in values and padded.index is None:
+    if advantages.shape != rewards.shape and "lengths" in values and groups.index is None:
         shapes.append(torch.Size([int(values["lengths"].sum())]))  # waits for the device
     is_like = advantages.shape in shapes and advantages.device == rewards.device
     if not is_like or not advantages.is_floating_point():
@@ -275,29 +230,11 @@ def _by_function(
         advantages = advantages.masked_fill(group.n < size + row.size.below_n, 0.0)
     if unusable is not None:
         advantages = advantages.masked_fill(unusable, torch.nan)
-    advantages = torch.where(padded.exists, advantages, 0.0)
-    if padded.index is None:
-        return advantages
-    total = padded.shape[0]
-    # NaN stays where a group is too long; absent rollouts go to the last slot
-    flat = advantages.new_full((total + 1,), torch.nan)
-    slots = torch.where(padded.present, padded.index, total)  # [G, W]
-    return flat.scatter(0, slots.flatten(), advantages.flatten())[:-1]
+    return torch.where(exists, advantages, 0.0)
 
 
-def _check_fit(name: str, advantages: Tensor) -> None:
-    """Raise ValueError if an advantage is not finite; a GPU would wait."""
-    if not is_host_readable(advantages):
-        return
-    # float8 has no sums
-    values = advantages if advantages.element_size() > 1 else advantages.float()
-    if math.isfinite(values.sum()):  # much faster than checking every number
-        return
-    beyond = (~values.isfinite()).flatten().nonzero()
-    if len(beyond):
-        got = f"{float(values.flatten()[beyond[0]])} at index {int(beyond[0])}"
-        dtype = advantages.dtype
-        raise ValueError(f"the advantages of {name} must be finite in {dtype}, got {got}")
+def _sum(x: Tensor) -> float:
+    return float((x if x.element_size() > 1 else x.float()).sum())  # float8 has no sums
 
 
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:

@@ -41,10 +41,6 @@ def log_ratio_reward(
 
     Returns:
         [S], of the dtype of logprobs, summed in float64.
-
-    Raises:
-        ValueError: if shapes, dtypes or devices do not fit, or beta is not finite.
-        TypeError: if an argument that must be a tensor is something else.
     """
     check_tensor("logprobs", logprobs)
     check_tensor("ref_logprobs", ref_logprobs, logprobs.device, "logprobs are")
@@ -104,12 +100,6 @@ def pacs_loss(
         each rollout, unweighted; and scalars: accuracy, the fraction of rollouts where psi > 0 if
         and only if R = 1; reward_proxy, the mean; score_correct and score_wrong, the means of psi
         over correct and wrong rollouts (0 over none).
-
-    Raises:
-        ValueError: if an argument is unknown or does not fit; on a CPU also if a label is neither 0
-            nor 1, or the loss exceeds its dtype. On a GPU, where these checks would wait, the loss
-            then is NaN or infinite.
-        TypeError: if an argument that must be a tensor is something else.
     """
     check_choice("score", score, SCORES)
     check_choice("weight", weight, WEIGHTS)

@@ -14,7 +14,7 @@
 #include "decoding.h"
 #include "group_advantage.h"
 #include "layer.h"
-#include "pacs.h"
+#include "log_ratio.h"
 #include "token_loss.h"
 
 namespace maxrl::cuda {  // the kernels of csrc/cuda, which no header declares
@@ -43,10 +43,8 @@ template <typename Element>
 void swiglu(const SwiGlu<Element>& in, cudaStream_t stream);
 template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream);
-template <typename Reward, typename Advantage>
-void group_advantage(const GroupAdvantage<Reward, Advantage>& in, cudaStream_t stream);
 template <typename Real>
-void pacs_loss(const Pacs<Real>& in, cudaStream_t stream);
+void group_advantage(const GroupAdvantage<Real>& in, cudaStream_t stream);
 template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, cudaStream_t stream);
 template <typename Real>
@@ -226,49 +224,26 @@ void layer() {
 }
 
 void group_advantage() {
-  const std::vector<Formula> formulas{
-      {Kind::kMoments, true, Scale::kStd, 1e-6, 1},
-      {Kind::kRank, false, Scale::kOne, 0.0, 0},
-      {Kind::kBinary, false, Scale::kOne, 0.0, 0},
-  };
-  for (const Formula& formula : formulas)
+  for (const bool is_rank : {true, false})
     for (const int64_t size : {5, 40, 300}) {
       const int64_t num_groups = 3, total = num_groups * size;
-      const bool is_binary = formula.kind == Kind::kBinary;
       std::vector<float> rewards(total), advantages(total);
-      for (float& reward : rewards) reward = static_cast<float>(generator() % (is_binary ? 2 : 7));
-      const Numbers<double> table(2 * size + 2);
-      const Groups groups{num_groups, size, total, nullptr, nullptr, nullptr};
-      const Tables tables{table.data, nullptr, size};
-      cuda::group_advantage(
-          GroupAdvantage<float, float>{rewards.data(), groups, tables, formula, advantages.data()},
-          nullptr);
+      for (float& reward : rewards) reward = static_cast<float>(generator() % 7);
+      const Numbers<double> table(2 * size);
+      GroupAdvantage<float> in{};
+      in.num_groups = num_groups;
+      in.group_size = size;
+      in.rewards = rewards.data();
+      in.tables = is_rank ? table.data : nullptr;
+      in.centred = true;
+      in.scale = Scale::kStd;
+      in.ddof = 1;
+      in.advantages = advantages.data();
+      cuda::group_advantage(in, nullptr);
     }
 }
 
-void pacs() {
-  const int64_t num_groups = 20, size = 40, total = num_groups * size;
-  const Numbers<float> proxies(total);
-  std::vector<float> labels(total), cross_entropy(total), gradient(total);
-  for (float& label : labels) label = static_cast<float>(generator() % 2);
-  std::vector<double> workspace(workspace_size(PacsSums::kSize)), metrics(PacsMetrics::kSize);
-  float loss;
-  Pacs<float> in{};
-  in.num_rollouts = total;
-  in.num_groups = num_groups;
-  in.group_size = size;
-  in.proxies = proxies.data;
-  in.labels = labels.data();
-  in.denominator = static_cast<double>(total);
-  in.score = Score::kGrpo;
-  in.balanced = true;
-  in.loss = &loss;
-  in.metrics = metrics.data();
-  in.cross_entropy = cross_entropy.data();
-  in.gradient = gradient.data();
-  in.workspace = workspace.data();
-  cuda::pacs_loss(in, nullptr);
-
+void log_ratio() {
   const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
   const Numbers<float> logprobs(700), ref(700), grads(3);
   std::vector<float> sums(3), grad_logprobs(700);
@@ -296,8 +271,8 @@ int main(int argc, char** argv) {
     decode_sample<BFloat16>();
   } else if (part == "group_advantage") {
     group_advantage();
-  } else if (part == "pacs") {
-    pacs();
+  } else if (part == "log_ratio") {
+    log_ratio();
   } else if (part == "layer") {
     layer();
   } else {

@@ -43,7 +43,7 @@ PARTS = {  # of races.cpp: the file with its kernels
     "decode_sample": "decode_sample",
     "layer": "layer",
     "group_advantage": "group_advantage",
-    "pacs": "pacs",
+    "log_ratio": "log_ratio",
 }
 
 
@@ -69,17 +69,16 @@ PLANTED = [
     ),
     Planted("decode_sample", "reduce.cuh", "const Value before_in_warp"),
     Planted("decode_sample", "reduce.cuh", "if (lane == kWarp - 1)"),
-    Planted("pacs", "reduce.cuh", "rows[block * size + threadIdx.x] = sum_of(threadIdx.x);"),
+    Planted("token_loss", "reduce.cuh", "rows[block * size + threadIdx.x] = sum_of(threadIdx.x);"),
     Planted(
-        "pacs",
+        "token_loss",
         "reduce.cuh",
         "rows[block * size + threadIdx.x] = sum_of(threadIdx.x);",
         "__threadfence();",
     ),
-    Planted("pacs", "reduce.cuh", "is_last = atomicAdd", "__threadfence();"),
-    Planted("pacs", "reduce.cuh", "is_last = atomicAdd"),
-    Planted("pacs", "reduce.cuh", "if (lane == 0) workspace[i] = sum;"),
-    Planted("pacs", "pacs.cu", "if (lane == 0) of_warps[warp][i] = sums[i];"),
+    Planted("token_loss", "reduce.cuh", "is_last = atomicAdd", "__threadfence();"),
+    Planted("token_loss", "reduce.cuh", "is_last = atomicAdd"),
+    Planted("token_loss", "reduce.cuh", "if (lane == 0) workspace[i] = sum;"),
     Planted("token_loss", "softmax_rows.cuh", "memory.rows[0]);", "sync_team();"),
     Planted("token_loss", "softmax_rows.cuh", "store_sums(mine, memory", "sync_row();"),
     Planted("token_loss", "softmax_rows.cuh", "sums_turn ^= 1;", "sync_team();"),
@@ -98,8 +97,9 @@ PLANTED = [
     Planted("decode_attention", "decode_attention.cu", "to[i] = attended.values[r][i];"),
     Planted("layer", "layer.cu", "first = warp / warps * warps;"),
     Planted("layer", "layer.cu", "of_warps[warp] = value;"),
-    Planted("group_advantage", "group_advantage.cu", "stride > 0; stride /= 2) {"),
-    Planted("group_advantage", "group_advantage.cu", "indices[high] = index;"),
+    Planted("group_advantage", "group_advantage.cu", ": Real(INFINITY);"),
+    Planted("group_advantage", "group_advantage.cu", "below[i] = smaller;"),
+    Planted("group_advantage", "group_advantage.cu", "sums[j] += base;"),
 ]
 
 

@@ -94,7 +94,6 @@ def bandit_gradient(name, **options):
 def test_max_at_k_estimators_are_unbiased(k):
     if k < N:
         assert_same(bandit_gradient("maxpo", k=k), max_at_k_gradient(k) / k)
-        assert_same(bandit_gradient("maxpo", k=k, scale_by_k=True), max_at_k_gradient(k))
         assert_same(bandit_gradient("pkpo_sloo", k=k), max_at_k_gradient(k) / N)
         assert_same(
             bandit_gradient("maxrl", order=k),

@@ -84,7 +84,7 @@ def flat(tensor):
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None,
 group_ids=None, valid=None,
-                     scale_by_k=False, max_group_size=None, **given):  # fmt: skip
+                     **given):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
@@ -120,9 +120,7 @@ group_ids=None, valid=None,
                 assert min(own["lengths"]) >= 0
                 own["lengths"] = [int(x) for x in own["lengths"]]
             expected = DEFINITIONS[estimator](exactly, size, **own, **options)
-        expected = torch.tensor(
-            [float(x) * (size if scale_by_k else 1) for x in expected], dtype=torch.float64
-        )
+        expected = torch.tensor([float(x) for x in expected], dtype=torch.float64)
         assert_close(actual[list(group)], expected.to(dtype), TOLERANCE[dtype])
 
 
@@ -173,8 +171,6 @@ def advantage_arguments(draw):
     if row.size and (row.size.required or draw(st.booleans())):
         most = max([*sizes, row.size.smallest + row.size.below_n]) - row.size.below_n
         arguments[row.size.name] = draw(st.integers(row.size.smallest, most))
-    if row.scales_by_k:
-        arguments["scale_by_k"] = draw(st.booleans())
     for key in row.inputs:
         of_groups = key.startswith("greedy") and math.prod(shape) and "group_ids" not in arguments
         values, dtypes = PER_ROLLOUT[key]
@@ -183,8 +179,6 @@ def advantage_arguments(draw):
         )
     if draw(st.integers(0, 2)) == 0:
         arguments["valid"] = drawn_tensor(draw, shape, [True, True, False], torch.bool)
-    if draw(st.integers(0, 3)) == 0:
-        arguments["max_group_size"] = draw(st.sampled_from([None, 9]))
     return arguments
 
 
@@ -210,7 +204,6 @@ def test_group_advantage(data):
 _REWARDS = {
     "rewards": torch.tensor([[0.0, 1.0, 1.0]]),
     "valid": torch.tensor([[True, True, True]]),
-    "max_group_size": 3,
 }
 PLAIN = {
     "group_advantage": {
@@ -218,7 +211,6 @@ PLAIN = {
         "estimator": "maxpo",
         "k": 2,
         "order": None,
-        "scale_by_k": True,
     },
     "maxpo_advantage": {**_REWARDS, "k": 2},
     "expected_improvement": {**_REWARDS, "k": 2},

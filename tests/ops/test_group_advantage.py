@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from maxrl_fast import _C, ops
+from maxrl_fast import ops
 from tests.ops.definitions import DEFINITIONS, OFF_POLICY, OPTIONS, OVER_THE_BATCH
 
 GROUPS = [
@@ -106,9 +106,7 @@ def test_every_estimator_has_a_definition():
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_equals_the_function(name, dtype):
-    """In lanes of groups, in one group over all lanes (from 33 rollouts on), and in every
-    layout.
-    """
+    """In every layout."""
     generator = torch.Generator().manual_seed(0)
     tolerance, row, not_zero = (
         {torch.float64: 1e-11, torch.bfloat16: 8e-3}.get(dtype, 2e-6),
@@ -118,7 +116,7 @@ def test_kernel_equals_the_function(name, dtype):
     for shape in ((1, 3), (9, 32), (6, 33), (2, 257), (300, 16), (3, 1024)):
         # ties and an offset
         rewards = torch.randn(shape, generator=generator).mul(4).round().div(4) + 100
-        rewards = (rewards > 100 if row.binary or dtype == torch.bool else rewards).to(dtype)
+        rewards = (rewards > 100 if dtype == torch.bool else rewards).to(dtype)
         valid, total = torch.rand(shape, generator=generator) < 0.7, rewards.numel()
         ids = torch.randint(0, shape[0] + 2, (total,), generator=generator)
         offsets = torch.tensor([0, 0, total // 4, 2 * total // 3, total])
@@ -300,11 +298,13 @@ def test_a_large_offset_keeps_full_precision():
 def test_ties_order_shift_and_scale_of_the_core(rewards, random):
     order = random.sample(range(len(rewards)), len(rewards))
     for name, size in CORE.items():
-        r = torch.tensor([x > 0 if ops.ESTIMATORS[name].binary else x for x in rewards]).float()
-        a = ops.group_advantage(r, name, **size)
-        assert torch.equal(ops.group_advantage(r[order], name, **size), a[order]), name  # bitwise
+        r = torch.tensor(rewards).float()
+        a, kernel = ops.group_advantage(r, name, **size), ops.ESTIMATORS[name].kernel
+        permuted = ops.group_advantage(r[order], name, **size)
+        if kernel.table is not None:  # it sums over sorted rewards
+            assert torch.equal(permuted, a[order]), name
+        torch.testing.assert_close(permuted, a[order], rtol=1e-6, atol=1e-6 * float(a.abs().max()))
         assert all((a[r == x] == a[i]).all() for i, x in enumerate(r)), name
-        kernel = ops.ESTIMATORS[name].kernel
         are_small = all(isinstance(x, int) for x in rewards)  # then sums are exact in float32
         if are_small and name in (
             "maxpo",
@@ -317,23 +317,20 @@ def test_ties_order_shift_and_scale_of_the_core(rewards, random):
             "leave_two_out",
         ):
             assert torch.equal(ops.group_advantage(r + 64, name, **size), a), name
-        if kernel.scale in ("one", "leave_one_out") and not kernel.binary:
+        if kernel.scale in ("one", "leave_one_out"):
             torch.testing.assert_close(ops.group_advantage(4 * r, name, **size), 4 * a)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_results_do_not_depend_on_threads_and_instructions(name):
+def test_results_do_not_depend_on_threads(name):
     """Of so many groups that several threads take them."""
     r = (torch.rand(40, 30, 8, generator=torch.Generator().manual_seed(1)) < 0.4).float()
     a, threads = call(name, r), torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        for instructions in _C.instruction_sets():
-            _C.limit_instructions(instructions)
-            assert torch.equal(call(name, r), a)
+        torch.set_num_threads(3 if threads == 1 else 1)
+        assert torch.equal(call(name, r), a)
     finally:
         torch.set_num_threads(threads)
-        _C.limit_instructions(_C.instruction_sets()[0])
 
 
 R, RR, NAN = (
@@ -378,18 +375,15 @@ PAIRS, ALL = {"offsets": torch.tensor([0, 2, 4])}, {"offsets": torch.tensor([0, 
         ("rloo", {"rewards": R.cfloat()}, r"of real numbers, got torch.complex64"),
         ("rloo", {"valid": R}, r"valid must be bool, got torch.float32"),
         ("rloo", {"valid": torch.ones(4, device="meta") > 0}, r"valid must be on cpu as"),
-        ("rloo", {"offsets": torch.tensor([0, 3])}, r"must rise from 0 to 4, got 3 as the last"),
+        ("rloo", {"offsets": torch.tensor([0, 3])}, r"must rise from 0 to 4, got from 0 to 3"),
         ("qae", {"offsets": torch.tensor([0, 3, 2, 4])}, r"got 3 followed by 2 at group 1"),
-        ("rloo", {"offsets": torch.tensor([1, 4])}, r"got 1 followed by 4 at group 0"),
+        ("rloo", {"offsets": torch.tensor([1, 4])}, r"must rise from 0 to 4, got from 1 to 4"),
         ("rloo", {"offsets": torch.tensor([0.0, 4.0])}, r"offsets must be int64 \[G\+1\]"),
         ("rloo", {"group_ids": R}, r"group_ids must be integers, got torch.float32"),
         ("rloo", {"group_ids": torch.zeros(3).long()}, r"group_ids must have the shape of rewards"),
         ("rloo", {"group_ids": R.long(), **ALL}, r"give offsets or group_ids, not both"),
         ("maxpo", {"k": 2, **PAIRS}, r"maxpo needs 1 <= k <= N-1 = 1 for N = 2 rollouts, got 2"),
         ("bon_mean", {"k": 3, **PAIRS}, r"bon_mean needs 1 <= k <= N = 2 for N = 2 rollouts"),
-        ("rloo", {**ALL, "max_group_size": 3}, r"has 4 rollouts, more than max_group_size = 3"),
-        ("qae", {**ALL, "max_group_size": 3}, r"has 4 rollouts, more than max_group_size = 3"),
-        ("rloo", {"max_group_size": -1}, r"must be an integer of at least 0, got -1"),
         ("passk_training", {"k": 2, "rewards": R / 2}, r"must be 0 or 1 .*, got 0.5 in group 0"),
         ("self", {"greedy_correct": R[:3] > 0}, r"must have one value per group, .* shape \(3,\)"),
         ("self", {"greedy_correct": R[None, :3].T > 0}, r"must have one value per group"),
@@ -408,6 +402,8 @@ PAIRS, ALL = {"offsets": torch.tensor([0, 2, 4])}, {"offsets": torch.tensor([0, 
         ("unlikeliness", {"logprobs": R - torch.inf}, r"must be finite, got -inf in group 0"),
         ("maxpo_off_policy", {"k": 2, "log_ratios": NAN}, "got nan in group 0, rollout 2"),
         ("qae", {"rewards": R.double() * 1e160}, r"at most 1e\+150 in magnitude .*, got 1e\+160"),
+        ("grpo", {"rewards": R.double() * 1e160}, r"at most 1e\+150 in magnitude .*, got 1e\+160"),
+        ("maxpo", {"rewards": R.double() * -1e160, "k": 2}, r"for maxpo, got -1e\+160 in group 0"),
         (
             "w_reinforce",
             {"correct_weight": 1e300},
@@ -440,13 +436,13 @@ def test_nonfinite_rewards_are_refused_by_name():
             ops.group_advantage(rewards, name, group_ids=ids)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if not ops.ESTIMATORS[name].binary])
-def test_huge_and_tiny_float64_rewards_have_the_advantages_of_ordinary_ones(name):
+@pytest.mark.parametrize("name", KERNELS)
+def test_large_and_small_float64_rewards_have_the_advantages_of_ordinary_ones(name):
     """A power of two changes no bit of a result, so the results must be bitwise equal."""
     generator = torch.Generator().manual_seed(11)
     is_free = ops.ESTIMATORS[name].kernel.scale in ("std", "mean")
     eps = {"eps": 0.0} if ops.ESTIMATORS[name].options else {}
-    for shape, exponent in itertools.product(((7, 5), (2, 70)), (480, 700, 1000, -404, -700, -900)):
+    for shape, exponent in itertools.product(((7, 5), (2, 70)), (480, -404)):
         rewards = (
             torch.randn(shape, generator=generator).mul(4).round().div(4).double()
             + torch.arange(shape[1]) / 64
@@ -455,31 +451,17 @@ def test_huge_and_tiny_float64_rewards_have_the_advantages_of_ordinary_ones(name
         scaled = ops.group_advantage(rewards * 2.0**exponent, name, **eps, **CORE[name])
         assert expected.abs().max() > 1e-3
         assert torch.equal(scaled, expected if is_free else expected * 2.0**exponent)
-    # squares overflow
-    largest = (
-        torch.tensor([-1.0, 1, 0.5, 0.5], dtype=torch.float64) * torch.finfo(torch.float64).max / 8
-    )
-    actual = ops.group_advantage(largest.abs() if is_free else largest, name, **eps, **CORE[name])
-    assert actual.isfinite().all()
-    assert actual.any()
 
 
 def test_the_operator_refuses_what_its_callers_convert():
-    op, rewards, nothing = (
-        torch.ops.maxrl_fast.group_advantage.default,
-        torch.rand(3, 5),
-        (None, None, None),
-    )
-    with pytest.raises(
-        ValueError, match=r"rewards must be contiguous \[G, N\], or \[S\] with offsets"
+    op, rewards = torch.ops.maxrl_fast.group_advantage.default, torch.rand(3, 5)
+    for given, message in (
+        ((rewards.T, None), r"rewards must be a contiguous torch.float32 tensor"),
+        ((rewards.half(), None), r"rewards must be float32 or float64 \[G, N\], got torch.float16"),
+        ((rewards, torch.ones(3).bool()), r"valid must be a contiguous torch.bool tensor of shape"),
     ):
-        op(rewards.T, *nothing, "rloo", 0, [], 0)
-    with pytest.raises(ValueError, match=r"rewards must be one of float32, .*, got torch.float16"):
-        op(rewards.half(), *nothing, "rloo", 0, [], 0)
-    with pytest.raises(
-        ValueError, match=r"valid must be a contiguous torch.bool tensor of shape \(3, 5\)"
-    ):
-        op(rewards, None, None, torch.ones(3).bool(), "rloo", 0, [], 0)
+        with pytest.raises(ValueError, match=message):
+            op(*given, "rloo", 0, [])
 
 
 def test_compiled_as_one_graph():
@@ -493,7 +475,7 @@ def test_compiled_as_one_graph():
             2 * ops.maxpo_advantage(r, 3),
             ops.grpo_advantage(r, eps=1e-4, valid=valid) + 1,
             ops.maxrl_advantage(f, group_ids=ids),
-            ops.group_advantage(f, "qae", group_ids=ids, max_group_size=8),
+            ops.group_advantage(f, "qae", group_ids=ids),
             ops.group_advantage(f, "bon_mean", k=2, offsets=torch.tensor([0, 20, 48])),
             ops.group_advantage(r, "opo", lengths=lengths),
             ops.group_advantage(r, "unlikeliness", logprobs=-r),
@@ -510,19 +492,19 @@ def test_compiled_as_one_graph():
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_where_a_check_would_wait_bad_numbers_and_groups_that_are_too_long_become_nan():
+def test_where_a_check_would_wait_bad_numbers_become_nan():
     rewards = torch.tensor([0.0, 1, torch.nan, 3, 1, 2, 0, 1, 4, 2])
     compiled = torch.compile(
-        lambda r, name: ops.group_advantage(
-            r, name, offsets=torch.tensor([0, 3, 6, 10]), max_group_size=3
-        ),
+        lambda r, name: ops.group_advantage(r, name, offsets=torch.tensor([0, 3, 6, 10])),
         fullgraph=True,
         backend="aot_eager",
     )
-    actual = compiled(rewards, "qae")
-    assert actual[[0, 1, 2, 6, 7, 8, 9]].isnan().all()
-    torch.testing.assert_close(actual[3:6], ops.group_advantage(rewards[3:6], "qae"))
-    assert compiled(rewards.nan_to_num(), "reinforce_pp")[:3].isfinite().all()
+    for name in ("qae", "maxrl", "grpo"):
+        actual = compiled(rewards, name)
+        assert actual[:3].isnan().all()
+        torch.testing.assert_close(actual[3:6], ops.group_advantage(rewards[3:6], name))
+        assert actual[6:].isfinite().all()
+    assert compiled(rewards.nan_to_num(), "reinforce_pp").isfinite().all()
     assert compiled(rewards, "reinforce_pp").isnan().all()  # it scales by the whole batch
 
 

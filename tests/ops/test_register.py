@@ -117,7 +117,7 @@ def double_maxpo(g: Group, *, k: KBelowN) -> torch.Tensor:
 
 
 def test_a_row_with_a_table_is_computed_by_the_kernel():
-    kernel = Kernel(lambda n, k: 2 * tables.maxpo(n, k))
+    kernel = Kernel(lambda g, k: 2 * tables.maxpo(g, k))
     row = Estimator.of(
         double_maxpo, source="a test", weight="2 (1-p)^(k-1)", kernel=kernel, centred=True
     )
@@ -133,7 +133,7 @@ def test_a_row_with_a_table_is_computed_by_the_kernel():
     assert torch.equal(ops.group_advantage(REWARDS, "twice"), centred(REWARDS))
     with pytest.raises(ValueError, match=r"bad fails on a small example: .*zero"):
         ops.register_estimator(
-            "bad", Estimator.of(double_maxpo, kernel=Kernel(lambda n, k: torch.zeros(1 // (n - n))))
+            "bad", Estimator.of(double_maxpo, kernel=Kernel(lambda g, k: torch.zeros(1 // (k - k))))
         )
     assert "bad" not in ESTIMATORS
 

@@ -1,6 +1,5 @@
 """Estimators of max@k by sums over subsets of the group: sums over gaps of ascending rewards."""
 
-import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimator import (
@@ -27,50 +26,46 @@ def shortfall(g: Group, k: int) -> Tensor:
     weight="(1-p)^(k-1)",
     kernel=Kernel(tables.maxpo),
     centred=True,
-    scales_by_k=True,
 )
 def maxpo(g: Group, *, k: KBelowN) -> Tensor:
     """S_i - S_-i = EI_i - L2O_i.
 
     It is sum_{j<i} (N/j) C(j,k)/C(N-1,k) d_j, centred.
     """
-    return g.centre(g.below(g.n / g.j * g.within(k, g.n - 1)[:, 1:-1] * g.gaps))
+    return g.rank_transform(tables.maxpo(g, k))
 
 
 @estimator(
     source="MaxPO, section 3.1, eq. 5",
     weight="(1-p)^(k-1)",
     kernel=Kernel(tables.expected_improvement),
-    scales_by_k=True,
 )
 def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i = S_i - M_-i.
 
     It is sum_{j<i} C(j,k-1)/C(N-1,k-1) d_j.
     """
-    return g.below(g.within(k - 1, g.n - 1)[:, 1:-1] * g.gaps)
+    return g.rank_transform(tables.expected_improvement(g, k))
 
 
 @estimator(
     source="MaxPO, section 3.1, eq. 6",
     weight="0",
     kernel=Kernel(tables.leave_two_out),
-    scales_by_k=True,
 )
 def leave_two_out(g: Group, *, k: KOfPairsBelowN) -> Tensor:
     """L2O_i = S_-i - M_-i = mean over j != i of EI_j computed without i: a baseline."""
-    return expected_improvement(g, k=k) - maxpo(g, k=k)
+    return g.rank_transform(tables.leave_two_out(g, k))
 
 
 @estimator(
     source="MaxPO, section 3.1, against eq. 6",
     kernel=Kernel(tables.ei_l1o),
     centred=True,
-    scales_by_k=True,
 )
 def ei_l1o(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i - mean over j != i of EI_j; biased, an ablation."""
-    return g.centre(expected_improvement(g, k=k)) * g.n / (g.n - 1).clamp_min(1)
+    return g.rank_transform(tables.ei_l1o(g, k))
 
 
 @estimator(
@@ -83,10 +78,7 @@ def maxrl(g: Group, *, order: Order = None) -> Tensor:
     """(r - mean)/mean for rewards 0 or 1 at order N-1, 0 where mean = 0; else the sum of maxpo over
     k = 1..order.
     """
-    # sum_{k=1..T} C(j,k)/C(N-1,k) = N/(N-j) (1 - C(j,T+1)/C(N,T+1)) - 1
-    missed = g.within(g.n if order is None else order + 1, g.n)[:, 1:-1]
-    slope = g.n / g.j * (g.n / (g.n - g.j).clamp_min(1) * (1 - missed) - 1)
-    return g.centre(g.below(slope * g.gaps))
+    return g.rank_transform(tables.maxrl(g, g.n - 1 if order is None else order))
 
 
 @estimator(
@@ -96,7 +88,7 @@ def maxrl(g: Group, *, order: Order = None) -> Tensor:
 )
 def pkpo(g: Group, *, k: KOfPairs) -> Tensor:
     """(k/N) EI_i = (k/N) (S_i - M_-i)."""
-    return k / g.n * expected_improvement(g, k=k)
+    return g.rank_transform(tables.pkpo(g, k))
 
 
 @estimator(
@@ -106,13 +98,11 @@ def pkpo(g: Group, *, k: KOfPairs) -> Tensor:
 )
 def pkpo_sloo(g: Group, *, k: KBelowN) -> Tensor:
     """(k/N) S_i - (k/(N-1)) S_-i; not centred."""
-    with_i = g.largest(g.rewards) - shortfall(g, k)
-    return k / g.n * with_i - k / (g.n - 1).clamp_min(1) * (with_i - maxpo(g, k=k))
+    return g.rank_transform(tables.pkpo_sloo(g, k))
 
 
 @estimator(
     source="Pass@k Training, Chen et al. 2025, arXiv:2508.10751, eqs. 14-15",
-    kernel=Kernel(tables.passk_training, binary=True),
     binary=True,
     centred=True,
 )
@@ -134,4 +124,4 @@ def passk_training(g: Group, *, k: K) -> Tensor:
 )
 def bon_max_second(g: Group) -> Tensor:
     """best reward - second best for the best rollout, 0 for the others."""
-    return g.below(torch.where(g.j == g.n - 1, g.gaps, 0.0))
+    return g.rank_transform(tables.max_minus_second(g, 0))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimator import Ddof, Eps, K, Kernel, estimator
-from maxrl_fast.algorithms.estimators import tables
 from maxrl_fast.algorithms.estimators.max_at_k import shortfall
 from maxrl_fast.algorithms.group import Group, ratio
 from maxrl_fast.algorithms.options import Help, Limit, Share
@@ -89,7 +88,6 @@ def bon_mean(g: Group, *, k: K, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
 
 @estimator(
     source="grpo as NeMo-RL computes it by default: leave-one-out baseline and deviation",
-    kernel=Kernel(tables.over_others_std, binary=True),
     binary=True,
 )
 def grpo_nemo(g: Group) -> Tensor:
@@ -107,7 +105,6 @@ def grpo_nemo(g: Group) -> Tensor:
 @estimator(
     source="PACS, eq. 8: -beta B dL/dr at proxies r = 0, as on the first update after sampling",
     weight="(beta/4) (N/(N-1)) ((1-(1-p)^(N-1))/p + (1-p^(N-1))/(1-p))",
-    kernel=Kernel(tables.pacs_first_update, binary=True),
     binary=True,
 )
 def pacs_first_update(

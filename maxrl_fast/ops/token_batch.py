@@ -39,8 +39,8 @@ class TokenBatch(NamedTuple):
 
     def at(self, index: slice | Tensor) -> "TokenBatch":
         """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
-        tokens: list[Any] = [None if x is None else x[index] for x in self[:-1]]
-        return TokenBatch(*tokens, cu_seqlens=self.cu_seqlens)
+        tokens = {name: x for name, x in self._asdict().items() if name != "cu_seqlens"}
+        return self._replace(**{name: None if x is None else x[index] for name, x in tokens.items()})
 
     def needed_rows(self, needs_every_token: bool, by_sequence: bool) -> Tensor:
         """Return which rows of logits [T] the loss reads: those with a gradient, and with a ratio

@@ -43,9 +43,10 @@ class Run:
     """The results of a run: its folder, and the trained policy.
 
     Attributes:
-        out: the folder, with config.json, the logs, curves.png and the checkpoints. exit: 0; or, if
-        a signal ended the run early, 128 + its number: 130 for Ctrl-C or an interrupted notebook
-        kernel. task: the task; `run.task.decode(tokens)` returns text.
+        out: the folder, with config.json, the logs, curves.png and the checkpoints.
+        exit: 0; or, if a signal ended the run early, 128 + its number: 130 for Ctrl-C or an
+            interrupted notebook kernel.
+        task: the task; `run.task.decode(tokens)` returns text.
     """
 
     out: Path
@@ -161,7 +162,7 @@ def run(
     Raises:
         InputError: if an option is unknown or wrong, with the command line's message.
         NonFiniteError, RewardError, StorageError, EngineError: if the run failed. The message names
-        the last checkpoint.
+            the last checkpoint.
     """
     given: dict[str, Any] = (
         dict(config)

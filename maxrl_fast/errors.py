@@ -1,5 +1,8 @@
 """Errors that end a run with a message instead of a traceback. `advice` tells the user what to
-do. Every function that reads the user's input may raise InputError.
+do.
+
+Every function that reads or checks the user's input (options, files, models, data, functions)
+raises InputError where it is wrong. Docstrings name only other errors.
 """
 
 

@@ -149,9 +149,7 @@ def _print(console: Console, text: str) -> None:
 
 
 def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
-    """Return the weight W_N(p) of an estimator such as "maxpo:4". Raises InputError if the name or
-    the size is not valid.
-    """
+    """Return the weight W_N(p) of an estimator such as "maxpo:4"."""
     estimator, _, size = name.partition(":")
     if size and not size.isdecimal():
         raise InputError(f"a size must be an integer, got {name!r}")

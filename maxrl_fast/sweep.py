@@ -87,9 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Sweep:
     """Trains the runs of a grid. sweep.json in the folder has every run of this command and of
     earlier ones.
-
-    Raises:
-        InputError: where an earlier run of the same name had other options, or is not of a sweep.
     """
 
     def __init__(self, out: Path, runs: list[Run], screen: Screen):
@@ -230,9 +227,6 @@ class Sweep:
 def _states_in(file: Path) -> dict[str, Any]:
     """Return the runs in sweep.json by the names of their folders; none where there is no such
     file.
-
-    Raises:
-        InputError: where it holds something else.
     """
     runs: Any = read_json(file).get("runs") if file.exists() else {}
     kinds = {"group": str, "seed": int, "state": str, "options": dict}

@@ -91,9 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], None]) -> str:
     """Return what --dry-run prints for a machine with GPUs, each with a process of torchrun; this
     machine needs none.
-
-    Raises:
-        InputError: where building shows the configuration to be wrong.
     """
     task = build_run_task(config)
     resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True, warn=warn)

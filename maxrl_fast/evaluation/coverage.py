@@ -85,8 +85,10 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
 
     Args:
         answers: integers [P, n], the number of each sample's answer: equal answers to a prompt have
-        equal numbers; -1: no answer. is_correct: bool [P, n]. ks: each from 1 to n. seed: seed of
-        the random subsets.
+            equal numbers; -1: no answer.
+        is_correct: bool [P, n].
+        ks: each from 1 to n.
+        seed: seed of the random subsets.
 
     Returns:
         float64 [P, len(ks)].

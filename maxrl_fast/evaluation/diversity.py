@@ -86,11 +86,7 @@ class NGramDiversity:
 
 
 class EmbeddingDiversity:
-    """A text's vector is the mean over its tokens of a local model's last hidden states.
-
-    Raises:
-        InputError: if transformers is missing or cannot read the directory.
-    """
+    """A text's vector is the mean over its tokens of a local model's last hidden states."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.name = f"embeddings by {directory}"

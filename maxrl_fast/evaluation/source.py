@@ -33,10 +33,6 @@ class Source:
 def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
     """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if
     it is not in the cache.
-
-    Raises:
-        InputError: where it is neither a checkpoint nor the folder of a run with one, or cannot be
-        downloaded.
     """
     wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
     path = Path(name)
@@ -70,11 +66,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def free_folder(out: Path | None, name: str) -> Path:
-    """Return the folder of the results: --out, or one named after the policy and the time.
-
-    Raises:
-        InputError: where it holds something.
-    """
+    """Return the folder of the results: --out, or one named after the policy and the time."""
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         # The files that a stopped evaluation leaves are overwritten.

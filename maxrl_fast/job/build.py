@@ -105,8 +105,7 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
     """Build the collector of training rollouts.
 
     Without a learner, as in the check of the rewards, the scorer of evaluations replaces majority
-    votes and rewards from the policy. Raises InputError if these are requested and the task has no
-    reference answers.
+    votes and rewards from the policy.
     """
     config, task, needs = context.config, context.task, context.objective.needs
     policy_reward = build_policy_reward(config, task, context.objective, learner)

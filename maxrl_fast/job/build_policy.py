@@ -38,7 +38,7 @@ def build_policy(
     """Build the policy on the CPU, in float32, with adapters if requested.
 
     A resumed run loads the weights of `saved` later. With `is_empty` the weights stay on the meta
-    device. Raises InputError if a checkpoint cannot be read or does not fit the task.
+    device.
     """
     options, limit = config.model, config.rollout.max_new_tokens
     start = saved.directory if saved is not None else options.directory
@@ -87,8 +87,6 @@ def build_reference(
 ) -> PolicyModel | None:
     """Return the frozen checkpoint of --reference, on the CPU in the compute dtype, if there is
     one; on the meta device if `is_empty`.
-
-    Raises InputError if it cannot be read, or does not have the task's vocabulary and tokenizer.
     """
     if config.loss.reference is None:
         return None
@@ -140,8 +138,6 @@ def tokens_of(files: Mapping[str, Any]) -> dict[int, str]:
 def compare_policy(model: PolicyModel) -> str:
     """Return a sentence on how close a transformers policy is to the model's own forward pass; ""
     for the native decoder.
-
-    Raises InputError if it is too far off to train.
     """
     return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
 
@@ -149,8 +145,7 @@ def compare_policy(model: PolicyModel) -> str:
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
     """Return the checkpoint files besides the weights, by name: JSON contents or bytes.
 
-    The configuration is the one of the checkpoint `start`; None: of a new policy. Raises InputError
-    if a file cannot be read.
+    The configuration is the one of the checkpoint `start`; None: of a new policy.
     """
     own = (
         new_files(model.config, task.stop_ids)
@@ -167,8 +162,6 @@ def dtype_of(config: ResolvedConfig) -> torch.dtype:
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
     """Return the configuration with --model and --reference resolved to a folder or a hub commit,
     the same on all ranks.
-
-    Raises InputError if one does not exist.
     """
     found, wanted = {}, {"model": config.model.model, "reference": config.loss.reference}
     # a resumed run has its own checkpoints
@@ -205,10 +198,6 @@ def build_engine(
 
     vLLM samples `max_batch` responses at once, and must know at its start whether sampling
     `filters_tokens` (top-k, top-p or min-p), for the log-probs. kv_cache_gb is in 1e9 bytes.
-
-    Raises:
-        InputError: if the engine is not installed, its class is not an engine, or the model does
-        not fit the KV-cache limit.
     """
     device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
@@ -255,8 +244,7 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
     """Return a sentence on how far a third-party engine's log-probs are from the policy's; "" for
     engines that tests cover.
 
-    vLLM is compared only for transformers policies, a custom engine always. Raises InputError if
-    the engine samples from another model.
+    vLLM is compared only for transformers policies, a custom engine always.
     """
     if name not in ENGINES:
         engine.load_weights(model)

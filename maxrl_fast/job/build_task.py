@@ -77,10 +77,6 @@ def build_task(
 ) -> Task:
     """Build the task. `max_new_tokens` is the longest demonstration in `sft_data`, a file for the
     warm start.
-
-    Raises:
-        InputError: if the name is unknown, the options do not fit the task, or its files cannot be
-        read.
     """
     name, spec = options.task, dataset_spec(options.task)
     if name.startswith(OBJECT):
@@ -156,8 +152,7 @@ def build_scorer(
     """Build the scorer: the task, functions in worker processes or in this one, or a reward model.
 
     `functions` of this process are by their names among the rewards. Each of `num_ranks` processes
-    scores a part of the responses. `output` gets what worker processes print. Raises InputError if
-    a reward cannot be loaded.
+    scores a part of the responses. `output` gets what worker processes print.
     """
     names = reward_names(options, task)
     if not names:
@@ -219,11 +214,7 @@ def _build_source(
 def build_environments(
     options: RewardOptions, name: str, cls: type | None, output: RewardOutput | None
 ) -> EnvironmentPool | InProcessEnvironments:
-    """Start the workers of --environment, if it is not a class of this process.
-
-    Raises:
-        InputError: if it cannot be loaded, or is not a class of environments.
-    """
+    """Start the workers of --environment, if it is not a class of this process."""
     if cls is not None:
         return InProcessEnvironments(cls, name)
     if name.startswith(OBJECT):
@@ -247,9 +238,6 @@ def build_policy_reward(
 ) -> PolicyReward | None:
     """Build the reward from the policy for training rollouts; None if there is none. Without a
     learner only the task is checked.
-
-    Raises:
-        InputError: if the task has no reference answers, or its responses are episodes.
     """
     source = config.shaping.reward_source
     who = (

@@ -69,10 +69,7 @@ def stored(path: Path) -> Iterator[Path]:
 
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
-    """Sample the checkpoint, and the baseline if it is a checkpoint, and report.
-
-    Raises InputError if the configuration proves wrong, before any sampling.
-    """
+    """Sample the checkpoint, and the baseline if it is a checkpoint, and report."""
     task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward)
     config = resolve(parsed, source, task, screen.warning)
     measure, out, clock = config.measure, config.place.out, Stopwatch()
@@ -216,8 +213,6 @@ def _baseline(
 ) -> Policy | Outcome | None:
     """Return the policy of --baseline, still to be sampled, or the outcome of a finished
     evaluation.
-
-    Raises InputError if it is neither, or has other prompts, samples or sampling.
     """
     path, measure, evaluated = config.measure.baseline, config.measure, policy.source.checkpoint
     if path is None:
@@ -321,10 +316,7 @@ def _sample(
 
 
 def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
-    """Compare finished evaluations in a table and a plot.
-
-    Raises InputError if one is not an evaluation, or they have no k in common.
-    """
+    """Compare finished evaluations in a table and a plot."""
     folders = config.measure.compare
     if len(folders) < 2:
         raise InputError(f"--compare needs at least two finished evaluations, got {len(folders)}")

@@ -19,8 +19,7 @@ from maxrl_fast.tasks.names import OBJECT, is_plugin
 def fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
-    Of a function only its own file is read, not its imports. Raises InputError if a file cannot be
-    read.
+    Of a function only its own file is read, not its imports.
     """
     contents = {
         "the prompts": task.fingerprint.encode(),

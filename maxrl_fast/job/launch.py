@@ -87,8 +87,7 @@ class Job:
         """Build and train. Return the exit status, and the run with its trained policy; None if it
         ended before its first step.
 
-        The number of CPU threads is restored. Raises InputError if building shows that the
-        configuration is wrong.
+        The number of CPU threads is restored.
         """
         task, ranks, screen = self.task, self.ranks, self.screen
         report = self.watch.report_failure if self.watch else lambda message: None
@@ -266,8 +265,6 @@ def check_rewards(collector: RolloutCollector) -> str:
 
     Raises:
         RewardError: if all rewards fail.
-        InputError: if a reward function's parameters do not fit, or rewards must be 0 or 1 and one
-        is not.
     """
     scorer = collector.scorer.rehearsal()
     if not scorer.can_fail and not collector.needs_binary:

@@ -187,8 +187,7 @@ def save_state(folder: Path, tensors: dict[str, Tensor], rank: int = 0) -> None:
 
 
 def load_state(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Read this rank's rows of the tensors, whatever number of ranks wrote them. Raises InputError
-    if a shape differs."""
+    """Read this rank's rows of the tensors, whatever number of ranks wrote them."""
     num_rows = dict.fromkeys(tensors, 0)
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -217,7 +216,6 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
 
     With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An
     objective other than the checkpoint's, which --allow-changes permits, keeps its initial state.
-    Raises InputError if names or shapes differ from this learner's.
     """
     names = set(
         json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else [])))

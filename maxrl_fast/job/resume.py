@@ -61,8 +61,7 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
     """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet.
     All ranks must call this.
 
-    Warns of each damaged checkpoint. Raises InputError if every checkpoint is damaged, or the run
-    has metrics but no checkpoints.
+    Warns of each damaged checkpoint.
     """
     found = checkpoints_of(out) if ranks.is_first else []
     whole: list[Any] | None = None
@@ -108,8 +107,7 @@ def check_same(
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's.
 
-    Warns of differences that make the numbers not bitwise identical. Raises InputError naming
-    options or files that change the result and differ, unless `allow_changes`.
+    Warns of differences that make the numbers not bitwise identical.
     """
     changed = changes(saved.options, options)
     mathematics, rounding = [*changed.semantic], [*changed.rounding]

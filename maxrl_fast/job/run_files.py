@@ -42,9 +42,6 @@ class LogFile:
 
     Args:
         mark: from `mark`, to continue there: later lines are cut off. None: the whole file is kept.
-
-    Raises:
-        InputError: if the file's content up to the mark has changed, or it is not a regular file.
     """
 
     def __init__(self, path: Path, mark: tuple[int, str | None] | None):
@@ -85,8 +82,6 @@ class RunFiles:
     the numbers too, if any.
 
     Raises:
-        InputError: if the folder cannot be written to, holds another run, or has something else in
-        place of a link.
         StorageError: if the disk is full; in the methods, if writing fails.
     """
 

@@ -151,10 +151,7 @@ def _torch_varlen_backward(
 
 @cache
 def _flash_attn() -> Any:
-    """Return flash-attn's varlen functions; None if the package is absent or older than 2.7.
-
-    Raises InputError if the package is installed but cannot be imported.
-    """
+    """Return flash-attn's varlen functions; None if the package is absent or older than 2.7."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:

@@ -33,10 +33,7 @@ class HuggingFaceSizes(PolicySizes):
 
 
 class HuggingFacePolicy(PolicyModel):
-    """A policy of transformers: a ...ForCausalLM, changed in place, and its sizes.
-
-    Raises InputError if its layers cannot be found, or it does not accept an attention function.
-    """
+    """A policy of transformers: a ...ForCausalLM, changed in place, and its sizes."""
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):
         super().__init__()

@@ -56,10 +56,7 @@ def register() -> None:
 
 
 def mask(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
-    """Return the layer's window in place of transformers' mask tensor; None: all earlier tokens.
-
-    Raises InputError if the model changes the mask by a function, as for images.
-    """
+    """Return the layer's window in place of transformers' mask tensor; None: all earlier tokens."""
     if use_vmap:
         raise InputError(
             "the model changes the causal mask by its own function, which is not supported"
@@ -81,10 +78,7 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D].
-
-    Raises InputError naming an argument that is not supported.
-    """
+    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D]."""
     layer_pass = current.get()
     if layer_pass is None:
         raise InputError("the model calls attention outside its layers")

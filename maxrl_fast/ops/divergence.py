@@ -56,7 +56,8 @@ def linear_divergence(
 
     Args:
         teacher_hidden, teacher_weight: [T, K] and [V, K], with any K and dtypes.
-        temperature: of both sides. softcap, teacher_softcap: of one.
+        temperature: of both sides.
+        softcap, teacher_softcap: of one.
         coefficients: c [T], numbers or a mask. Tokens with 0 are not read. Default: 1.
         denominator: a number, or []. Default: the number of tokens that are read.
 

@@ -39,8 +39,10 @@ class TokenBatch(NamedTuple):
 
     def at(self, index: slice | Tensor) -> "TokenBatch":
         """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
-        tokens = {name: x for name, x in self._asdict().items() if name != "cu_seqlens"}
-        return self._replace(**{name: None if x is None else x[index] for name, x in tokens.items()})
+        tokens: dict[str, Any] = {
+            name: x[index] for name, x in self._asdict().items() if x is not None
+        }
+        return self._replace(**{**tokens, "cu_seqlens": self.cu_seqlens})
 
     def needed_rows(self, needs_every_token: bool, by_sequence: bool) -> Tensor:
         """Return which rows of logits [T] the loss reads: those with a gradient, and with a ratio

@@ -136,9 +136,9 @@ def policy_gradient_loss(
     Raises:
         ValueError: if an argument is unknown, missing or does not fit, or a function does not
             return a loss of each token. On a CPU also if an unmasked target is not in the
-            vocabulary, a temperature or denominator is not above 0, an importance weight is
-            below 0, or cu_seqlens do not rise from 0 to T. A GPU would wait for these checks;
-            such a target or temperature makes the loss NaN.
+            vocabulary, a temperature or denominator is not above 0, an importance weight is below
+            0, or cu_seqlens do not rise from 0 to T. A GPU would wait for these checks; such a
+            target or temperature makes the loss NaN.
         TypeError: if an argument that must be a tensor is something else.
         RuntimeError: from the backward pass, if in_place has overwritten logits that another
             operation needs, or with create_graph=True; from forward-mode differentiation and

@@ -65,11 +65,7 @@ class Folder:
 
 
 def read_folder(path: Path, name: str) -> Folder:
-    """Read the folder of a training run or of an evaluation.
-
-    Raises:
-        InputError: if it is neither, or a file that it must have cannot be read.
-    """
+    """Read the folder of a training run or of an evaluation."""
     try:
         if not path.is_dir():
             raise InputError(

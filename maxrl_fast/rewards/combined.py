@@ -92,9 +92,6 @@ class WeightedRewards(RewardSource):
 def short_names(names: Sequence[str]) -> list[str]:
     """Return a short name for each reward: its function or model, with its file or a number where
     two would be the same.
-
-    Raises:
-        InputError: if a reward is named twice.
     """
     for name in names:
         if names.count(name) > 1:

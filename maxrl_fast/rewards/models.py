@@ -25,9 +25,6 @@ def read_model(
     Args:
         kind: name of a class of transformers, such as "AutoModel".
         what: the model, for error messages.
-
-    Raises:
-        InputError: if transformers is missing or cannot read the directory.
     """
     tokenizer = load_tokenizer(directory)
     import transformers  # load_tokenizer has checked that it is installed
@@ -63,10 +60,6 @@ class Classifier(RewardSource):
 
     Args:
         name: hf:DIR.
-
-    Raises:
-        InputError: if transformers is missing or cannot read the directory, or the model has more
-        than two labels.
     """
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -31,12 +31,7 @@ class RewardOutput:
         return self._pipe
 
     def open(self, folder: Path, is_resumed: bool) -> None:
-        """Write to a file in a run's folder, if there are worker processes; append if resumed.
-
-        Raises:
-            InputError: if it is not a regular file, or cannot be opened. StorageError: if the disk
-            is full.
-        """
+        """Write to a file in a run's folder, if there are worker processes; append if resumed."""
         if self._pipe < 0:
             return
         try:

@@ -246,9 +246,6 @@ class RewardPool(RewardSource):
         is_optional: whether None and NaN mean that the function does not apply to a response;
             otherwise they are failures.
         output: gets what the function prints; None: it is discarded.
-
-    Raises:
-        InputError: if the function cannot be loaded, or a variable does not exist.
     """
 
     what, is_environment = "a reward function", False

@@ -140,8 +140,7 @@ class Engine(Protocol):
 
         Log-probs are under the whole distribution at the temperature, before top-k, top-p and
         min-p, so that they equal the policy's; at temperature 0 they are 0. Log-probs that the
-        engine cannot know are NaN, and training refuses them. Raises InputError if the engine
-        cannot serve the request, and EngineError on replies that cannot be true.
+        engine cannot know are NaN, and training refuses them.
         """
 
 

@@ -70,8 +70,7 @@ class NativeEngine:
         self.decoder.sleep()
 
     def generate(self, request: RolloutRequest) -> Rollouts:
-        """See `Engine.generate`. Raises InputError if a prompt and one response exceed the KV
-        cache."""
+        """See `Engine.generate`."""
         request.check(self.config)
         longest = int(request.prompts.lengths.max())
         self.sequence_bytes(longest, request.sampling.max_new_tokens)  # or an error

@@ -57,8 +57,6 @@ class VllmServerEngine:
     model: the policy that the server was started with. url: such as http://127.0.0.1:8000. ranks:
     the processes of the run, which all ask this server. filters_tokens: see
     `vllm_shared.logprobs_mode`.
-
-    Raises InputError if no server answers, or it has another version or other options.
     """
 
     def __init__(

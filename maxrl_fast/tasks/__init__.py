@@ -74,7 +74,4 @@ class AnsweredTask(Task, Protocol):
         Where the reasoning ends must not depend on the tokens that follow it: the policy samples it
         up to there, and the probability of the answer after it is then an unbiased estimate of the
         probability of a response that gives it.
-
-        Raises:
-            InputError: if the answer to a prompt is not known.
         """

@@ -44,9 +44,6 @@ class ChatFormat:
     The renderer is the first of the package whose prompt equals the tokenizer's own chat template
     on the sample chats, which reads back a call of the first tool, and which extends the sampled
     tokens of that call. `who` names the model.
-
-    Raises:
-        InputError: if there is none; it says what the nearest one lacks.
     """
 
     def __init__(

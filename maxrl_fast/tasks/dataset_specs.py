@@ -36,15 +36,20 @@ class DatasetSpec:
     """The format of a data set: its prompts, its correct answers, and how responses are scored.
 
     Args:
-        prompt_key: the default of --prompt-key. is_question: text is a question that becomes the
-        user message of a chat template; otherwise it is the whole prompt. suffix: text added to
-        prompts that are text. hub, test_hub: the default data sets of the Hugging Face hub, as NAME
-        or NAME:CONFIG. gold: returns the correct answer of a line; None: only the user's reward
-        function reads answers. form: how a response gives the answer that `gold` returns; None
-        where there is no `gold`. reward: the function that scores responses in worker processes;
-        None: the user must name one. answer: returns the answer in a response, "" if it has none.
+        prompt_key: the default of --prompt-key.
+        is_question: text is a question that becomes the user message of a chat template; otherwise
+            it is the whole prompt.
+        suffix: text added to prompts that are text.
+        hub, test_hub: the default data sets of the Hugging Face hub, as NAME or NAME:CONFIG.
+        gold: returns the correct answer of a line; None: only the user's reward function reads
+            answers.
+        form: how a response gives the answer that `gold` returns; None where there is no `gold`.
+        reward: the function that scores responses in worker processes; None: the user must name
+            one.
+        answer: returns the answer in a response, "" if it has none.
         answer_limit: the longest answer in characters; longer ones get reward 0 without being
-        scored. None: no limit. max_new_tokens: the default limit of a response, in tokens.
+            scored. None: no limit.
+        max_new_tokens: the default limit of a response, in tokens.
     """
 
     prompt_key: str = "prompt"

@@ -222,7 +222,7 @@ class Scorer:
 
         Raises:
             RewardError: if more than max_error_rate of the rewards failed, or the function can no
-            longer be called.
+                longer be called.
         """
         if not self.can_fail:
             return {}, ""

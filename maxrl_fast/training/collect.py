@@ -129,7 +129,6 @@ class RolloutCollector:
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
-            InputError: if rewards must be 0 or 1, and one is not.
         """
         batches: list[RolloutBatch] = []
         errors = Counter[str]()

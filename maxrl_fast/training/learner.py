@@ -122,13 +122,13 @@ class Learner:
         Args:
             advantages: [S] of all samples.
             sequences: int64, ascending: the samples of this update. The loss is averaged over all
-            of them; samples with zero gradient count in the average but are not computed.
+                of them; samples with zero gradient count in the average but are not computed.
             when: for messages, such as "step 3".
             draw: the step and the update within it, for losses that draw tokens.
 
         Raises:
             NonFiniteError: naming the step, the prompt and what was not finite; the weights are
-            unchanged.
+                unchanged.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr

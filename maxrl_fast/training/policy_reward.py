@@ -68,8 +68,6 @@ class PolicyReward:
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
         """Return the rewards of N responses to each prompt, the same on all ranks, which must all
         call this.
-
-        Raises InputError if the answer to a prompt is not known.
         """
         responses = [
             part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())
@@ -167,10 +165,7 @@ class PolicyReward:
 
 
 def check_answers(task: Task, who: str) -> AnsweredTask:
-    """Return the task if it knows reference answers; its first prompt is tried.
-
-    Raises InputError, naming the option `who` that needs them, if it does not.
-    """
+    """Return the task if it knows reference answers; its first prompt is tried."""
     if not isinstance(task, AnsweredTask):
         raise InputError(
             f"{who} needs the reference answer to every prompt, which the task {task.name} does "

@@ -29,10 +29,7 @@ class TeacherPrompts:
     limit: int
 
     def __call__(self, prompts: Prompts) -> Prompts:
-        """Return the teacher's prompts in place of these training prompts.
-
-        Raises InputError if the function fails or a prompt is too long.
-        """
+        """Return the teacher's prompts in place of these training prompts."""
         return self._of(prompts.ids.tolist()).to(prompts.tokens.device)
 
     def check(self) -> None:

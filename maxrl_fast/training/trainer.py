@@ -63,7 +63,6 @@ class Trainer:
 
         Raises:
             NonFiniteError, RewardError: naming the step and the prompt.
-            InputError: if the rewards do not suit the objective.
         """
         clock = self.clock
         learner, objective = self.learner, self.objective

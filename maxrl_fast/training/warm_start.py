@@ -17,8 +17,10 @@ class WarmStart:
 
     Args:
         learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood
-        of the solution tokens. batch: prompts per step. takes_prompts: whether it uses up training
-        prompts, so that reinforcement learning starts after them.
+            of the solution tokens.
+        batch: prompts per step.
+        takes_prompts: whether it uses up training prompts, so that reinforcement learning starts
+            after them.
     """
 
     task: Task

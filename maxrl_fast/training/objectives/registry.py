@@ -43,10 +43,7 @@ def _estimator(name: str) -> Estimator:
 
 
 def objective_options(name: str) -> dict[str, Option]:
-    """Return an objective's options: the ones in the signature of its function.
-
-    Raises InputError for an unknown objective, or a custom one cannot be loaded.
-    """
+    """Return an objective's options: the ones in the signature of its function."""
     if name not in OBJECTIVES and name not in ALIASES and not is_code(name):
         raise InputError(
             "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, "
@@ -63,8 +60,6 @@ def objective_options(name: str) -> dict[str, Option]:
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return the defaults of an objective's options at N rollouts; None where one must be given or
     the configuration works it out.
-
-    Raises InputError as `objective_options`.
     """
     defaults = {option: row.default for option, row in objective_options(name).items()}
     size = None if name in OBJECTIVE_CLASSES else _estimator(name).size
@@ -98,7 +93,6 @@ def make_objective(
 
     Raises:
         ValueError: if an option does not fit the objective or N.
-        InputError: if a custom objective cannot be loaded.
     """
     options = objective_defaults(name, num_rollouts) | dict(given)
     return _made(name, tuple(options.items()), num_rollouts, updates_per_step)

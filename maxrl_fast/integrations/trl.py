@@ -101,8 +101,8 @@ class AdvantageMixin(GroupAdvantages):
 
     Args:
         estimator: a name in `ops.ESTIMATORS` that needs only rewards and lengths.
-        estimator_options: arguments of `ops.group_advantage`, such as k. others: as for
-            GRPOTrainer.
+        estimator_options: arguments of `ops.group_advantage`, such as k.
+        others: as for GRPOTrainer.
 
     Raises:
         ValueError: if estimator, options and num_generations do not fit each other, or the rewards

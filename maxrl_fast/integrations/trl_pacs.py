@@ -26,9 +26,9 @@ class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL ha
 
     Args:
         pacs_beta: scale of the reward proxies, in reward per nat. TRL's `beta` is for its KL.
-        pacs_score, pacs_weight: score and weight of `ops.pacs_loss`. others: as for GRPOTrainer.
-            With several updates per batch, per_device_train_batch_size must be a multiple of
-            num_generations, and prompts must be text.
+        pacs_score, pacs_weight: score and weight of `ops.pacs_loss`.
+        others: as for GRPOTrainer. With several updates per batch, per_device_train_batch_size must
+            be a multiple of num_generations, and prompts must be text.
 
     Raises:
         ValueError: if groups would be split, or a reward is neither 0 nor 1.

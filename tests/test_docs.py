@@ -277,7 +277,7 @@ def test_the_experiment_of_a_page_leaves_the_tree_as_it_was(
     before = git("status", "--porcelain")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "papers"))
-    assert runpy.run_path(str(ROOT / "examples" / "papers" / "weights.py"))["main"]([]) == 0
+    assert importlib.import_module("weights").main([]) == 0
     assert (tmp_path / "runs" / "papers" / "weights.json").exists()
     assert git("status", "--porcelain") == before
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
@@ -17,9 +18,9 @@ from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import Tracker
-from maxrl_fast.job.weights import weight_of
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, open_regular, storing, write_error, write_json
+from maxrl_fast.training.objectives.weight import weight_of
 
 if TYPE_CHECKING:
     from maxrl_fast.job.tensorboard import TensorBoard
@@ -167,7 +168,7 @@ class RunFiles:
                 self.out / "config.json",
                 {**self.options, "versions": versions(), "command": sys.argv},
             )
-            write_json(self.out / "weight.json", weight_of(self.options))
+            write_json(self.out / "weight.json", weight_of(self.options, PASS_RATES))
 
     def write(self, log: str, record: dict[str, Any]) -> None:
         """Append a record to a log, and send its numbers to the tracker."""

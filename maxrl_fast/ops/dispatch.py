@@ -77,13 +77,6 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
-def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(
-        op, allow_override=True
-    )
-    return register
-
-
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
-from maxrl_fast.ops.dispatch import KernelLaunch, is_gpu, operator, register_fake
+from maxrl_fast.ops.dispatch import KernelLaunch, is_gpu, operator
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
-@operator()
+def _without_memory(rewards: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(rewards)
+
+
+@operator(fake=_without_memory)
 def group_advantage(
     rewards: Tensor,  # [G, N]
     valid: Tensor | None,  # [G, N]; None: all are
@@ -59,11 +63,6 @@ def group_advantage(
         advantages=call.keep(advantages),
     )
     return advantages
-
-
-@register_fake(group_advantage)
-def _(rewards: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(rewards)
 
 
 def _table(row: Estimator, size: int, group: Group) -> Tensor:

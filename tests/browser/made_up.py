@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.job.weights import weight_of
+from maxrl_fast.config.names import PASS_RATES
+from maxrl_fast.training.objectives.weight import weight_of
 
 HOSTILE = (
     "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror='window.broken = "
@@ -50,7 +51,7 @@ def write_run(
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"seed": seed} | options))
-    (folder / "weight.json").write_text(json.dumps(weight_of(CONFIG | options)))
+    (folder / "weight.json").write_text(json.dumps(weight_of(CONFIG | options, PASS_RATES)))
     records = [
         {"step": step, **{key: rng.gauss(0.5, 0.1) for key in KEYS}} for step in range(1, steps + 1)
     ]

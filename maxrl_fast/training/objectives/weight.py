@@ -2,12 +2,12 @@
 it into its folder, so that the report need not import PyTorch.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from maxrl_fast.algorithms.estimators import find_estimator
-from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.ops import effective_weight
 from maxrl_fast.runtime.loading import is_code
 from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
@@ -15,9 +15,9 @@ from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
 MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 
 
-def weight_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return {"values": W_N(p) at PASS_RATES, exact at the N of these options}, or {"reason": why
-    there is none}.
+def weight_of(options: dict[str, Any], pass_rates: Sequence[float]) -> dict[str, Any]:
+    """Return {"values": W_N(p) at these pass rates}, exact at the N of these options, or {"reason":
+    why there is none}.
     """
     name, n = options["objective"], options["rollouts"]
     if name in OBJECTIVE_CLASSES:
@@ -29,7 +29,7 @@ def weight_of(options: dict[str, Any]) -> dict[str, Any]:
     known = {"k", "order", *find_estimator(name).options}
     given = {key: options[key] for key in known if options.get(key) is not None}
     try:
-        weights = effective_weight(name, n, torch.tensor(PASS_RATES, dtype=torch.float64), **given)
+        weights = effective_weight(name, n, torch.tensor(pass_rates, dtype=torch.float64), **given)
     except ValueError as error:
         return {"reason": str(error)}
     if not weights.isfinite().all():

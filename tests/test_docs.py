@@ -76,7 +76,7 @@ CHOICES = (
         "--loss sapo",
         "--overlong-buffer 4",
         "--rollout vllm",
-        "--reward rewards.py:score openai:http://localhost/v1/m",
+        "--reward rewards.py:score rewards.py:length",
     ),
 )
 

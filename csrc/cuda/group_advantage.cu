@@ -59,7 +59,7 @@ __device__ const double* rank_transform(double* rewards, int size, int n, const 
 }
 
 template <typename Real>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMostThreads, 1)
     group_advantage_kernel(const __grid_constant__ GroupAdvantage<Real> in) {
   __shared__ double warps[kMostThreads / kWarp];
   const int size = static_cast<int>(in.group_size);

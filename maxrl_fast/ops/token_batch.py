@@ -40,9 +40,11 @@ class TokenBatch(NamedTuple):
     def at(self, index: slice | Tensor) -> "TokenBatch":
         """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
         tokens: dict[str, Any] = {
-            name: x[index] for name, x in self._asdict().items() if x is not None
+            name: x[index]
+            for name, x in self._asdict().items()
+            if x is not None and name != "cu_seqlens"
         }
-        return self._replace(**{**tokens, "cu_seqlens": self.cu_seqlens})
+        return self._replace(**tokens)
 
     def needed_rows(self, needs_every_token: bool, by_sequence: bool) -> Tensor:
         """Return which rows of logits [T] the loss reads: those with a gradient, and with a ratio

@@ -2,13 +2,14 @@
 
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.evaluation.kept_samples import finite, sample_records
-from maxrl_fast.records import Prompts, Samples
+from maxrl_fast.records import Prompts, Rollouts, Samples, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -23,8 +24,14 @@ def rollout_records(
 
     All ranks must call this. `advantages` [S] are the update's.
     """
-    num_rollouts, device = batch.num_rollouts, batch.rewards.device
-    prompts, per_prompt = batch.prompts.to(CPU), min(count, num_rollouts)
+    prompts, rollouts, num_rollouts = batch.prompts, batch.raw_rollouts, batch.num_rollouts
+    # a GPU is waited for twice: here, and for the tokens that are kept
+    tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, has_reward, advantages = to_host(
+        *(prompts.tokens, prompts.cu_seqlens, prompts.ids, rollouts.cu_seqlens, rollouts.truncated),
+        *(batch.task_rewards.flatten(), batch.has_reward.flatten(), advantages.detach()),
+    )
+    prompts = replace(prompts, tokens=tokens, cu_seqlens=prompt_cu, ids=ids)
+    per_prompt = min(count, num_rollouts)
     groups = first_groups(prompts, -(-count // per_prompt))
     sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
     own = {s: parts for s in sequences.tolist() if (parts := batch.components[s])}
@@ -35,10 +42,15 @@ def rollout_records(
     }
     if not ranks.is_first:
         return []
-    (chosen,) = to_device(device, sequences)
-    values = batch.task_rewards.masked_fill(~batch.has_reward, torch.nan).flatten()
-    values, advantages = to_host(values[chosen], advantages.detach()[chosen])
-    samples = Samples(prompts.select(groups), batch.raw_rollouts.select(chosen).to(CPU))
+    device = rollouts.tokens.device
+    positions, kept_cu = gather_sequences(cu_seqlens, sequences)
+    (kept,) = to_host(rollouts.tokens[to_device(device, positions)[0]])
+    responses = Rollouts(kept, kept_cu, torch.zeros(len(kept)), truncated[sequences])
+    if rollouts.inserted is not None:
+        chosen = rollouts.select(sequences.to(device)).to(CPU)
+        responses = replace(responses, inserted=chosen.inserted)
+    samples = Samples(prompts.select(groups), responses)
+    values = rewards.masked_fill(~has_reward, torch.nan)[sequences]
     records = sample_records(
         task, samples, values, [components.get(s, {}) for s in sequences.tolist()]
     )
@@ -48,7 +60,7 @@ def rollout_records(
             **record,
             "advantage": None if record["reward"] is None else finite(advantage),
         }
-        for record, advantage in zip(records, advantages.tolist(), strict=True)
+        for record, advantage in zip(records, advantages[sequences].tolist(), strict=True)
     ][:count]
 
 

@@ -93,9 +93,9 @@ def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys)
         "calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) "
         "- 2)\n"
     )
-    train.main(job(reward, tmp_path / "run"))
+    train.main([*job(reward, tmp_path / "run"), "--reward-workers", "1"])
     assert (
-        "warning: before the first step: 2 of 4 rewards failed (exception 2), for example: "
+        "warning: before the first step: 1 of 4 rewards failed (exception 1), for example: "
         "ZeroDivisionError" in capsys.readouterr().err
     )
 

@@ -169,10 +169,10 @@ from maxrl_fast.runtime.ranks import Ranks
 
 generate = NativeEngine.generate
 
-def stuck_in_the_engine(self, *arguments, step, **options):
-    while step == 2 and Ranks.of_environment().is_first:
+def stuck_in_the_engine(self, request):
+    while request.step == 2 and Ranks.of_environment().is_first:
         time.sleep(0.1)
-    return generate(self, *arguments, step=step, **options)
+    return generate(self, request)
 
 NativeEngine.generate = stuck_in_the_engine
 sys.exit(train.main(sys.argv[1:]))

@@ -79,10 +79,9 @@ __device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
 
 // Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for
 // any thread. `workspace` has workspace_size(size) zeros. The last block to come adds all sums up
-// into workspace[0 .. size). Returns whether this is the last block, which may then read the
-// workspace.
+// into workspace[0 .. size).
 template <int size, typename SumOf>
-__device__ bool add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks) {
+__device__ void add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);
   double* rows = workspace + size + 1;
   __shared__ bool is_last;
@@ -94,7 +93,7 @@ __device__ bool add_over_blocks(const SumOf& sum_of, double* workspace, int bloc
     __threadfence();  // the count before the other blocks' rows
   }
   __syncthreads();
-  if (!is_last) return false;
+  if (!is_last) return;
   const int lane = threadIdx.x % kWarp, num_warps = blockDim.x / kWarp;
   for (int i = threadIdx.x / kWarp; i < size; i += num_warps) {
     double sum = 0.0;
@@ -102,8 +101,6 @@ __device__ bool add_over_blocks(const SumOf& sum_of, double* workspace, int bloc
     sum = warp_sum(sum);
     if (lane == 0) workspace[i] = sum;
   }
-  __syncthreads();
-  return true;
 }
 
 }  // namespace maxrl::cuda

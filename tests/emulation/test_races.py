@@ -78,7 +78,6 @@ PLANTED = [
     ),
     Planted("token_loss", "reduce.cuh", "is_last = atomicAdd", "__threadfence();"),
     Planted("token_loss", "reduce.cuh", "is_last = atomicAdd"),
-    Planted("token_loss", "reduce.cuh", "if (lane == 0) workspace[i] = sum;"),
     Planted("token_loss", "softmax_rows.cuh", "memory.rows[0]);", "sync_team();"),
     Planted("token_loss", "softmax_rows.cuh", "store_sums(mine, memory", "sync_row();"),
     Planted("token_loss", "softmax_rows.cuh", "sums_turn ^= 1;", "sync_team();"),

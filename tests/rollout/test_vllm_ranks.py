@@ -57,16 +57,16 @@ from maxrl_fast.rollout.vllm import VllmEngine
 
 sample = VllmEngine._sample
 
-def killed(self, prompts, num_samples, sampling, seed, step):
+def killed(self, request):
     engine = self._llm.llm_engine
     forward, calls = type(engine).step, []
     def one_step():
         calls.append(None)
-        if len(calls) == 2 and step == 1 and os.environ["RANK"] == "1":
+        if len(calls) == 2 and request.step == 1 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return forward(engine)
     engine.step = one_step
-    return sample(self, prompts, num_samples, sampling, seed, step)
+    return sample(self, request)
 
 VllmEngine._sample = killed
 sys.exit(train.main(sys.argv[1:]))

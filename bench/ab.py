@@ -31,7 +31,6 @@ EXPERIMENTS: dict[str, tuple[str, str, list[Any]]] = {
     "ahead": ("rows", "MAXRL_AHEAD", [4, 8]),
     "carveout": ("rows", "MAXRL_CARVEOUT", [100, -1]),
     "chunks": ("linear", "LARGE_CHUNK_BYTES", [5 << 30, 5 << 29, 5 << 28]),
-    "product": ("linear_in_chunks", "PRODUCT_BYTES", [1 << 26, 1 << 24, 1 << 28]),
     "reduced": ("linear", "REDUCED_PRECISION", [False, True]),
     "burst": ("rollout", "BURST", [8, 16, 32]),
     "prefill": ("rollout", "PREFILL_TOKENS", [32768, 8192, 131072]),
@@ -53,7 +52,7 @@ def rows(device: torch.device) -> tuple[float, float]:
     return times["ours"], error
 
 
-def linear(device: torch.device, chunk: int | None = None) -> tuple[float, float]:
+def linear(device: torch.device) -> tuple[float, float]:
     """Return the milliseconds of the loss from hidden states, and the error of their gradient."""
     from bench.measure import kernel_milliseconds
     from maxrl_fast.ops import linear_policy_gradient_loss
@@ -69,7 +68,7 @@ def linear(device: torch.device, chunk: int | None = None) -> tuple[float, float
         h = hidden[:size].requires_grad_()
         bounds = torch.tensor([0, size], device=device)
         loss, _ = linear_policy_gradient_loss(
-            *(h, weight, targets[:size], torch.ones(1, device=device), bounds), chunk_tokens=chunk
+            h, weight, targets[:size], torch.ones(1, device=device), bounds
         )
         of_hidden, of_weight = torch.autograd.grad(loss, (h, weight))
         return of_hidden, of_weight
@@ -120,7 +119,6 @@ def update(device: torch.device) -> tuple[float, None]:
 MEASURES: dict[str, Callable[[torch.device], tuple[float, float | None]]] = {
     "rows": rows,
     "linear": linear,
-    "linear_in_chunks": lambda device: linear(device, 4224 if device.type == "cuda" else 20),
     "rollout": rollout,
     "update": update,
 }

@@ -108,10 +108,9 @@ class Chunks:
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
         self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        self.needs_weight, self.grad_weight = needs_weight, None
-        if needs_weight and not (dispatch.is_gpu(hidden.device) and len(hidden)):
-            # on a GPU the first product becomes the weight's gradient: two passes fewer
-            self.grad_weight = torch.zeros_like(weight, dtype=real_dtype(hidden.dtype))
+        # the first chunk's product replaces the values
+        empty = torch.empty_like if len(hidden) else torch.zeros_like
+        self.grad_weight = empty(weight, dtype=real_dtype(hidden.dtype)) if needs_weight else None
         stride = row_stride(len(weight), hidden.device)
         self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
         self.softcap = softcap
@@ -139,23 +138,8 @@ class Chunks:
         with _full_precision_sums():
             if self.grad_hidden is not None:
                 torch.mm(gradient, self.weight, out=self.grad_hidden[start:stop])
-            if self.needs_weight:
-                self._add_to_weight(gradient, self.hidden[start:stop])
-
-    def _add_to_weight(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add gradient.T hidden [V, H]."""
-        dtype = real_dtype(hidden.dtype)
-        if self.grad_weight is None:
-            self.grad_weight = _product(gradient, hidden)
-        elif gradient.dtype == dtype or not dispatch.is_gpu(hidden.device):
-            self.grad_weight.addmm_(gradient.T.to(dtype), hidden.to(dtype))
-        else:
-            # Some versions of PyTorch refuse to add a product of half precision to a float32
-            # matrix. Parts of the product, which stay in the cache, are added after it.
-            rows = max(tuning.PRODUCT_BYTES // (hidden.shape[1] * dtype.itemsize), 1)
-            parts = zip(self.grad_weight.split(rows), gradient.split(rows, 1), strict=True)
-            for total, part in parts:
-                total.add_(_product(part, hidden))
+            if self.grad_weight is not None:
+                _add_product(self.grad_weight, gradient, self.hidden[start:stop], int(start > 0))
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Return them in the dtypes of hidden and weight; [0] if not needed."""
@@ -166,12 +150,13 @@ class Chunks:
         )
 
 
-def _product(gradient: Tensor, hidden: Tensor) -> Tensor:
-    """Return gradient.T hidden, of half precision in float32."""
-    dtype = real_dtype(hidden.dtype)
-    if gradient.dtype != dtype and gradient.device.type == "cuda":
-        return torch.mm(gradient.T, hidden, out_dtype=dtype)
-    return gradient.T.to(dtype) @ hidden.to(dtype)
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, beta: int) -> None:
+    """Write beta total + gradient.T hidden [V, H] to total, in its dtype."""
+    left, dtype = gradient.T, total.dtype
+    if hidden.dtype != dtype and hidden.device.type == "cuda":
+        torch.addmm(total, left, hidden, out_dtype=dtype, beta=beta, out=total)
+    else:
+        total.addmm_(left.to(dtype), hidden.to(dtype), beta=beta)
 
 
 @contextlib.contextmanager

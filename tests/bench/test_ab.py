@@ -26,7 +26,7 @@ def test_the_first_value_is_todays():
             assert (today["cuda"] if isinstance(today, dict) else today) == value
 
 
-@pytest.mark.parametrize("what", ["rows", "linear", "linear_in_chunks"])
+@pytest.mark.parametrize("what", ["rows", "linear"])
 def test_gradients_are_compared(what):
     milliseconds, error = ab.MEASURES[what](CPU)
     assert milliseconds > 0

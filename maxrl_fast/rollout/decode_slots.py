@@ -89,7 +89,16 @@ class DecodeSlots:
         *("tokens", "logprobs"),
     )
 
-    def __init__(self, model: DecodeModel, shape: Shape, dtype: torch.dtype, in_kernel: bool):
+    def __init__(
+        self,
+        model: DecodeModel,
+        shape: Shape,
+        dtype: torch.dtype,
+        in_kernel: bool,
+        stream: torch.cuda.Stream | None = None,
+    ):
+        """stream: on which steps are captured; None: without CUDA graphs. cuBLAS has one workspace
+        for each stream, so all graphs of a stream share it: they must be dropped together."""
         c, self.model, self.shape, self.in_kernel = model.config, model, shape, in_kernel
         device = model.device
         self.bytes = shape.cache_bytes(c, dtype)
@@ -126,10 +135,9 @@ class DecodeSlots:
         self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, batch
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph] = {}
         # The graphs write only to these slots and never run concurrently, so they share one memory
-        # pool. They are captured on a stream of this device: PyTorch's default for captures is a
-        # stream of the device of the first capture.
+        # pool.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = stream
 
     def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
         """Remove all samples, and prepare a job with this many groups of this many samples at a

@@ -44,6 +44,9 @@ class DeviceDecoder:
         self.model = DecodeModel(model.config, self.device, dtype, compiled)
         # whether attention runs in the CUDA kernel
         self.in_kernel = has_kernel(model.config, dtype, self.device)
+        # PyTorch's default for captures is a stream of the device of the first capture. A stream of
+        # each batch would keep its cuBLAS workspace of 32 MiB and more.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.batch: DecodeSlots | None = None
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
@@ -100,8 +103,8 @@ class DeviceDecoder:
                     new = (
                         both if both.cache_bytes(self.model.config, self.dtype) <= budget else shape
                     )
-                self.batch = None  # before the new one is allocated
-                self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel)
+                self.batch = None  # and its graphs, before the new one is allocated
+                self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel, self.stream)
             self.batch.begin(slots, group_size, sampling)
             return _Job(request, self.batch, self.model.config.vocab_size).run()
 

@@ -70,13 +70,16 @@ def engine(gpu, captures, monkeypatch):
 
     def captured(step, stream, pool):
         captures.append(Graph(step, gpu, steps))
+        assert stream is engine.decoder.stream is not None
         return captures[-1]
 
     monkeypatch.setattr(decode_sample, "sample_and_append", sampled)
     monkeypatch.setattr(decode_slots, "captured", captured)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     with gpu:
-        return NativeEngine(policy(gpu), torch.bfloat16, cache_bytes=10**9)
+        engine = NativeEngine(policy(gpu), torch.bfloat16, cache_bytes=10**9)
+    return engine
 
 
 def sample(gpu, engine, num_samples, sampling=SAMPLING):

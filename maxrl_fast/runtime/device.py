@@ -19,6 +19,8 @@ from maxrl_fast.errors import InputError
 
 
 def resolve_device(name: str) -> torch.device:
+    """Return the device of "cpu", "cuda" or "auto". From a GPU on, this process adds the parts of
+    split matrix multiplications in float32, in the policy and in its decoder alike."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs "
@@ -26,6 +28,10 @@ def resolve_device(name: str) -> torch.device:
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = False
     return torch.device(name)
 
 

@@ -11,6 +11,7 @@ from maxrl_fast.ops import (
     token_logprobs,
 )
 from maxrl_fast.ops.logit_chunks import Chunks, chunk_tokens
+from maxrl_fast.runtime.device import resolve_device
 from tests.ops.loss_definitions import aggregation_of
 from tests.ops.operators import Operators
 
@@ -333,3 +334,15 @@ def test_split_sums_of_gradients_are_in_full_precision(monkeypatch):
         chunks.backward(start, stop, logits)
     assert seen == [(False, True), (True, False)] * 3  # of logits, and of hidden states
     assert matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_on_a_gpu_all_split_sums_of_a_run_are_in_full_precision(monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{x}_reduced_precision_reduction" for x in ("bf16", "fp16")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        resolve_device("auto")
+        assert not any(getattr(matmul, name) for name in names)
+    finally:
+        for name in names:
+            setattr(matmul, name, True)  # PyTorch's default

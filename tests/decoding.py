@@ -91,12 +91,12 @@ def check_sampling(vocab, temperature, device, around_kernel, dtype=torch.float3
     logits = logits.float()
     token, log_p = (x[:, 0] for x in sample(logits, uniforms(keys, length)[:, None], sampling))
     rows = (~done).nonzero()[:, 0]
-    # sums differ by rounding, so near a step of the CDF the next token may be drawn
-    if vocab > 5000 and temperature:
+    # a GPU's sums differ by rounding, so near a step of the CDF the next token may be drawn
+    if device.type == "cuda" and temperature:
         drawn = given[6].cpu()[torch.arange(len(length)), length].where(~done, token)[:, None]
         p = (logits.double() / temperature).softmax(-1)
         upper, u = p.cumsum(-1).gather(1, drawn), uniforms(keys, length)[:, None]
-        assert ((upper - p.gather(1, drawn) - 1e-4 <= u) & (u <= upper + 1e-4))[rows].all()
+        assert ((upper - p.gather(1, drawn) - 1e-5 <= u) & (u <= upper + 1e-5))[rows].all()
         token = drawn[:, 0]
         log_p = (logits / temperature).log_softmax(-1).gather(1, drawn)[:, 0]
     for to, values in ((tokens, token), (logprobs, log_p)):

@@ -269,24 +269,6 @@ class Event:
         self.gpu.waits.append("the host waits for an event")
 
 
-class _RmsNorm(torch.autograd.Function):
-    """F.rms_norm, which chooses its fused CUDA kernel in C++, where a FakeTensor shows the device
-    `meta`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, launches: Counter[str]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.launches = launches
-        launches["_fused_rms_norm"] += 1
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.launches["_fused_rms_norm_backward"] += 1
-        return *(torch.empty_like(x) for x in ctx.saved_tensors), None
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     """A GPU without kernels of the package: their launches are counted, with every tensor whose
@@ -314,15 +296,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     for name in ("_lazy_init", "graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(pretended))
-    pretended, rms_norm = PretendGpu(), torch.nn.functional.rms_norm
-
-    def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        return (
-            _RmsNorm.apply(x, weight, pretended.launches)
-            if x.device == GPU
-            else rms_norm(x, shape, weight, eps)
-        )
-
+    pretended = PretendGpu()
     keep_on_host, launch_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch.launch
 
     def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
@@ -346,7 +320,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
         return None
 
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", fused_rms_norm)
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)
     monkeypatch.setattr(dispatch.KernelLaunch, "launch", launch)
     yield pretended

@@ -20,6 +20,7 @@ from maxrl_fast.rollout.decode_slots import Shape
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
+from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task
@@ -98,7 +99,8 @@ def _of_engine(
     is_vllm, is_native = options.rollout == "vllm", model.backend == "native"
     in_cpp = not is_vllm and not is_gpu and is_native
     least = 256 if is_vllm else 32 * config.evaluation.eval_samples
-    rows = min(max(options.samples_of_engine(machine.processes), least), MAX_BATCH[machine.device])
+    most = MAX_SEQUENCES if is_vllm else MAX_BATCH[machine.device]
+    rows = min(max(options.samples_of_engine(machine.processes), least), most)
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     arithmetic = arithmetic_of(dtype)
     if in_cpp and arithmetic == "float32":

@@ -21,7 +21,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import tokenizer_files
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
-from maxrl_fast.rollout.native import MAX_BATCH, NativeEngine
+from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.loading import build_from_code
@@ -199,7 +199,6 @@ def build_engine(
     vLLM samples `max_batch` responses at once, and must know at its start whether sampling
     `filters_tokens` (top-k, top-p or min-p), for the log-probs. kv_cache_gb is in 1e9 bytes.
     """
-    device = model.lm_head.weight.device
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
     engine: Engine
     if vllm_url is not None:
@@ -215,7 +214,7 @@ def build_engine(
             model,
             dtype,
             cache_bytes=cache_bytes,
-            max_batch=min(max(max_batch, 256), MAX_BATCH[device.type]),
+            max_batch=max(max_batch, 256),
             ranks=ranks,
             tensor_parallel=vllm_tensor_parallel,
             filters_tokens=filters_tokens,

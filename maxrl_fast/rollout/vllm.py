@@ -36,6 +36,7 @@ from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
 from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.native import default_cache_bytes
 from maxrl_fast.rollout.vllm_shared import (
+    MAX_SEQUENCES,
     VERSIONS,
     check_version,
     logprobs_mode,
@@ -45,7 +46,7 @@ from maxrl_fast.rollout.vllm_shared import (
     sampling_parameters,
 )
 from maxrl_fast.runtime.device import memory_bytes
-from maxrl_fast.runtime.ranks import Ranks, own_gpu
+from maxrl_fast.runtime.ranks import Ranks, is_lost_connection, own_gpu
 
 # keys of config.json
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -136,14 +137,16 @@ class VllmEngine:
                     # vLLM refuses to start where less than this is free: 0.92 if not given
                     gpu_memory_utilization=share,
                     max_model_len=self.config.max_position_embeddings,
-                    max_num_seqs=max_batch,
+                    max_num_seqs=min(max_batch, MAX_SEQUENCES),
                     logprobs_mode=self._logprobs_mode,
                     enable_sleep_mode=self._can_sleep,
                     # a third faster than the default of 128 tokens
                     **({"block_size": 32} if is_cpu else {}),
                     **_launch_options(ranks, tensor_parallel, self._device),
                 )
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError
+                if is_lost_connection(error):
+                    raise
                 raise InputError(
                     f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
                 ) from error

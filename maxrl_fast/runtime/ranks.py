@@ -146,7 +146,7 @@ class Ranks:
         except BaseException as error:
             # A collective mostly fails because another rank has failed and has already said why.
             cause = watch.report_failure(f"{type(error).__name__}: {error}")
-            if cause is None and not _is_lost_connection(error):
+            if cause is None and not is_lost_connection(error):
                 raise
             cause = (
                 cause
@@ -172,7 +172,7 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _is_lost_connection(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     texts = (
         "connection closed",
         "connection reset",

@@ -206,6 +206,25 @@ def test_weights_that_vllm_refuses_are_a_sentence(make_fake_engine, monkeypatch)
         make_fake_engine(tiny_decoder())
 
 
+@pytest.mark.parametrize("max_batch", [1000, 4096])
+def test_vllm_samples_at_most_1024_sequences_at_a_time(make_fake_engine, max_batch):
+    options = make_fake_engine(tiny_decoder(), max_batch=max_batch)._llm.options
+    assert options["max_num_seqs"] == min(max_batch, 1024)
+
+
+def test_too_little_memory_at_the_start_is_a_sentence_and_a_lost_rank_is_not(
+    make_fake_engine, monkeypatch
+):
+    def failing(message):
+        monkeypatch.setattr(sys.modules["vllm"], "LLM", Mock(side_effect=RuntimeError(message)))
+        return lambda: make_fake_engine(tiny_decoder())
+
+    with refused("vLLM rejects this model or --kv-cache-gb: CUDA out of memory occurred when"):
+        failing("CUDA out of memory occurred\nwhen warming up")()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        failing("Connection closed by peer")()
+
+
 def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_fake_engine):
     engine = make_fake_engine(tiny_decoder())
     engine._can_sleep = True  # as on a GPU

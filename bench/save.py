@@ -96,9 +96,7 @@ def disk_bandwidth(folder: Path) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of copies from the device into fresh host memory, pinned for a
-    GPU.
-    """
+    """Return the bytes per second of copies from the device into fresh host memory."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     copies = [seconds_of(lambda: host_copy(source), device) for _ in range(5)]
     return BLOCK / statistics.median(copies)

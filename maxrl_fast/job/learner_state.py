@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import DTYPES
 from maxrl_fast.model.linear import adapter_config, adapters
+from maxrl_fast.runtime.device import HostCopy
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 
@@ -134,17 +136,34 @@ class Snapshot:
                 if x in own and weight.is_set_to(own[x])
             ]
             weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
-        if model.lm_head.weight.is_cuda:
-            torch.cuda.synchronize()
         return cls(tensors, weights, *rest, is_sharded=False)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Copy to the host; from a GPU complete after the next synchronization."""
+    """Return a contiguous copy on the host; from a GPU in ordinary memory, through `_pinned`."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    _copy_in_parts(tensor.detach(), copy, _pinned())
+    return copy
+
+
+@cache
+def _pinned() -> Tensor:
+    """PyTorch rounds pinned memory up to a power of two, and never returns it to the system."""
+    return torch.empty(2, 1 << 27, dtype=torch.uint8, pin_memory=True)
+
+
+def _copy_in_parts(source: Tensor, target: Tensor, halves: Tensor) -> None:
+    """Copy to a contiguous tensor on the host. While the host copies a part from one half of the
+    pinned memory, the GPU writes the next part to the other one."""
+    parts, into = (x.reshape(-1).view(torch.uint8).split(halves.shape[1]) for x in (source, target))
+    copies = []
+    for i, part in enumerate(parts):
+        copies.append(HostCopy(part, halves[i % 2, : len(part)]))
+        if i:
+            into[i - 1].copy_(copies[i - 1].read())
+    into[-1].copy_(copies[-1].read())
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
@@ -165,8 +184,8 @@ def save_state(folder: Path, tensors: dict[str, Tensor], rank: int = 0) -> None:
     its own file. The first rank writes what is not sharded.
 
     A file's metadata says where its rows begin, as that of torch.distributed.checkpoint's
-    HuggingFaceStorageWriter does. DCP itself is not used: its default format is pickled, importing
-    it takes two seconds, and it sends pickled plans between the ranks.
+    HuggingFaceStorageWriter does. DCP itself pickles what the ranks exchange, and takes two seconds
+    to import.
     """
     folder.mkdir(exist_ok=True)
     files: list[dict[str, Tensor]] = [{}]

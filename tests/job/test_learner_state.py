@@ -44,6 +44,23 @@ def test_tensors_are_read_as_they_were_written_also_by_pytorch(tmp_path, monkeyp
     assert_equal(theirs)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_parts_of_a_copy_from_a_gpu_are_right_whenever_it_writes_them(monkeypatch, is_late):
+    class Copy:
+        def __init__(self, x, pinned):
+            self.write = lambda: pinned.copy_(x)
+            self.written = None if is_late else self.write()
+
+        def read(self):
+            return self.write() if is_late else self.written
+
+    monkeypatch.setattr(learner_state, "HostCopy", Copy)
+    for tensor in (*TENSORS.values(), torch.arange(90).view(9, 10).T):
+        target = torch.full_like(tensor, 9, memory_format=torch.contiguous_format)
+        learner_state._copy_in_parts(tensor, target, torch.zeros(2, 25, dtype=torch.uint8))
+        assert torch.equal(target, tensor)
+
+
 def test_files_of_earlier_versions_are_read(tmp_path):
     """One rank wrote whole tensors, several wrote with torch.distributed.checkpoint."""
     save_file(TENSORS, tmp_path / "state-00001-of-00001.safetensors")

@@ -195,14 +195,7 @@ class DecodeSlots:
         if sampling.max_turns > 1:
             at = length.clamp_max(self.shape.limit - 1)  # [rows], a copy
             given, is_given = self.tokens[self.all_rows[rows], at], at < self.given_end[rows]
-        if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
-            of_batch = self.last, self.length, self.done, self.tokens, self.logprobs
-            state = (x[rows] for x in of_batch)
-            decode_sample.sample_and_append(logits, sampling, self.keys[rows], self.stops, *state)
-        else:
-            u = uniforms(self.keys[rows], length)[:, None]  # [rows, 1]
-            token, log_p = sample(logits.float(), u, sampling)
-            self._append(self.all_rows[rows], token[:, 0], log_p[:, 0])
+        self._sample(logits, sampling)
         if sampling.max_turns > 1:  # what was sampled in place of given tokens is discarded
             self.last[rows] = torch.where(is_given, given, self.last[rows])
             self.tokens[self.all_rows[rows], at] = torch.where(
@@ -210,7 +203,17 @@ class DecodeSlots:
             )
             self.done[rows] &= ~is_given
 
-    def _append(self, rows: Tensor, token: Tensor, log_p: Tensor) -> None:
+    def _sample(self, logits: Tensor, sampling: Sampling, rows: Tensor | None = None) -> None:
+        """Append a token to the first rows, or to these [g n], of which each n share logits."""
+        end = self.rows if rows is None else None
+        of_batch = self.keys, self.last, self.length, self.done, self.tokens, self.logprobs
+        keys, *state = (x[:end] for x in of_batch)
+        if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
+            decode_sample.sample_and_append(logits, sampling, keys, self.stops, *state, rows=rows)
+            return
+        rows = self.all_rows[:end] if rows is None else rows
+        u = uniforms(self.keys[rows], self.length[rows]).view(len(logits), -1)  # [g, n]
+        token, log_p = (x.flatten() for x in sample(logits.float(), u, sampling))
         done, length = self.done[rows], self.length[rows]
         at = length.clamp_max(self.shape.limit - 1)  # [rows]
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):
@@ -246,15 +249,7 @@ class DecodeSlots:
         self.given_end[rows] = 0
         self.length[rows] = (samples < 0).long()
         logits = self.model.logits(hidden)  # all samples of a prompt share them
-        if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
-            state = (self.last, self.length, self.done, self.tokens, self.logprobs)
-            decode_sample.sample_and_append(
-                logits, sampling, self.keys, self.stops, *state, rows=rows
-            )
-        else:
-            u = uniforms(self.keys[rows], 0).view(-1, self.group_size)  # [g, group_size]
-            token, log_p = sample(logits.float(), u, sampling)
-            self._append(rows, token.flatten(), log_p.flatten())
+        self._sample(logits, sampling, rows)
 
     def feed(self, row: int, start: int, tokens: list[int]) -> None:
         """Let a row that is done, with `start` tokens, read these before it samples again."""

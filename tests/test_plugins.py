@@ -218,14 +218,8 @@ def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
         *"--task sorting_plugin:SortTask --objective sorting_plugin:centred".split(),
         *"--rollout naive_plugin:NaiveEngine".split(),
     ]
-    files = [
-        "--task",
-        f"{SORT}:SortTask",
-        "--objective",
-        f"{site / 'sorting_plugin.py'}:centred",
-        "--rollout",
-        f"{NAIVE}:NaiveEngine",
-    ]
+    files = f"--task {SORT}:SortTask --objective {site}/sorting_plugin.py:centred".split()
+    files += ["--rollout", f"{NAIVE}:NaiveEngine"]
     for name, flags in (("modules", modules), ("files", files)):
         assert (
             train.main([*SIZES, "--sft-steps", "120", *flags, *ARGS, "--out", str(tmp_path / name)])
@@ -265,12 +259,8 @@ def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
 def test_a_run_of_a_task_class_is_evaluated(tmp_path):
     run = tmp_path / "run"
     assert train.main([*SIZES, "--task", f"{SORT}:SortTask", *ARGS, "--out", str(run)]) == 0
-    flags = [
-        *"--eval-prompts 6 --samples 4 --rollout".split(),
-        f"{NAIVE}:NaiveEngine",
-        "--out",
-        str(tmp_path / "evaluated"),
-    ]
+    flags = f"--eval-prompts 6 --samples 4 --rollout {NAIVE}:NaiveEngine".split()
+    flags += ["--out", str(tmp_path / "evaluated")]
     assert evaluate.main([str(run), *flags]) == 0
     result = json.loads((tmp_path / "evaluated" / "eval.json").read_text())
     assert result["pass_at_k"]["1"]["mean"] == pytest.approx(

@@ -114,13 +114,8 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
         add_adapters(model, rank, 32.0, "q_proj,v_proj,down_proj", 0)
     model.checkpoint_activations = checkpoint
     peak, tokens = measured_update(model, getattr(torch, dtype))
-    flags = [
-        "--dtype",
-        dtype,
-        "--token-budget",
-        str(tokens),
-        *["--checkpoint-activations"] * checkpoint,
-    ]
+    flags = f"--dtype {dtype} --token-budget {tokens}".split()
+    flags += ["--checkpoint-activations"] * checkpoint
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     own = ("activations", "copies", "logits")
     update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
@@ -189,16 +184,8 @@ def test_sharding_divides_the_training_state_after_the_start():
 def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
     model = big("--lora-rank", "4")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    memory = estimated(
-        model,
-        Machine("cuda", 1, 24 * 10**9),
-        "--lora-rank",
-        "4",
-        "--kl-coef",
-        "0.1",
-        "--dtype",
-        "bfloat16",
-    )
+    flags = "--lora-rank 4 --kl-coef 0.1 --dtype bfloat16".split()
+    memory = estimated(model, Machine("cuda", 1, 24 * 10**9), *flags)
     rows = [
         memory[f"{name} (float32)"][2] / trained
         for name in ("gradients", "Adam moments", "reference policy")
@@ -227,9 +214,7 @@ def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtyp
     # keys are padded
     model = build_policy(resolve(parse(["--heads", "8"]), MazeTask(9)), MazeTask(9), is_empty=True)
     flags = (
-        "--dtype",
-        dtype,
-        *"--prompts 4 --rollouts 64 --eval-samples 1 --max-new-tokens 20".split(),
+        f"--dtype {dtype} --prompts 4 --rollouts 64 --eval-samples 1 --max-new-tokens 20".split()
     )
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     arithmetic = arithmetic_of(getattr(torch, dtype))

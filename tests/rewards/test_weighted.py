@@ -223,12 +223,7 @@ def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(
     assert (
         evaluate.main(
             [
-                str(out),
-                "--eval-prompts",
-                "2",
-                "--samples",
-                "2",
-                "--out",
+                *(str(out), *"--eval-prompts 2 --samples 2 --out".split()),
                 str(tmp_path / "evaluation"),
             ]
         )

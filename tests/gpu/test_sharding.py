@@ -1,4 +1,4 @@
-"""FSDP2 with NCCL in a world of one rank."""
+"""FSDP2 and NCCL in a world of one rank."""
 
 import pytest
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from bench.gpu_steps import cuda_tool
+from bench.loss_case import Case
 from bench.measure import argument_parser, describe, machine, prepare, run_command
 from bench.rollout import CASES, policy
-from bench.token_loss import Case
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
@@ -45,15 +45,16 @@ STEPS, LENGTH, LIMIT = 2, 90, 180  # of decoding: steps, tokens of a row before 
 
 def run(device: torch.device) -> None:
     case = Case(torch.bfloat16, 4096, 151936, device)
-    case.ours()
-    case.refill()
-    steps = decoding_steps("maze17x32", torch.bfloat16, device)
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    case.ours()
-    steps()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    with case.filled():
+        case.ours()
+        case.refill()
+        steps = decoding_steps("maze17x32", torch.bfloat16, device)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        case.ours()
+        steps()
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
 
 
 def decoding_steps(case: str, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:

@@ -48,68 +48,77 @@ def launches(x: Any) -> Iterator[Row]:
 
 
 def token_loss(x: Any) -> Iterator[Row]:
+    for part, error in x["failed"].items():
+        yield Row(f"loss, {part}", "FAILED", "no failure", False, error)
     for name, case in (x["logits"] | x["other_vocabularies"]).items():
-        size = f"{case['tokens']} x {case['vocabulary']} {name.split()[0]}"
-        share, times = case["of_copy_bandwidth"]["ours"], case["milliseconds"]
-        beside = (
-            f"copy {times['copy']:.2f} ms, ours {times['ours']:.2f}, eager {times['eager']:.1f}"
+        yield from loss_on_logits(
+            f"{case['tokens']} x {case['vocabulary']} {name.split()[0]}", case
         )
-        yield Row(f"loss, {size}", f"{share:.0%} of a copy", ">= 90%", share >= 0.9, beside)
-        yield from host_time(case)
-        if (liger := case["times_ours"].get("liger-kernel GRPO")) is not None:
-            yield Row("  liger-kernel's GRPO loss", f"{liger:.2f} x ours", ">= 1.7", liger >= 1.7)
-        peak = case["peak_bytes_per_element"]["ours, in place"]
-        # the gradient overwrites the logits, so that all new memory is temporary
-        if peak is not None:
-            yield Row(
-                "  in place, new memory", f"{peak:.2f} bytes/element", "no [T, V]", peak < 0.1
-            )
+        yield from failures(case)
     for name, case in x["linear"].items():
-        size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
-        useful, product = case["useful_tflops"], case["matrix_product_tflops"]
-        beside = f"GEMM {product:.1f}" + (
-            f", eager {useful['eager']:.1f}" if "eager" in useful else ""
-        )
+        yield from linear_loss(f"{of_linear(case)} {name}", case)
+        yield from failures(case)
+    for case in x["linear_products"].values():
+        times = case["milliseconds"]
+        for figure, of in {
+            "logits in float32": "logits",
+            "weight's gradient, addmm": "weight's gradient, parts and add",
+        }.items():
+            if figure in times and of in times:
+                ratio = f"{times[figure] / times[of]:.2f} x"
+                yield Row(f"  {figure}", f"{times[figure]:.2f} ms", beside=f"{ratio} {of}")
+        yield from failures(case)
+    for name, case in x["linear_logprobs"].items():
+        ms, beside = case["milliseconds"]["ours"], f"{case['tflops']:.0f} TFLOP/s of GEMMs"
+        figure = f"linear log-probs, {of_linear(case)} {name}"
+        yield Row(figure, f"{ms:.1f} ms", "< 24.9 ms", ms < 24.9, beside)
+    for name, case in x["divergence"].items():
+        ms, times = case["milliseconds"].get("ours"), case["times_ours"].get("eager")
+        if ms is not None:
+            figure, reached = f"divergence, {of_linear(case)} {name}", times and times >= 1
+            beside = f"{times:.1f} x" if times else ""
+            yield Row(figure, f"{ms:.1f} ms", "<= eager", reached, beside)
+        yield from failures(case)
+
+
+def of_linear(case: Any) -> str:
+    return f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']}"
+
+
+def failures(case: Any) -> Iterator[Row]:
+    for name, error in case["failed"].items():
+        yield Row(f"  {name}", "failed", "", False if name.startswith("ours") else None, error)
+
+
+def loss_on_logits(size: str, case: Any) -> Iterator[Row]:
+    times, share = case["milliseconds"], case["of_copy_bandwidth"].get("ours")
+    if share is not None:
+        beside = ", ".join(f"{x} {times[x]:.2f}" for x in ("copy", "ours", "eager") if x in times)
         yield Row(
-            f"linear, {size}",
-            f"{useful['ours']:.1f} TFLOP/s",
-            ">= 750",
-            useful["ours"] >= 750,
-            beside,
+            f"loss, {size}", f"{share:.0%} of a copy", ">= 90%", share >= 0.9, f"ms: {beside}"
         )
-        peak, chunk = case["peak_mib"]["ours"], case["chunk_mib"]
-        if peak is not None:
-            own = peak - case["gradients_mib"]
-            aim = f"<= {chunk:,.0f} MiB, a chunk"
-            yield Row(
-                "  besides its gradients",
-                f"{own:,.0f} MiB",
-                aim,
-                own <= 1.05 * chunk,
-                f"eager {case['peak_mib']['eager']:,.0f}" if "eager" in case["peak_mib"] else "",
-            )
-
-    for name, case in x.get("linear_logprobs", {}).items():
-        size, ms = (
-            f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}",
-            case["milliseconds"],
-        )
-        yield Row(
-            f"linear log-probs, {size}",
-            f"{ms:.1f} ms",
-            "< 24.9 ms",
-            ms < 24.9,
-            f"{case['tflops']:.0f} TFLOP/s of GEMMs",
-        )
-    for name, case in x.get("divergence", {}).items():
-        size = f"{case['tokens']} x {case['hidden_size']} x {case['vocabulary']} {name}"
-        ms, times = case["milliseconds"]["ours"], case["times_ours"]["eager"]
-        yield Row(f"divergence, {size}", f"{ms:.1f} ms", "<= eager", times >= 1, f"{times:.1f} x")
-
-
-def host_time(case: Any) -> Iterator[Row]:
-    if (host := case.get("host_microseconds")) is not None:
+    if (host := case["host_microseconds"]) is not None:
         yield Row("  time on the host", f"{host:.0f} us", "<= 40 us", host <= 40)
+    if (liger := case["times_ours"].get("liger-kernel GRPO")) is not None:
+        yield Row("  liger-kernel's GRPO loss", f"{liger:.2f} x ours", ">= 1.7", liger >= 1.7)
+    peak = case["peak_bytes_per_element"].get("ours, in place")
+    # the gradient overwrites the logits, so that all new memory is temporary
+    if peak is not None:
+        yield Row("  in place, new memory", f"{peak:.2f} bytes/element", "no [T, V]", peak < 0.1)
+
+
+def linear_loss(size: str, case: Any) -> Iterator[Row]:
+    useful = case["useful_tflops"]
+    if "ours" in useful:
+        beside = f"GEMM {case['matrix_product_tflops']:.1f}"
+        beside += f", eager {useful['eager']:.1f}" if "eager" in useful else ""
+        value, reached = f"{useful['ours']:.1f} TFLOP/s", useful["ours"] >= 750
+        yield Row(f"linear, {size}", value, ">= 750", reached, beside)
+    peaks, chunk = case["peak_mib"], case["chunk_mib"]
+    if peaks.get("ours") is not None:
+        own, aim = peaks["ours"] - case["gradients_mib"], f"<= {chunk:,.0f} MiB, a chunk"
+        beside = f"eager {peaks['eager']:,.0f}" if "eager" in peaks else ""
+        yield Row("  besides its gradients", f"{own:,.0f} MiB", aim, own <= 1.05 * chunk, beside)
 
 
 def rollout(x: Any) -> Iterator[Row]:

@@ -161,6 +161,7 @@ def kernel_milliseconds(
     before: Callable[[], object] = lambda: None,
     *,
     is_hot: bool = False,
+    calls: int = CALLS_A_ROUND,
 ) -> dict[str, float]:
     """Return each function's median device time per call; on a CPU this is `milliseconds`.
 
@@ -168,9 +169,10 @@ def kernel_milliseconds(
     with events around each call. So the host's launch time is not measured.
 
     Args:
-        before: called before each call, untimed. is_hot: whether a call finds in the L2 cache what
-        an untimed call of the same function left there; otherwise the cache
-            is overwritten after `before`.
+        before: called before each call, untimed.
+        is_hot: whether a call finds in the L2 cache what an untimed call of the same function left
+            there; otherwise the cache is overwritten after `before`.
+        calls: of each function in a round on a GPU.
     """
     if device.type != "cuda":
         return milliseconds(functions, rounds, device, before)
@@ -180,7 +182,7 @@ def kernel_milliseconds(
         marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         torch.cuda._sleep(HEAD_START_CYCLES)
         for name, function in functions.items():
-            for _ in range(CALLS_A_ROUND):
+            for _ in range(calls):
                 before()
                 if is_hot:
                     function()
@@ -306,12 +308,13 @@ def status_bytes(field: str) -> int:
 
 @dataclass
 class Sides:
-    """The figures of several implementations of one thing, each timed in turn with ours.
+    """The figures of several implementations of one thing.
 
     Args:
         name: of ours.
         timed: returns the milliseconds per call of each function, as `milliseconds` does.
         before: called before a call whose memory is measured.
+        in_turn: whether ours is timed again with each of the others.
     """
 
     name: str
@@ -319,17 +322,19 @@ class Sides:
     timed: Callable[[Mapping[str, Callable[[], object]]], dict[str, float]]
     device: torch.device
     before: Callable[[], object] = lambda: None
+    in_turn: bool = True
     milliseconds: dict[str, float] = field(default_factory=dict)
-    # time over ours, when both were timed in turn
-    ratio: dict[str, float] = field(default_factory=dict)
+    ratio: dict[str, float] = field(default_factory=dict)  # time over ours
     peak_bytes: dict[str, int | None] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # errors by name
 
     def add(self, functions: Mapping[str, Callable[[], object]]) -> None:
-        times = self.timed({self.name: self.ours, **functions})
+        again = self.in_turn or self.name not in self.milliseconds
+        times = self.timed(({self.name: self.ours} if again else {}) | dict(functions))
+        ours = times[self.name] if again else self.milliseconds[self.name]
         for name, function in functions.items():
             self.before()
-            self.milliseconds[name], self.ratio[name] = times[name], times[name] / times[self.name]
+            self.milliseconds[name], self.ratio[name] = times[name], times[name] / ours
             self.peak_bytes[name] = peak_bytes(function, self.device)
 
     def try_each(self, makers: Mapping[str, Callable[[], Callable[[], object]]]) -> Iterator[None]:

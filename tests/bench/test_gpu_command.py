@@ -48,6 +48,8 @@ def loss_case(vocabulary, share, **liger):
         "of_copy_bandwidth": {"ours": share},
         "times_ours": {"ours": 1.0, **liger},
         "peak_bytes_per_element": {"ours": 2.0, "ours, in place": 0.001},
+        "host_microseconds": None,
+        "failed": {"TRL": "RuntimeError: CUDA out of memory"},
     }
 
 
@@ -98,14 +100,20 @@ RECORDS = {
                 "peak_mib": {"ours": 3000.0, "eager": 30000.0},
                 "gradients_mib": 1900.0,
                 "chunk_mib": 1024,
+                "failed": {},
             }
         },
+        linear_products={
+            "bfloat16": {"milliseconds": {"logits": 8.0, "logits in float32": 9.0}, "failed": {}}
+        },
+        divergence={},
+        failed={"pacs float32": "RuntimeError: no kernel"},
         linear_logprobs={
             "bfloat16": {
                 "tokens": 4096,
                 "vocabulary": 131072,
                 "hidden_size": 4096,
-                "milliseconds": 25.1,
+                "milliseconds": {"ours": 25.1},
                 "tflops": 701.0,
             }
         },
@@ -160,6 +168,9 @@ def test_the_table_of_recorded_steps():
         table["  liger-kernel's GRPO loss"].value,
         table["  liger-kernel's GRPO loss"].reached,
     ) == ("1.65 x ours", False)
+    assert (table["  TRL"].value, table["  TRL"].reached) == ("failed", None)
+    assert table["loss, pacs float32"].reached is False
+    assert table["  logits in float32"].beside == "1.12 x logits"
     assert table["linear, 16384 x 4096 x 151936 bfloat16"].reached
     assert table["linear log-probs, 4096 x 4096 x 131072 bfloat16"].reached is False
     assert (table["  besides its gradients"].value, table["  besides its gradients"].reached) == (

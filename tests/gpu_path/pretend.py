@@ -13,6 +13,7 @@ multiplications and fused kernels; sorts, and reductions over much memory, launc
 """
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -54,13 +55,16 @@ _CUDA_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 class PretendGpu(TorchDispatchMode):
     """Counts what runs while it is entered.
 
-    `launches` counts kernels by name, `waits` lists what makes the host wait for the device. What
-    has only tensors of the host runs as always, and is not counted.
+    `launches` counts kernels by name, `waits` lists what makes the host wait for the device,
+    `live_bytes` of tensors exist, and `peak_bytes` existed at once. What has only tensors of the
+    host runs as always, and is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches, self.waits = Counter[str](), list[str]()
+        self.live_bytes = self.peak_bytes = 0
+        self._storages = weakref.WeakSet[torch.UntypedStorage]()
         self._fake, self._before = FakeTensorMode(allow_non_fake_inputs=True), list[bool]()
 
     def __torch_dispatch__(
@@ -137,6 +141,10 @@ class PretendGpu(TorchDispatchMode):
         with self._fake:
             result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for storage in {x.untyped_storage() for x in outputs} - set(self._storages):
+            self._storages.add(storage)
+            self._allocated(storage.nbytes())
+            weakref.finalize(storage, self._allocated, -storage.nbytes())
         if (
             not func.is_view
             and name not in _WITHOUT_KERNEL
@@ -158,6 +166,10 @@ class PretendGpu(TorchDispatchMode):
             for x in _written(func, args, kwargs):
                 x.__dict__.pop("known", None)
         return result
+
+    def _allocated(self, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _from_meta(self, x: Any) -> Any:
         is_meta = (

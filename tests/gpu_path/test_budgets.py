@@ -5,10 +5,12 @@ a CUDA graph. Every wait empties the GPU's queue.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bench import linear_losses, loss_case, measure, token_loss
 from maxrl_fast import ops
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.model.attention import tree_attention
@@ -349,3 +351,33 @@ def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu
         counts.append((len(gpu.waits), gpu.num_launches))
     assert counts[2][0] == counts[1][0] + 2, str(gpu)
     assert counts[2][1] <= counts[1][1] + KEEPING, f"{counts}: {gpu}"
+
+
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(24, 2048), (80, 8192), (141, 16384)])
+def test_every_part_of_the_token_loss_benchmark_fits_into_a_gpu(
+    gpu, monkeypatch, gigabytes, tokens
+):
+    def times(functions, *_, **__):
+        for function in functions.values():
+            function()
+        return dict.fromkeys(functions, 1.0)
+
+    for module in (token_loss, linear_losses):
+        monkeypatch.setattr(module, "kernel_milliseconds", times)
+    monkeypatch.setattr(measure, "peak_bytes", lambda *_: 0)
+    monkeypatch.setattr(token_loss, "host_microseconds", times)
+    monkeypatch.setattr(token_loss, "keep", lambda _: None)
+    monkeypatch.setattr(loss_case.Case, "difference", lambda *_: 0.0)
+    properties = SimpleNamespace(total_memory=gigabytes * 10**9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gpu._fake.cache_enabled = False  # it keeps tensors alive
+    options = dict.fromkeys(("tokens", "vocab", "other_vocabs", "hidden", "dtypes"))
+    result = {section: {} for section in (*token_loss.SECTIONS, "failed")}
+    with gpu:
+        token_loss.measure(result, SimpleNamespace(**options, rounds=1, no_compile=True), GPU)
+    assert not result["failed"]
+    assert result["logits"]["bfloat16"]["tokens"] == tokens
+    assert all(result[section] for section in token_loss.SECTIONS[:-1])
+    peak = gpu.peak_bytes + measure.COLD_BYTES + 10**9  # CUDA and its libraries
+    assert peak < 0.95 * properties.total_memory, f"{peak:,}"
+    assert gpu.live_bytes < 10**7, "a part keeps memory"

@@ -1,0 +1,212 @@
+"""The losses from hidden states and the output matrix, part of `python -m bench.token_loss`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.loss_case import Batch, eager_ppo
+from bench.measure import Sides, kernel_milliseconds
+from maxrl_fast.ops import linear_divergence, linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops.logit_chunks import default_chunk, row_stride
+
+CALLS = 2  # of each function in a round: one takes up to 0.2 s
+PART_BYTES = 1 << 26  # of a product that is added to a float32 matrix; it stays in the L2 cache
+
+
+class Linear:
+    """Sizes, dtype and figures of a loss from hidden states [T, H] and the output matrix [V, H]."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        num_tokens: int,
+        vocab_size: int,
+        hidden_size: int,
+        rounds: int,
+        device: torch.device,
+    ):
+        self.dtype, self.device = dtype, device
+        self.num_tokens, self.vocab_size, self.hidden_size = num_tokens, vocab_size, hidden_size
+        self.sizes = {"tokens": num_tokens, "vocabulary": vocab_size, "hidden_size": hidden_size}
+        self.rounds = rounds
+
+    def timed(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        return kernel_milliseconds(functions, self.rounds, self.device, calls=CALLS)
+
+    def sides(self, ours: Callable[[], object], name: str = "ours") -> Sides:
+        return Sides(name, ours, self.timed, self.device, in_turn=self.device.type == "cpu")
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return the hidden states and the output matrix, random."""
+        shapes = (self.num_tokens, 1.0), (self.vocab_size, self.hidden_size**-0.5)
+        hidden, weight = (
+            torch.randn(n, self.hidden_size, device=self.device).mul_(scale).to(self.dtype)
+            for n, scale in shapes
+        )
+        return hidden.requires_grad_(), weight.requires_grad_()
+
+    def chunk(self, hidden: Tensor) -> int:
+        """Return how many tokens the loss multiplies at a time."""
+        return min(default_chunk(hidden, self.vocab_size), self.num_tokens)
+
+    def loss(self) -> Iterator[dict[str, Any]]:
+        """Yield the figures of the loss: ours, then again after each other implementation."""
+        hidden, weight = self.matrices()
+        batch = Batch(self.num_tokens, self.vocab_size, self.device)
+        with torch.no_grad():
+            batch.old += linear_token_logprobs(hidden, weight, batch.targets)[0]
+        arguments = (batch.targets, batch.advantages, batch.cu_seqlens)
+
+        def ours(loss: str = "ppo") -> object:
+            total, _ = linear_policy_gradient_loss(
+                hidden, weight, *arguments, old_logprobs=batch.old, loss=loss
+            )
+            return torch.autograd.grad(total, (hidden, weight))
+
+        def eager() -> object:
+            loss = eager_ppo(hidden @ weight.T, batch.targets, batch.per_token, batch.old)
+            return torch.autograd.grad(loss, (hidden, weight))
+
+        sides = self.sides(ours)
+        chunk = self.chunk(hidden)
+        left = hidden.detach()[:1024]
+        gemm = self.timed({"gemm": lambda: left @ weight.detach().T})["gemm"]
+        chunk_bytes = chunk * row_stride(self.vocab_size, self.device) * hidden.element_size()
+        rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
+        # The least memory: the gradients, the output matrix's in float32 and rounded, and one
+        # chunk of logits.
+        gradients = hidden.numel() * hidden.element_size() + (4 + rounded) * weight.numel()
+        work = self.num_tokens * self.hidden_size * self.vocab_size
+
+        def figures() -> dict[str, Any]:
+            return self.sizes | {
+                "milliseconds": sides.milliseconds,
+                "useful_tflops": {n: 6 * work / t / 1e9 for n, t in sides.milliseconds.items()},
+                "matrix_product_tflops": 2 * len(left) * weight.numel() / gemm / 1e9,
+                "peak_mib": {n: x and x / 2**20 for n, x in sides.peak_bytes.items()},
+                "gradients_mib": gradients / 2**20,
+                "chunk_mib": chunk_bytes / 2**20,
+                "times_ours": sides.ratio,
+                "failed": sides.failed,
+            }
+
+        makers = {
+            "ours": lambda: ours,
+            "ours, sapo (a function)": lambda: partial(ours, "sapo"),
+            "eager": lambda: eager,
+        }
+        for _ in sides.try_each(makers):
+            yield figures()
+
+    def products(self) -> Iterator[dict[str, Any]]:
+        """Yield the milliseconds of a chunk's matrix products with results in half precision and in
+        float32: the logits, and what is added to the output matrix's gradient. It needs a GPU.
+        """
+        hidden, weight = (x.detach() for x in self.matrices())
+        hidden = hidden[: self.chunk(hidden)]
+        logits_grad = torch.randn(
+            len(hidden), len(weight), device=self.device, dtype=self.dtype
+        ).div_(len(hidden) ** 0.5)
+        total, difference = weight.float(), dict[str, float]()
+        rows = max(PART_BYTES // (4 * self.hidden_size), 1)
+
+        def rounded() -> object:
+            return torch.mm(hidden, weight.T)
+
+        def add_parts(total: Tensor = total) -> object:
+            for part, grad in zip(total.split(rows), logits_grad.split(rows, 1), strict=True):
+                part.add_(torch.mm(grad.T, hidden, out_dtype=torch.float32))
+            return total
+
+        def add(total: Tensor = total) -> object:
+            return torch.addmm(total, logits_grad.T, hidden, out_dtype=torch.float32, out=total)
+
+        def checked_add() -> Callable[[], object]:
+            expected, actual = weight.float(), weight.float()
+            add_parts(expected)
+            add(actual)
+            size = float(expected.norm())
+            difference["addmm"] = float(actual.sub_(expected).norm()) / size
+            if not difference["addmm"] < 1e-4:
+                raise RuntimeError(f"addmm differs from parts and add by {difference['addmm']}")
+            return add
+
+        sides = self.sides(rounded, "logits")
+        makers: dict[str, Callable[[], Callable[[], object]]] = {
+            "logits": lambda: rounded,
+            "logits in float32": lambda: partial(
+                torch.mm, hidden, weight.T, out_dtype=torch.float32
+            ),
+            "weight's gradient, parts and add": lambda: add_parts,
+            "weight's gradient, addmm": checked_add,
+        }
+        for _ in sides.try_each(makers):
+            yield self.sizes | {
+                "tokens": len(hidden),
+                "milliseconds": sides.milliseconds,
+                "times_logits": sides.ratio,
+                "relative_difference": difference,
+                "failed": sides.failed,
+            }
+
+    def logprobs(self) -> Iterator[dict[str, Any]]:
+        """Yield the figures of log-probs, forward and backward; the backward pass recomputes the
+        logits.
+        """
+        hidden, weight = self.matrices()
+        targets = torch.randint(self.vocab_size, (self.num_tokens,), device=self.device)
+        ones = torch.ones(self.num_tokens, device=self.device)
+
+        def ours() -> object:
+            return torch.autograd.grad(
+                linear_token_logprobs(hidden, weight, targets)[0], (hidden, weight), ones
+            )
+
+        times = self.timed({"ours": ours})
+        # logits twice, and both gradients
+        products = 8 * self.num_tokens * self.hidden_size * self.vocab_size
+        tflops = products / times["ours"] / 1e9
+        yield self.sizes | {"milliseconds": times, "tflops": tflops}
+
+    def divergence(self) -> Iterator[dict[str, Any]]:
+        """Yield the figures of the reverse divergence from a teacher, forward and backward: ours,
+        then with eager PyTorch's.
+        """
+        (hidden, weight), teacher = self.matrices(), [x.detach() for x in self.matrices()]
+
+        def ours() -> object:
+            loss = linear_divergence(hidden, weight, *teacher)[0]
+            return torch.autograd.grad(loss, (hidden, weight))
+
+        def eager() -> object:
+            log_p, log_q = (
+                torch.log_softmax((x @ w.T).float(), -1) for x, w in ((hidden, weight), teacher)
+            )
+            loss = torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+            return torch.autograd.grad(loss, (hidden, weight))
+
+        sides = self.sides(ours)
+        for _ in sides.try_each({"ours": lambda: ours, "eager": lambda: eager}):
+            yield self.sizes | {
+                "milliseconds": sides.milliseconds,
+                "times_ours": sides.ratio,
+                "peak_mib": {name: x and x / 2**20 for name, x in sides.peak_bytes.items()},
+                "failed": sides.failed,
+            }
+
+    def peers(self) -> Iterator[dict[str, Any]]:
+        """Yield the milliseconds of cut-cross-entropy, which has no policy gradient."""
+        from cut_cross_entropy import linear_cross_entropy
+
+        hidden, weight = self.matrices()
+        targets = torch.randint(self.vocab_size, (self.num_tokens,), device=self.device)
+
+        def side() -> object:
+            return torch.autograd.grad(
+                linear_cross_entropy(hidden, weight, targets), (hidden, weight)
+            )
+
+        yield self.sizes | {"milliseconds": self.timed({"cut-cross-entropy": side})}

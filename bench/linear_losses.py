@@ -93,7 +93,7 @@ class Linear:
                 "failed": sides.failed,
             }
 
-        makers = {
+        makers: dict[str, Callable[[], Callable[[], object]]] = {
             "ours": lambda: ours,
             "ours, sapo (a function)": lambda: partial(ours, "sapo"),
             "eager": lambda: eager,
@@ -175,15 +175,17 @@ class Linear:
         """Yield the figures of the reverse divergence from a teacher, forward and backward: ours,
         then with eager PyTorch's.
         """
-        (hidden, weight), teacher = self.matrices(), [x.detach() for x in self.matrices()]
+        hidden, weight = self.matrices()
+        teacher_hidden, teacher_weight = (x.detach() for x in self.matrices())
 
         def ours() -> object:
-            loss = linear_divergence(hidden, weight, *teacher)[0]
+            loss = linear_divergence(hidden, weight, teacher_hidden, teacher_weight)[0]
             return torch.autograd.grad(loss, (hidden, weight))
 
         def eager() -> object:
             log_p, log_q = (
-                torch.log_softmax((x @ w.T).float(), -1) for x, w in ((hidden, weight), teacher)
+                torch.log_softmax((x @ w.T).float(), -1)
+                for x, w in ((hidden, weight), (teacher_hidden, teacher_weight))
             )
             loss = torch.nn.functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
             return torch.autograd.grad(loss, (hidden, weight))

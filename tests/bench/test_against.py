@@ -39,11 +39,8 @@ def repository(tmp_path, monkeypatch):
     root.mkdir()
     (root / "file").write_text("x")
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    for command in (
-        ["init", "--quiet"],
-        ["add", "file"],
-        [*identity, "commit", "--quiet", "-m", "x"],
-    ):
+    commit = [*identity, "commit", "--quiet", "-m", "x"]
+    for command in (["init", "--quiet"], ["add", "file"], commit):
         subprocess.run(["git", "-C", root, *command], check=True)
     monkeypatch.setattr(against, "ROOT", root)
     return root
@@ -55,9 +52,8 @@ def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
     monkeypatch.setattr(against, "ROLLOUTS", ("maze7",))
     compared = []
     monkeypatch.setattr(against, "agree", lambda what, results, tolerance: compared.append(results))
-    assert (
-        run(monkeypatch, "--checkout", str(ROOT), "--cases", "update", "rollout", "operators") == 0
-    )
+    cases = ("--cases", "update", "rollout", "operators")
+    assert run(monkeypatch, "--checkout", str(ROOT), *cases) == 0
     assert [results["ours"].keys() for results in compared] == [
         {"loss", "gradient norm"},
         {"first tokens' log-prob", "log-prob", "tokens"},
@@ -67,9 +63,8 @@ def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
     assert document.keys() == {"benchmark", "machine", "commit", "cases"}
     update, rollout = document["cases"]["update"], document["cases"]["rollout"]["maze7"]
     for figures in (update["float32"], rollout["float32"]):
-        assert (
-            figures["milliseconds"].keys() == figures["share_of_floor"].keys() == {"ours", "theirs"}
-        )
+        for each in ("milliseconds", "share_of_floor"):
+            assert figures[each].keys() == {"ours", "theirs"}
         assert 0.1 < figures["ratio"] < 10
         assert 0 < figures["floor_milliseconds"] < min(figures["milliseconds"].values())
     operators = document["cases"]["operators"]
@@ -94,14 +89,11 @@ def test_every_second_round_has_the_reverse_order():
 
 def test_bad_input_is_one_sentence_and_exit_code_2(monkeypatch, capsys, tmp_path, repository):
     assert run(monkeypatch, "no-such-commit") == 2
-    assert (
-        capsys.readouterr().err
-        == "error: COMMIT must name a commit of this repository, got 'no-such-commit'\n"
-    )
+    error = "error: COMMIT must name a commit of this repository, got 'no-such-commit'\n"
+    assert capsys.readouterr().err == error
     assert run(monkeypatch, "--checkout", str(tmp_path)) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --checkout must be a tree with a built extension"
-    )
+    error = "error: --checkout must be a tree with a built extension"
+    assert capsys.readouterr().err.startswith(error)
     for arguments in (["HEAD", "--cases", "nothing"], ["HEAD", "--checkout", "."], []):
         with pytest.raises(SystemExit) as ended:
             run(monkeypatch, *arguments)

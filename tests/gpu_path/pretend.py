@@ -40,12 +40,7 @@ _WITHOUT_KERNEL = (
     *("_unsafe_view", "detach", "lift_fresh", "set_", "device"),
 )
 _BY_VALUES = (
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_consecutive",
-    "unique_dim",
-    "equal",
+    *("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal"),
     "bincount",
 )
 _LARGEST_KNOWN = 1 << 20  # elements of a tensor whose values are kept
@@ -127,17 +122,8 @@ class PretendGpu(TorchDispatchMode):
             return self._put(args[0].to(kwargs.get("dtype") or args[0].dtype, copy=True))
         return self._run(func, name, args, kwargs, inputs)
 
-    def _run(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[Tensor],
-    ) -> Any:
-        """Count an operation whose result's shape is known without values, and return the
-        result.
-        """
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """Return an operation's result, whose shape is known without values, and count it."""
         with self._fake:
             result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -152,11 +138,8 @@ class PretendGpu(TorchDispatchMode):
         ):
             self.launches[name] += 1
         small = all(x.numel() < _LARGEST_KNOWN for x in outputs)
-        if (
-            small
-            and all(map(_is_known, inputs))
-            and not name.startswith(("empty", "new_empty", "_flash"))
-        ):
+        has_values = not name.startswith(("empty", "new_empty", "_flash"))
+        if small and has_values and all(map(_is_known, inputs)):
             values = tree_leaves(self._on_host(func, args, kwargs))
             for output, value in zip(
                 outputs, (x for x in values if isinstance(x, Tensor)), strict=True

@@ -156,11 +156,8 @@ def test_packing_launches_the_same_for_any_number_of_sequences(gpu):
 def test_attention_is_one_call_for_the_segments_and_one_for_each_level(gpu):
     batch = samples(gpu)
     with gpu:
-        forest = (
-            Packer(batch.prompts, batch.rollouts, rewards(gpu, shape=(-1,)))
-            .pack(batch.sequences)
-            .forest
-        )
+        packer = Packer(batch.prompts, batch.rollouts, rewards(gpu, shape=(-1,)))
+        forest = packer.pack(batch.sequences).forest
         calls = 1 + len(forest.levels)
         size = int(forest.lengths.sum())
         q, k, v = (
@@ -171,11 +168,8 @@ def test_attention_is_one_call_for_the_segments_and_one_for_each_level(gpu):
             assert spec.varlen
     with gpu.watch():
         tree_attention(q, k, v, forest).sum().backward()
-    assert (
-        gpu.launches["_flash_attention_forward"]
-        == gpu.launches["_flash_attention_backward"]
-        == calls
-    )
+    for name in ("forward", "backward"):
+        assert gpu.launches[f"_flash_attention_{name}"] == calls
     assert not gpu.waits, str(gpu)
     assert gpu.num_launches <= 10 + 18 * len(forest.levels), str(gpu)
 
@@ -258,9 +252,7 @@ def test_an_update(gpu):
 
 
 def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
-    assert update(gpu, num_prompts=2, num_rollouts=4) == update(
-        gpu, num_prompts=16, num_rollouts=16
-    ), str(gpu)
+    assert update(gpu, MAZE, 2, 4) == update(gpu, MAZE, 16, 16), str(gpu)
 
 
 def test_an_update_waits_no_more_for_several_micro_batches(gpu):
@@ -340,14 +332,8 @@ def test_keeping_rollouts_waits_for_the_prompts_and_for_the_chosen_responses(gpu
         with gpu.watch():
             done = trainer.step(1, 0)
             if number:
-                assert (
-                    len(
-                        rollout_records(
-                            Collector.task, done.batch, done.advantages, number, Ranks()
-                        )
-                    )
-                    == number
-                )
+                chosen = done.batch, done.advantages, number
+                assert len(rollout_records(Collector.task, *chosen, Ranks())) == number
         counts.append((len(gpu.waits), gpu.num_launches))
     assert counts[2][0] == counts[1][0] + 2, str(gpu)
     assert counts[2][1] <= counts[1][1] + KEEPING, f"{counts}: {gpu}"

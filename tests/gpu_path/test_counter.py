@@ -5,7 +5,6 @@ are there for.
 import pytest
 import torch
 
-from maxrl_fast.records import Rollouts
 from maxrl_fast.runtime.device import to_device
 from tests.gpu_path.pretend import GPU
 
@@ -27,16 +26,11 @@ READS = {
     "cpu": lambda x: x.cpu(),
     "nonzero": lambda x: (x > 2).nonzero(),
     "boolean index": lambda x: x[x > 2],
-    "assignment by a boolean index": lambda x: x.index_put_(
-        ((x > 2),), torch.zeros((), device=GPU)
-    ),
-    "unique": lambda x: torch.unique(x),
-    "repeat_interleave": lambda x: torch.repeat_interleave(x),
+    "assignment by an index": lambda x: x.index_put_((x > 2,), torch.zeros((), device=GPU)),
+    "unique": torch.unique,
+    "repeat_interleave": torch.repeat_interleave,
     "data": lambda x: torch.tensor([1, 2], device=GPU),
     "pageable memory": lambda x: torch.arange(4).to(GPU, non_blocking=True),
-    "select of rollouts": lambda x: Rollouts(x, torch.tensor([0, 4]).to(GPU), x, x > 0).select(
-        x[:1]
-    ),
 }
 
 

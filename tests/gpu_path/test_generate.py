@@ -85,10 +85,8 @@ def engine(gpu, captures, monkeypatch):
 def sample(gpu, engine, num_samples, sampling=SAMPLING):
     """Sample, check the responses' lengths, and return how often the host waited."""
     lengths, ids = torch.tensor([30, 7, 41, 12]), torch.arange(NUM_PROMPTS)
-    prompts = Prompts(
-        torch.arange(90) % 32, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), ids
-    )
-    prompts = gpu.put(prompts)
+    bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    prompts = gpu.put(Prompts(torch.arange(90) % 32, bounds, ids))
     with gpu:
         gpu.waits.clear()
         rollouts = engine.generate(RolloutRequest(prompts, num_samples, sampling, 3, 1))

@@ -33,15 +33,10 @@ def logits(gpu):
 def test_a_loss(gpu, tokens, loss, aggregation):
     aggregation = LOSSES[loss].aggregation or aggregation
     values, x = gpu.put(torch.arange(float(T))), logits(gpu)
-    options = {
-        "old_logprobs": values,
-        "ref_logprobs": values,
-        "importance_weights": values,
-        "kl_coef": 0.1,
-    }
+    options = dict.fromkeys(("old_logprobs", "ref_logprobs", "importance_weights"), values)
     options |= {
+        **{"kl_coef": 0.1, "entropy_coef": 0.1},
         "mask": gpu.put(torch.arange(T) % 3 > 0),
-        "entropy_coef": 0.1,
         "temperature": gpu.put(torch.ones(T)),
     }
     if aggregation == "seq_sum_constant":

@@ -126,6 +126,8 @@ def test_the_table_of_recorded_steps():
         "racecheck": ("not run", None),
         "copy bandwidth": ("4,250 GB/s", None),
         "bfloat16 GEMM": ("780.0 TFLOP/s", None),
+        "maxpo, 1024 x 16": ("2 launches, 3.50 us", False),  # too many
+        "log_ratio_reward, 1024 x 16": ("1 launch, 4.50 us", False),  # too slow
         "loss, pacs float32": ("FAILED", False),
         "loss, 16384 x 151936 bfloat16": ("90% of a copy", True),
         "loss, 16384 x 32000 bfloat16": ("80% of a copy", False),
@@ -137,6 +139,7 @@ def test_the_table_of_recorded_steps():
         "  besides its gradients": ("1,100 MiB", False),
         "qwen_1.5b": ("FAILED", False),
         "update, qwen-0.5b": ("52% of GEMM", True),
+        "rollout, 4,096 rows": ("8,100,000 tokens/s", True),
         "whole step, 17x17, 32 x 128": ("101 ms", False),
         "counters, attend_to_own<__nv_bfloat16, 2>": ("91.5 us", None),
     }.items():
@@ -148,15 +151,6 @@ def test_the_table_of_recorded_steps():
         "profile, maze update": "1,234 launches; longest, 41%: gemm",
     }.items():
         assert table[figure].beside == beside
-    reached = {
-        name.split(",")[0]: row.reached for name, row in table.items() if "1024 x 16" in name
-    }
-    # log_ratio_reward is too slow, maxpo has too many launches
-    assert reached == {"maxpo": False, "log_ratio_reward": False}
-    reached = [
-        (row.value, row.reached) for row in rows(RECORDS) if row.figure == "rollout, 4,096 rows"
-    ]
-    assert reached == [("7,900,000 tokens/s", False), ("8,100,000 tokens/s", True)]
     text = lines(rows(RECORDS))
     assert len(text) == len(rows(RECORDS)) + 1
     assert text[0].split() == ["figure", "measured", "aim", "reached", "floor", "or", "peer"]

@@ -198,17 +198,3 @@ class Linear:
                 "peak_mib": {name: x and x / 2**20 for name, x in sides.peak_bytes.items()},
                 "failed": sides.failed,
             }
-
-    def peers(self) -> Iterator[dict[str, Any]]:
-        """Yield the milliseconds of cut-cross-entropy, which has no policy gradient."""
-        from cut_cross_entropy import linear_cross_entropy
-
-        hidden, weight = self.matrices()
-        targets = torch.randint(self.vocab_size, (self.num_tokens,), device=self.device)
-
-        def side() -> object:
-            return torch.autograd.grad(
-                linear_cross_entropy(hidden, weight, targets), (hidden, weight)
-            )
-
-        yield self.sizes | {"milliseconds": self.timed({"cut-cross-entropy": side})}

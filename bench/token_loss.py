@@ -4,10 +4,10 @@ implementations and a copy.
 All run in one process, after their gradients were compared; on a CPU each is timed in turn with
 ours. The floor is one read and one write of the logits at the measured bandwidth of a copy of as
 many bytes. Peers are eager PyTorch, torch.compile, and, where installed, TRL's
-selective_log_softmax, liger-kernel's GRPO loss and cut-cross-entropy; they come last, because one
-may spoil the process. What fails is reported and the rest goes on; the exit code is then 1 if it
-was ours. The last line is one JSON document; off a terminal one with all figures so far follows
-each implementation.
+selective_log_softmax and liger-kernel's GRPO loss; these come last, because one may spoil the
+process. What fails is reported and the rest goes on; the exit code is then 1 if it was ours. The
+last line is one JSON document; off a terminal one with all figures so far follows each
+implementation.
 
 It takes some minutes on two cores, and less than one on a GPU.
 """
@@ -17,7 +17,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from maxrl_fast.runtime.device import memory_bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SECTIONS = (
     *("logits", "other_vocabularies", "linear", "linear_products", "linear_logprobs"),
-    *("divergence", "pacs", "linear_peers"),
+    *("divergence", "pacs"),
 )
 SIZES = ("tokens", "hidden_size", "vocabulary")
 RATES = ("copy_gb_per_second", "matrix_product_tflops", "host_microseconds", "tflops")
@@ -219,8 +218,6 @@ def parts(
         yield "other_vocabularies", name, logits["other_vocabularies", name].ours()
     for (section, name), measured in logits.items():
         yield section, name, measured.peers()
-    for name in fast if on_gpu and find_spec("cut_cross_entropy") else ():
-        yield "linear_peers", name, losses[name].peers()
 
 
 def measure(result: Figures, options: argparse.Namespace, device: torch.device) -> None:

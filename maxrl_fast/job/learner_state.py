@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import DTYPES
 from maxrl_fast.model.linear import adapter_config, adapters
-from maxrl_fast.runtime.device import HostCopy
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.learner import Learner
 
@@ -143,27 +142,17 @@ def host_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the host; from a GPU in ordinary memory, through `_pinned`."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    _copy_in_parts(tensor.detach(), copy, _pinned())
+    copy, pinned = torch.empty(tensor.shape, dtype=tensor.dtype), _pinned()
+    both = (x.reshape(-1).view(torch.uint8) for x in (tensor.detach(), copy))
+    for part, to in zip(*(x.split(len(pinned)) for x in both), strict=True):
+        to.copy_(pinned[: len(part)].copy_(part))  # waits for the GPU
     return copy
 
 
 @cache
 def _pinned() -> Tensor:
     """PyTorch rounds pinned memory up to a power of two, and never returns it to the system."""
-    return torch.empty(2, 1 << 27, dtype=torch.uint8, pin_memory=True)
-
-
-def _copy_in_parts(source: Tensor, target: Tensor, halves: Tensor) -> None:
-    """Copy to a contiguous tensor on the host. While the host copies a part from one half of the
-    pinned memory, the GPU writes the next part to the other one."""
-    parts, into = (x.reshape(-1).view(torch.uint8).split(halves.shape[1]) for x in (source, target))
-    copies = []
-    for i, part in enumerate(parts):
-        copies.append(HostCopy(part, halves[i % 2, : len(part)]))
-        if i:
-            into[i - 1].copy_(copies[i - 1].read())
-    into[-1].copy_(copies[-1].read())
+    return torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, int]:

@@ -164,7 +164,7 @@ def _full_precision_sums() -> Iterator[None]:
     """Let cuBLAS add the parts of a split sum in float32; it may use the dtype of the result."""
     matmul = torch.backends.cuda.matmul
     names = [f"allow_{x}_reduced_precision_reduction" for x in ("bf16", "fp16")]
-    allowed = [x for x in names if getattr(matmul, x) and not tuning.REDUCED_PRECISION]
+    allowed = [x for x in names if getattr(matmul, x)]
     for name in allowed:
         setattr(matmul, name, False)
     try:

@@ -17,8 +17,7 @@ PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mo
 NEEDS = ((0, 32), (0, 34))
 # whose logits vLLM reads from the embedding: it refuses a weight lm_head
 WITHOUT_HEAD = ("gemma2", "gemma3n_text")
-# sampled at a time: vLLM wants at least as many tokens in a step, at most 8,192 on small GPUs, and
-# its warm-up takes their logits several times
+# sampled at a time; vLLM's warm-up allocates the logits of all, several times
 MAX_SEQUENCES = 1024
 VERSIONS = tuple(".".join(map(str, version)) for version in NEEDS)
 

@@ -7,9 +7,6 @@ will set it. csrc/cuda/tuning.h has those of the kernels.
 # weight's float32 gradient. `chunks`
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}
 LARGE_GPU_BYTES, LARGE_CHUNK_BYTES = 100 * 10**9, 5 << 30
-# whether sums of products that cuBLAS splits may be in half precision, over 151,936 logits for the
-# gradient of a hidden state. `reduced`, which also compares both with float64
-REDUCED_PRECISION = False
 
 # decoding steps between two reads of which samples have ended. `burst`
 BURST = 8

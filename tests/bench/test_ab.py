@@ -40,5 +40,5 @@ def test_a_variant_that_is_not_built_is_reported(tmp_path):
 
 
 def test_a_variant_runs_in_a_process(tmp_path):
-    figures = ab.run("reduced", 1, tmp_path, "cpu")
+    figures = ab.run("chunks", 1, tmp_path, "cpu")
     assert 0 < figures["error"] < 1e-2

@@ -1,7 +1,5 @@
 """The files of a learner's tensors, of this version and of earlier ones."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -46,17 +44,17 @@ def test_tensors_are_read_as_they_were_written_also_by_pytorch(tmp_path, monkeyp
     assert_equal(theirs)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_copy_from_a_gpu_is_right_whenever_it_writes_the_parts(monkeypatch, is_late):
-    def copy(x, pinned):
-        written = None if is_late else pinned.copy_(x)
-        return SimpleNamespace(read=lambda: pinned.copy_(x) if is_late else written)
+class OnGpu(torch.Tensor):
+    is_cuda = True
 
-    monkeypatch.setattr(learner_state, "HostCopy", copy)
+
+def test_a_copy_from_a_gpu_goes_through_one_small_buffer(monkeypatch):
+    pinned = torch.empty(25, dtype=torch.uint8)
+    monkeypatch.setattr(learner_state, "_pinned", lambda: pinned)
     for tensor in (*TENSORS.values(), torch.arange(90).view(9, 10).T):
-        target = torch.empty(tensor.shape, dtype=tensor.dtype)
-        learner_state._copy_in_parts(tensor, target, torch.zeros(2, 25, dtype=torch.uint8))
-        assert torch.equal(target, tensor)
+        copy = learner_state.host_copy(tensor.as_subclass(OnGpu))
+        assert torch.equal(copy, tensor)
+        assert copy.is_contiguous()
 
 
 def test_files_of_earlier_versions_are_read(tmp_path):

@@ -20,6 +20,7 @@ from maxrl_fast.rollout.decode_slots import Shape
 from maxrl_fast.rollout.device_decoder import KEPT_SHARE
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import MAX_BATCH
+from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.tuning import chunk_bytes
@@ -119,6 +120,8 @@ def _of_engine(
     elif is_gpu and is_native:
         shape = Shape(prompts, rows, 1, length, options.max_new_tokens)
         wanted = shape.cache_bytes(sizes, dtype)
+        if options.top_p < 1:
+            wanted += LOGIT_BYTES * min(rows, ROWS) * sizes.vocab_size
     else:
         tokens = rows * options.max_new_tokens + prompts * length
         keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim

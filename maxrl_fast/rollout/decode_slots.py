@@ -14,7 +14,7 @@ from maxrl_fast.rollout import Sampling, decode_sample
 from maxrl_fast.rollout.decode_attention import Groups, Step
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.random import uniforms
-from maxrl_fast.rollout.sampling import sample
+from maxrl_fast.rollout.sampling import ROWS, sample
 
 NUM_BATCH_SIZES = 6  # numbers of rows that are decoded at a time, each half of the one before
 
@@ -213,7 +213,9 @@ class DecodeSlots:
             return
         rows = self.all_rows[:end] if rows is None else rows
         u = uniforms(self.keys[rows], self.length[rows]).view(len(logits), -1)  # [g, n]
-        token, log_p = (x.flatten() for x in sample(logits.float(), u, sampling))
+        parts = zip(logits.split(ROWS), u.split(ROWS), strict=True)
+        results = zip(*(sample(x.float(), y, sampling) for x, y in parts), strict=True)
+        token, log_p = (torch.cat(x).flatten() for x in results)
         done, length = self.done[rows], self.length[rows]
         at = length.clamp_max(self.shape.limit - 1)  # [rows]
         for state, values in ((self.tokens, token), (self.logprobs, log_p)):

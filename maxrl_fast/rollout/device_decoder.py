@@ -17,11 +17,12 @@ from torch import Tensor
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, decode_sample, decode_slots
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.episodes import Turns
+from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
 
@@ -88,8 +89,13 @@ class DeviceDecoder:
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         limit = sampling.max_new_tokens
         row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
+        longest = int(prompts.lengths.max())
+        in_kernel = decode_sample.has_kernel(sampling, self.dtype, self.device)
+        if decode_slots.uses_graphs(self.device) and not in_kernel:
+            filtered = LOGIT_BYTES * ROWS * self.model.config.vocab_size
+            budget = max(budget - filtered, longest * token + row)
         # the largest shape within the budget that this call can use
-        width = min(_rounded(int(prompts.lengths.max())), (budget - row) // token)
+        width = min(_rounded(longest), (budget - row) // token)
         group_size = max(1, min(num_samples, max_batch, (budget - width * token) // row))
         slots = max(1, min(max_batch // group_size, budget // (group_size * row + width * token)))
         slots = min(slots, len(prompts) * -(-num_samples // group_size))

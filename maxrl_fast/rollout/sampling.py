@@ -5,6 +5,9 @@ from torch import Tensor
 
 from maxrl_fast.rollout import Sampling
 
+# rows that are filtered at a time on a GPU, and the bytes for each of their logits, with the sort's
+ROWS, LOGIT_BYTES = 128, 48
+
 
 def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Sample tokens of each row by inverting its CDF in vocabulary order; does not wait for the

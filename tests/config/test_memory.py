@@ -203,10 +203,12 @@ def test_what_the_engine_frees_does_not_count_in_the_update():
     assert vllm["rollout weights (bfloat16)"] == (weights, weights, 0)
     native = estimated(model, Machine("cuda", 4, 80 * 10**9), *flags)
     assert native["rollout weights (bfloat16)"] == (weights, weights, weights)
-    # it is below a tenth of the memory
-    assert native["key/value cache of at most 4096 samples"][2] > 0
+    name = "key/value cache of at most 4096 samples"  # it is below a tenth of the memory
+    assert native[name][2] > 0
+    filtered = estimated(model, Machine("cuda", 4, 80 * 10**9), *flags, "--top-p", "0.9")
+    assert filtered[name][1] - native[name][1] == 48 * 128 * model.config.vocab_size
     small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
-    assert small["key/value cache of at most 4096 samples"][2] == 0
+    assert small[name][2] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

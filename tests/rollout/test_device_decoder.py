@@ -13,6 +13,7 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots, device_decoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.runtime import tuning
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
@@ -74,6 +75,7 @@ def fake_graphs(monkeypatch):
 
     monkeypatch.setattr(decode_slots, "uses_graphs", lambda device: True)
     monkeypatch.setattr(decode_slots, "captured", captured)
+    monkeypatch.setattr(decode_slots, "ROWS", 7)
     monkeypatch.setattr(DecodeSlots, "step", watched)
     monkeypatch.setattr(DecodeSlots, "admit", admit)
     return events
@@ -203,6 +205,15 @@ def test_calls_share_one_cache_that_grows(model, engine):
     assert torch.equal(sample(engine, 6).tokens, sample(expected, 6).tokens)
     assert engine.decoder.batch is grown
     assert engine.statistics.cache_bytes == grown.bytes
+
+
+def test_the_memory_of_filters_in_graphs_is_part_of_the_budget(model, fake_graphs):
+    filters = LOGIT_BYTES * ROWS * model.config.vocab_size
+    for more, shape in ((filters, (5, 30)), (0, (1, 1))):
+        engine = NativeEngine(model, torch.float32, in_cpp=False)
+        engine.cache_bytes = engine.decoder.bytes_of(5, 30, 8, 4) + more
+        sample(engine, 6, Sampling(1.0, 4, (), top_p=0.9))
+        assert engine.decoder.batch.shape[:2] == shape
 
 
 def test_the_whole_budget_serves_and_is_not_exceeded(model):

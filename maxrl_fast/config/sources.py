@@ -27,9 +27,6 @@ else:
     import tomli as tomllib  # the same code, before it came with Python
 
 SAME = {"bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}  # as others call a choice
-# options of earlier versions, on which nothing that a run has learned depends: left out of its
-# config.json
-REMOVED = {"reward_isolation", "judge_template", "judge_score", "judge_rate"}
 _TEXT = "text without null bytes or half characters"
 
 
@@ -186,7 +183,6 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
     if not isinstance(options, dict):
         raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
     left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
-    left_out |= REMOVED
     given = {
         key: RawOption(value, key, f"{file}: ")
         for key, value in options.items()

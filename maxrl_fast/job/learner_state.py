@@ -199,8 +199,7 @@ def load_state(folder: Path, tensors: dict[str, Tensor]) -> None:
     num_rows = dict.fromkeys(tensors, 0)
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            # a version without it wrote whole tensors if there was one rank
-            offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
+            offsets = json.loads(file.metadata()[OFFSETS])
             for name in file.keys() & tensors.keys():
                 saved, (own, start) = file.get_slice(name), own_rows(tensors[name])
                 shape, wanted = saved.get_shape(), [*tensors[name].shape]
@@ -209,7 +208,7 @@ def load_state(folder: Path, tensors: dict[str, Tensor]) -> None:
                 if not shape:
                     own.copy_(file.get_tensor(name))
                     continue
-                first = offsets[name]["saved_offsets"][0] if offsets else 0
+                first = offsets[name]["saved_offsets"][0]
                 num_rows[name] += shape[0]
                 low, high = max(first, start), min(first + shape[0], start + len(own))
                 if low < high:

@@ -30,7 +30,7 @@ class Saved:
     logs: dict[str, tuple[int, str]]
     random: dict[str, Any]
     options: dict[str, Any]
-    fingerprints: dict[str, str] | None  # None: saved by a version that recorded none
+    fingerprints: dict[str, str]
     machine: dict[str, Any]  # from machine_of
 
     @classmethod
@@ -41,11 +41,9 @@ class Saved:
             if sizes["rope_scaling"] is not None:
                 sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
             decoder = DecoderConfig(**sizes)
-        rest = {name: fields[name] for name in ("logs", "random", "options", "machine")}
-        recorded = dict(fields["fingerprints"]) if "fingerprints" in fields else None
-        return cls(
-            directory, Progress.of_json(fields["progress"]), decoder, fingerprints=recorded, **rest
-        )
+        names = ("logs", "random", "options", "fingerprints", "machine")
+        rest = (fields[name] for name in names)
+        return cls(directory, Progress.of_json(fields["progress"]), decoder, *rest)
 
 
 def rename_damaged_after(directory: Path) -> None:
@@ -117,14 +115,7 @@ def check_same(
             f"the policy in {saved.directory} has another shape ({shape}), which cannot change on "
             "resuming"
         )
-    if saved.fingerprints is None:
-        warn(
-            f"{saved.directory} is of a version that did not record fingerprints: whether the "
-            "files of the prompts, the "
-            "tokenizer, the reward and the objective are the same as before cannot be checked"
-        )
-    else:
-        mathematics += differences(saved.fingerprints, fingerprints)
+    mathematics += differences(saved.fingerprints, fingerprints)
     if mathematics and not allow_changes:
         raise InputError(
             f"{saved.directory} was trained with other options or files "

@@ -1,4 +1,4 @@
-"""The files of a learner's tensors, of this version and of earlier ones."""
+"""The files of a learner's tensors."""
 
 import pytest
 import torch
@@ -57,14 +57,10 @@ def test_a_copy_from_a_gpu_goes_through_one_small_buffer(monkeypatch):
         assert copy.is_contiguous()
 
 
-def test_files_of_earlier_versions_are_read(tmp_path):
-    """One rank wrote whole tensors, several wrote with torch.distributed.checkpoint."""
-    save_file(TENSORS, tmp_path / "state-00001-of-00001.safetensors")
+def test_files_of_torch_distributed_checkpoint_are_read(tmp_path):
+    options = {"fqn_to_index_mapping": dict.fromkeys(TENSORS, 1), "save_distributed": True}
+    save(TENSORS, storage_writer=HuggingFaceStorageWriter(str(tmp_path), **options), no_dist=True)
     assert_equal(loaded(tmp_path))
-    folder = tmp_path / "shards"
-    writer = HuggingFaceStorageWriter(str(folder), dict.fromkeys(TENSORS, 1), save_distributed=True)
-    save(TENSORS, storage_writer=writer, no_dist=True)
-    assert_equal(loaded(folder))
 
 
 def test_rows_of_several_ranks_are_put_together_and_must_be_complete(tmp_path):

@@ -29,7 +29,7 @@ from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.run_files import RunFiles
-from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums, write_checksums
+from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
 from maxrl_fast.tasks.guess import GuessEpisodes
 from maxrl_fast.training.learner import Learner
 from tests.test_train import SMALL, base, read, without_timings
@@ -625,20 +625,6 @@ def test_other_options_on_resume(whole, tmp_path, capsys, flags, code, message):
         3e-4,
         8 if "--steps 8" in flags and not code else 6,
     )
-
-
-def test_a_run_of_a_version_without_fingerprints_resumes_with_a_warning(whole, tmp_path, capsys):
-    out = copied(whole, tmp_path)
-    progress = out / "checkpoints" / "step-000006" / "progress.json"
-    fields = json.loads(progress.read_text())
-    del fields["fingerprints"]
-    progress.write_text(json.dumps({**fields, "data": ""}))
-    (progress.parent / "checksums.json").unlink()
-    write_checksums(progress.parent)
-    assert train.main(["--resume", str(out)]) == 0
-    error = capsys.readouterr().err
-    assert "did not record fingerprints" in error
-    assert error.count("\n") == 1
 
 
 def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole, tmp_path):

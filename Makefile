@@ -29,7 +29,7 @@ PEER_PACKAGES := torch numpy safetensors rich matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train test test-all size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup train test test-all size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,16 +88,19 @@ test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; nee
 sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (9 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
-gpu:  ## needs nvcc, a GPU and a PyTorch that sees it: build, tests and benchmarks; bench/README.md (at most 9 minutes)
+gpu-smoke:  ## needs nvcc, a GPU and a PyTorch that sees it: build, the commands and the tests that every run needs (at most 4 minutes)
+	$(PYTHON) -m bench.gpu --part smoke
+
+gpu: gpu-smoke  ## gpu-smoke, then the benchmarks and the other tests; bench/README.md (at most 9 minutes more)
 	$(PYTHON) -m bench.gpu --part figures
 
-gpu-profile:  ## the same needs: profiles, hardware counters, torch.compile and peers (at most 9 minutes)
+gpu-profile:  ## the needs of gpu-smoke: profiles, hardware counters, torch.compile and peers (at most 9 minutes)
 	$(PYTHON) -m bench.gpu --part profile
 
 gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on the smallest tests (at most 9 minutes)
 	$(PYTHON) -m bench.gpu --part races
 
-gpu-maze:  ## the same needs: continues the MaxRL paper's maze experiment in runs/maze_table; its archive goes to the results (at most 9 minutes a call)
+gpu-maze:  ## the needs of gpu-smoke: continues the MaxRL paper's maze experiment in runs/maze_table; its archive goes to the results (at most 9 minutes a call)
 	$(PYTHON) -m bench.gpu --part maze
 
 gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` needs besides torch, for a machine without a network: MAXRL_FAST_WHEELS there (10 MB)

@@ -4,10 +4,10 @@ cost of any operator.
 The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups as in verl, and view,
 mean and std as in TRL. All are timed in turn, in one process, after their results were compared.
 There are two floors: an operator with the same arguments that does nothing, and a copy of the
-rewards. With --device cuda launches are counted too, and the floor is the launch of an empty
-kernel. The last line is one JSON document.
+rewards. With --device cuda some are timed in a CUDA graph too, and their launches counted; the
+floor is an empty kernel. The last line is one JSON document.
 
-It takes some minutes on two cores, and `make gpu` gives it 15 seconds.
+It takes some minutes on two cores, and `make gpu` gives it 40 seconds.
 """
 
 import json
@@ -25,6 +25,7 @@ from torch import Tensor
 from bench.measure import (
     argument_parser,
     describe,
+    keep,
     launches,
     machine,
     microseconds,
@@ -33,7 +34,7 @@ from bench.measure import (
     run_command,
 )
 from maxrl_fast.algorithms.estimators.tables import subset_ratios
-from maxrl_fast.ops import ESTIMATORS, group_advantage
+from maxrl_fast.ops import ESTIMATORS, group_advantage, log_ratio_reward
 from maxrl_fast.records import cumulative
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
@@ -237,19 +238,22 @@ def uneven_groups(
 
 
 def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return the launches per call of every estimator, and the time of maxpo and of an empty kernel
-    in a CUDA graph.
+    """Return the time of small operators at 1024 x 16 in a CUDA graph, without the CPU's part of a
+    launch, and the kernels that one call launches; the floor is an empty kernel.
     """
     one, rewards = torch.zeros(1, device=device), torch.randn(1024, 16, device=device)
-    pair = {
+    logprobs = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
+    reference = torch.randn_like(logprobs)
+    cu_seqlens = torch.arange(0, logprobs.numel() + 1, 64, device=device)
+    calls: dict[str, Callable[[], object]] = {
         "empty kernel": lambda: one.zero_(),
-        "maxpo": lambda: group_advantage(rewards, "maxpo", k=K),
+        "maxpo": partial(group_advantage, rewards, "maxpo", k=K),
+        "grpo": partial(group_advantage, rewards, "grpo"),
+        "log_ratio_reward": partial(log_ratio_reward, logprobs, reference, cu_seqlens),
     }
     return {
-        "launches": {
-            name: launches(function) for name, function in estimator_calls(rewards, {}).items()
-        },
-        "microseconds_in_a_graph": microseconds_in_a_graph(pair, rounds, device),
+        "microseconds_in_a_graph": microseconds_in_a_graph(calls, rounds, device),
+        "launches": {name: launches(function) for name, function in calls.items()},
     }
 
 
@@ -257,25 +261,24 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     check_agreement(torch.randn(64, 16, generator=generator))
     shapes: dict[str, Any] = {}
-    for g, n in SHAPES:
-        rewards = torch.randn(g, n, generator=generator).to(device)
-        # On a GPU a call of the loop takes seconds, as every element is a launch: there it is timed
-        # once.
-        shapes[f"{g}x{n}"] = even_groups(
-            rewards, rounds, with_loop=device.type == "cpu" or not shapes
-        )
-    sizes = torch.randint(1, 32, (1024,), generator=generator)
-    shapes[f"uneven, {int(sizes.sum())} rollouts in 1024 groups of 1 to 31"] = uneven_groups(
-        sizes, generator, rounds, device
-    )
     result: dict[str, Any] = {
         "benchmark": "advantages",
         "machine": machine(device),
         "k": K,
         "microseconds": shapes,
-        "growth": growth(rounds, device),
     }
-    return result | ({"gpu": on_gpu(rounds, device)} if device.type == "cuda" else {})
+    is_cpu = device.type == "cpu"
+    for g, n in SHAPES:
+        rewards = torch.randn(g, n, generator=generator).to(device)
+        # on a GPU a call of the loop takes seconds, as every element is a launch
+        shapes[f"{g}x{n}"] = even_groups(rewards, rounds, with_loop=is_cpu)
+        keep(result)
+    sizes = torch.randint(1, 32, (1024,), generator=generator)
+    name = f"uneven, {int(sizes.sum())} rollouts in 1024 groups of 1 to 31"
+    shapes[name] = uneven_groups(sizes, generator, rounds, device)
+    result["growth"] = growth(rounds, device)
+    keep(result)
+    return result if is_cpu else result | {"gpu": on_gpu(rounds, device)}
 
 
 def report(result: dict[str, Any]) -> None:
@@ -316,8 +319,8 @@ def report(result: dict[str, Any]) -> None:
         f"a group's time grows as N^{fit['exponent_of_n']:.2f}"
     )
     if "gpu" in result:
-        print(f"  launches per call: {result['gpu']['launches']}")
-        print(f"  in a graph, 1024x16: {result['gpu']['microseconds_in_a_graph']}")
+        for name, figures in result["gpu"].items():
+            print(f"  {name}, 1024x16: {figures}")
 
 
 def main() -> int:

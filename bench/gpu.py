@@ -1,13 +1,14 @@
-"""`python -m bench.gpu [--part figures|profile|races|maze]`: what this machine's GPU is for, within
-nine minutes.
+"""`python -m bench.gpu [--part smoke|figures|profile|races|maze]`: what this machine's GPU is for,
+within nine minutes.
 
-Every part begins with the extension: the one that was carried here, or one that is built here.
-bench/README.md lists the parts and their steps, which run one after another, each in its own
-process and with its own time limit, at most 9 minutes in all. A step that exceeds its limit is
-killed with all its processes, and the next one starts; after a failed build none does. The output
-is shown and kept in a log. One JSON document has the machine, the versions and every figure; it is
-written again after each step. The last lines are a table of figures, aims, floors and peers; the
-aims are for an H200.
+`smoke`, at most 4 minutes, is what a first run needs: commands and tests in which all that can
+crash does. Every part begins with the extension: the one that was carried here, or one that is
+built here. bench/README.md lists the parts and their steps, which run one after another, each in
+its own process and with its own time limit, at most 9 minutes in all. A step that exceeds its limit
+is killed with all its processes, and the next one starts; after a failed build none does. The
+output is shown and kept in a log. One JSON document has the machine, the versions and every figure;
+it is written again after each step. The last lines are a table of figures, aims, floors and peers;
+the aims are for an H100 or H200.
 
 Results go to the folder in MAXRL_FAST_GPU_RESULTS, by default runs/gpu, as gpu_NAME_PART.json and
 gpu_NAME_PART.log. Nothing is installed or downloaded. MAXRL_FAST_WHEELS names a folder of wheels,
@@ -53,7 +54,10 @@ PACKAGES = (
 def output_of(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30)
+    except subprocess.TimeoutExpired:
+        return None
     return run.stdout.strip() if run.returncode == 0 else None
 
 
@@ -260,7 +264,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"stopped; the results so far are in {file}", file=sys.stderr)
         return 130
-    print(f"\n{name}, torch {about['torch']}; the aims are for an H200; {file}")
+    print(f"\n{name}, torch {about['torch']}; the aims are for an H100 or H200; {file}")
     print("\n".join(lines(rows(result["steps"]))))
     return int(any(result["steps"][step.name]["state"] not in ("done", "absent") for step in steps))
 

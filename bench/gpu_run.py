@@ -1,5 +1,6 @@
 """Runs a step of `make gpu` within its time limit; its output goes to the screen and to the log."""
 
+import contextlib
 import json
 import os
 import re
@@ -51,7 +52,8 @@ def run_step(step: Step, limit: float, log: Path) -> dict[str, Any]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)  # longer: it hangs in the driver, and stays behind
     text = log.read_bytes()[begin:].decode(errors="replace")
     record |= {"seconds": time.monotonic() - start, "exit_code": process.returncode}
     if step.has_figures:

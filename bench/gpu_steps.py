@@ -1,6 +1,4 @@
-"""The steps of `make gpu`, `make gpu-profile` and `make gpu-races`: their commands and time
-limits.
-"""
+"""The steps of `make gpu` and its other parts: their commands and time limits."""
 
 import importlib.util
 import os
@@ -9,11 +7,12 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-# of all steps of a part together: a machine may be lent for ten minutes at a time
-LIMIT_SECONDS = 540
+# of all steps of a part together: a machine may be lent for ten minutes at a time, and what crashes
+# must do so while there is time for a repair
+LIMIT_SECONDS = {"smoke": 240, "figures": 540, "profile": 540, "races": 540, "maze": 540}
+PARTS = tuple(LIMIT_SECONDS)
 RESULTS = "MAXRL_FAST_GPU_RESULTS"  # environment variable: the folder of results
 NSIGHT = Path("/opt/nvidia/nsight-compute")
-PARTS = ("figures", "profile", "races", "maze")
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,13 @@ def cuda_tool(name: str) -> str | None:
     return shutil.which(name) or next((str(place) for place in places if place.is_file()), None)
 
 
-def marked_gpu(seconds: float) -> Step:
-    """Return the step of the tests, what may fail first: a file that cannot be imported does not
-    stop the others."""
+def marked_gpu(name: str, files: tuple[str, ...], seconds: float) -> Step:
+    """Return a step of tests; a file that cannot be imported does not stop the others."""
     options = "-q -m gpu --tb=short --maxfail=30 --durations=5 --continue-on-collection-errors"
     command = [sys.executable, "-m", "pytest", *options.split()]
-    command += [] if missing("xdist") else ["-n", "4"]
-    command += [f"tests/gpu/test_{name}.py" for name in GPU_TESTS]
-    return Step("tests", command, seconds, has_figures=False)
+    command += [] if missing("xdist") else ["-n", "8"]
+    command += [f"tests/gpu/test_{file}.py" for file in files]
+    return Step(name, command, seconds, has_figures=False)
 
 
 def build(seconds: float) -> Step:
@@ -74,7 +72,9 @@ def build(seconds: float) -> Step:
     return Step("build", command, seconds, has_figures=False)
 
 
-GPU_TESTS = ("token_loss", "rollout", "attention", "layer", "advantage")
+# of tests/gpu: what every run needs, and the rest
+SMOKE_TESTS = ("token_loss", "rollout", "layer", "sharding")
+OTHER_TESTS = ("attention", "advantage")
 # for each kernel the smallest tests that launch it
 SMALLEST = (
     "any_address or bad_values or test_pacs or sampling_equals and not 151936 or "
@@ -96,6 +96,7 @@ def sanitizer(tool: str, seconds: float) -> Step:
     """
     found = cuda_tool("compute-sanitizer")
     command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+    command += ["--kernel-regex", "kns=maxrl"]  # not torch's
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     options = "-m pytest -q -m gpu --tb=short -k"
     command += [sys.executable, *options.split(), SMALLEST, *SMALLEST_FILES]
@@ -119,17 +120,21 @@ def gpu_steps() -> dict[str, list[Step]]:
     step17 = "--device cuda --cases step17 --rounds 5"
     no_options = missing("rich")  # the trainer's options need them
     return {
+        "smoke": [
+            build(60),
+            bench("train", "gpu_train", "--device cuda", 90, no_options),
+            marked_gpu("tests", SMOKE_TESTS, 90),
+        ],
         "figures": [
             build(60),
-            marked_gpu(150),
-            bench("ceilings", "ceilings", "--device cuda", 15),
-            bench("launches", "launches", "--device cuda", 15),
-            bench("token_loss", "token_loss", "--device cuda --no-compile", 85),
-            bench("rollout", "rollout", "--device cuda --no-compile --peers", 35),
+            bench("ceilings", "ceilings", "--device cuda", 30),
+            bench("token_loss", "token_loss", "--device cuda --no-compile", 60),
+            bench("rollout", "rollout", "--device cuda --no-compile --peers", 40),
             bench("whole_step", "train_step", f"{step17} --no-compile", 60, no_options),
             bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 45, no_options),
             bench("qwen_1.5b", "train_step", f"{qwen} qwen-1.5b", 55, no_options),
-            bench("advantages", "advantages", "--device cuda --rounds 5", 15),
+            bench("advantages", "advantages", "--device cuda --rounds 5", 40),
+            marked_gpu("other_tests", OTHER_TESTS, 60),
         ],
         "profile": [
             build(60),
@@ -171,8 +176,8 @@ def dry_steps() -> dict[str, list[Step]]:
     update = "--layouts shared --rounds 1 --prompts 1 --rollouts 2 --cases"
     loss = "--tokens 64 --vocab 500 --other-vocabs 300 --hidden 32 --rounds 1 --no-compile"
     small = {
-        "ceilings": ("ceilings", "--dtype float32", 20),
-        "launches": ("launches", "--rounds 1", 15),
+        "train": ("gpu_train", "--seconds 880", 900),
+        "ceilings": ("ceilings", "--dtype float32", 30),
         "token_loss": ("token_loss", loss, 60),
         "rollout": ("rollout", "--cases maze7 --peers --rounds 1 --no-compile", 30),
         "whole_step": ("train_step", f"--warm-start 1 --no-compile {update} step17", 150),

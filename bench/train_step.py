@@ -289,6 +289,7 @@ def measure(
             maze17(prompts, rollouts) if name == "maze17" else qwen(name, prompts, rollouts, device)
         )
     layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
+    figures["recomputes"] = case.checkpoint_activations
     result["cases"][name] = figures | update_in_layouts(case, rounds, device, dtype, layouts)
     report(name, result["cases"][name])
     if options.attention:

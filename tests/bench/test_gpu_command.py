@@ -61,7 +61,7 @@ def rollout_case(rate):
 def update_case(mfu):
     shared = {"floor_milliseconds": 168.0, "milliseconds": 168.0 / mfu}
     shared["model_flops_utilisation"] = mfu
-    return {"layouts": {"shared": shared, "padded": {"times_shared": 1.9}}}
+    return {"recomputes": True, "layouts": {"shared": shared, "padded": {"times_shared": 1.9}}}
 
 
 STEP = {
@@ -80,9 +80,11 @@ RECORDS = {
     "tests": {"state": "failed", "why": "exit code 1", "figures": {"failed": 2, "passed": 310}},
     "racecheck": {"state": "absent", "why": "compute-sanitizer is not on the PATH"},
     "ceilings": done(copy_bytes_per_second=4.25e12, matrix_flops_per_second=7.8e14),
-    "launches": done(
-        launches={"empty kernel": 1, "maxpo": 2, "log_ratio_reward": 1},
-        microseconds_in_a_graph={"empty kernel": 2.0, "maxpo": 3.5, "log_ratio_reward": 4.5},
+    "train": done(
+        chains={
+            "maxpo": [{"code": 0, "seconds_since_start": 9.0, "command": "train"}],
+            "lora": [{"code": 2, "seconds_since_start": 3.0, "command": "resume"}],
+        }
     ),
     "token_loss": done(
         logits={"bfloat16": loss_case(151936, 0.9, **{"liger-kernel GRPO": 1.65})},
@@ -97,8 +99,8 @@ RECORDS = {
     ),
     "qwen_0.5b": done(cases={"qwen-0.5b": update_case(0.52)}),
     "qwen_1.5b": {"state": "past its limit", "why": "killed after 40 s", "figures": None},
-    "rollout": done(cases={"maze17x32": rollout_case(7.9e6)}),
-    "rollout_compiled": done(cases={"maze17x32": rollout_case(8.1e6)}),
+    "rollout": done(cases={"maze17x32": rollout_case(5.9e6)}),
+    "rollout_compiled": done(cases={"maze17x32": rollout_case(6.1e6)}),
     "whole_step": done(cases={"step17": STEP}),
     "profiles": done(
         profiles={
@@ -126,8 +128,8 @@ def test_the_table_of_recorded_steps():
         "racecheck": ("not run", None),
         "copy bandwidth": ("4,250 GB/s", None),
         "bfloat16 GEMM": ("780.0 TFLOP/s", None),
-        "maxpo, 1024 x 16": ("2 launches, 3.50 us", False),  # too many
-        "log_ratio_reward, 1024 x 16": ("1 launch, 4.50 us", False),  # too slow
+        "train, maxpo": ("1 commands", True),
+        "train, lora": ("FAILED: resume", False),
         "loss, pacs float32": ("FAILED", False),
         "loss, 16384 x 151936 bfloat16": ("90% of a copy", True),
         "loss, 16384 x 32000 bfloat16": ("80% of a copy", False),
@@ -139,7 +141,7 @@ def test_the_table_of_recorded_steps():
         "  besides its gradients": ("1,100 MiB", False),
         "qwen_1.5b": ("FAILED", False),
         "update, qwen-0.5b": ("52% of GEMM", True),
-        "rollout, 4,096 rows": ("8,100,000 tokens/s", True),
+        "rollout, 4,096 rows": ("6,100,000 tokens/s", True),
         "whole step, 17x17, 32 x 128": ("101 ms", False),
         "counters, attend_to_own<__nv_bfloat16, 2>": ("91.5 us", None),
     }.items():
@@ -157,14 +159,14 @@ def test_the_table_of_recorded_steps():
     assert "NO" in text[1]
 
 
-def test_the_steps_of_each_part_fit_into_nine_minutes_and_every_figure_has_a_section():
+def test_the_steps_of_each_part_fit_into_its_limit_and_every_figure_has_a_section():
     parts = gpu_steps()
     assert tuple(parts) == PARTS
     names = [[step.name for step in steps] for steps in parts.values()]
     assert names == [[step.name for step in steps] for steps in dry_steps().values()]
-    for steps in parts.values():
+    for part, steps in parts.items():
         assert steps[0].name == "build"
-        assert sum(step.seconds for step in steps) <= LIMIT_SECONDS
+        assert sum(step.seconds for step in steps) <= LIMIT_SECONDS[part]
     with_figures = {x.name for steps in parts.values() for x in steps if x.has_figures}
     assert with_figures == set(SECTIONS)
 
@@ -183,7 +185,9 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     parts = gpu_steps()
     steps = [step for steps in parts.values() for step in steps]
     absent = {step.name for step in steps if step.absent == "rich is not installed"}
-    assert absent == {*"whole_step whole_step_compiled qwen_0.5b qwen_1.5b profiles maze".split()}
+    assert absent == set(
+        "train whole_step whole_step_compiled qwen_0.5b qwen_1.5b profiles maze".split()
+    )
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
 
 
@@ -199,9 +203,9 @@ def collected(*arguments):
     return [line.split("::") for line in run.stdout.splitlines() if "::" in line]
 
 
-def test_the_step_of_tests_has_every_file():
-    tests = gpu_steps()["figures"][1].command
-    files = [word for word in tests if word.startswith("tests/")]
+def test_the_steps_of_tests_have_every_file():
+    steps = (step for part in ("smoke", "figures") for step in gpu_steps()[part])
+    files = [word for step in steps for word in step.command if word.startswith("tests/")]
     assert sorted(files) == sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("tests/gpu/test_*"))
     assert {file for file, _ in collected(*files)} == set(files)
 
@@ -462,16 +466,18 @@ def dry_run(folder, *arguments):
 
 @pytest.mark.slow
 def test_the_dry_run_writes_its_results(tmp_path):
-    run = dry_run(tmp_path / "results", "--only", "tests", "ceilings")
+    run = dry_run(tmp_path / "results", *"--part figures --only other_tests ceilings".split())
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "results" / "gpu_dry_run_figures.json").read_text())
     assert result["machine"]["torch"] == torch.__version__
     states = {name: record["state"] for name, record in result["steps"].items()}
-    assert states == {"tests": "absent", "ceilings": "done"}
+    assert states == {"other_tests": "absent", "ceilings": "done"}
     assert result["steps"]["ceilings"]["figures"]["copy_bytes_per_second"] > 0
-    assert [row["figure"] for row in result["table"]] == ["tests", "copy bandwidth", "float32 GEMM"]
+    assert [
+        x["figure"] for x in result["table"]
+    ] == "copy bandwidth,float32 GEMM,other_tests".split(",")
     assert all(row["reached"] is None for row in result["table"])
-    assert run.stdout.splitlines()[-3].startswith("tests")
+    assert run.stdout.splitlines()[-1].startswith("other_tests")
     assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run_figures.log").read_text()
     kept = gpu.earlier_steps(tmp_path / "results" / "gpu_dry_run_figures.json")
     assert kept["ceilings"]["is_earlier"]
@@ -520,8 +526,8 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
     assert "must be a folder of wheels" in refusal(*cpu)
     monkeypatch.delenv(gpu.WHEELS)
-    (tmp_path / "gpu_dry_run_figures.json").write_text("[]")
-    refusal(*cpu, "--only", "ceilings")
+    (tmp_path / "gpu_dry_run_smoke.json").write_text("[]")
+    assert "which cannot be read" in refusal(*cpu, "--only", "build")
     assert (
         "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got "
         "ceilings" in refusal(*cpu, "--part", "races", "--only", "ceilings")

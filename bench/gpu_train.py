@@ -30,7 +30,7 @@ CHAINS = {
         f"{TRAIN} --objective maxpo --k 4 --out OUT",
         "train --resume OUT --steps 4",
         "evaluate OUT --samples 16 --eval-prompts 32 --out OUT-eval",
-        f"{TRAIN} --model OUT/checkpoints/step-000004 --task maze --lora-rank 4 --objective maxrl --out OUT-lora",
+        f"{TRAIN} --task maze --model OUT/checkpoints/step-000004 --lora-rank 4 --out OUT-lora",
     ),
     "pacs": (f"{TRAIN} --objective pacs --top-p .9 --out OUT",),
     "ppo": (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out OUT",),

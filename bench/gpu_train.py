@@ -19,8 +19,8 @@ from typing import Any
 from bench.measure import argument_parser, machine, prepare, run_command
 
 TRAIN = (
-    "train --steps 3 --lr-schedule constant --sft-steps 10 --sft-batch 8 --eval-prompts 32 --eval-samples 4 "
-    "--prompts 8 --reward REWARD"
+    "train --steps 3 --lr-schedule constant --sft-steps 10 --sft-batch 8 --eval-prompts 32 "
+    "--eval-samples 4 --prompts 8 --reward REWARD"
 )
 # so that groups differ in their rewards, and every update has a gradient
 REWARD = "def of_length(prompt, response, **columns):\n    return float(len(response) % 2)\n"

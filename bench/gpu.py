@@ -46,8 +46,14 @@ from maxrl_fast.runtime.files import write_json
 
 NEEDED = ("numpy", "safetensors", "pytest")
 PACKAGES = (
-    *("triton", "transformers", "numpy", "trl", "liger-kernel", "cut-cross-entropy"),
-    *("vllm", "flash-attn"),
+    *(
+        "triton",
+        "transformers",
+        "numpy",
+        "trl",
+        "liger-kernel",
+    )
+    * ("vllm", "flash-attn"),
 )
 
 

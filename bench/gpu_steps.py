@@ -128,7 +128,7 @@ def gpu_steps() -> dict[str, list[Step]]:
         "figures": [
             build(60),
             bench("ceilings", "ceilings", "--device cuda", 30),
-            bench("token_loss", "token_loss", "--device cuda --no-compile", 60),
+            bench("token_loss", "token_loss", "--device cuda --no-compile --rounds 3", 55),
             bench("rollout", "rollout", "--device cuda --no-compile --peers", 40),
             bench("whole_step", "train_step", f"{step17} --no-compile", 60, no_options),
             bench("qwen_0.5b", "train_step", f"{qwen} qwen-0.5b", 45, no_options),

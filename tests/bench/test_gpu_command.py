@@ -171,12 +171,6 @@ def test_the_steps_of_each_part_fit_into_its_limit_and_every_figure_has_a_sectio
     assert with_figures == set(SECTIONS)
 
 
-def test_figures_come_before_anything_compiled_and_peers():
-    commands = {step.name: " ".join(step.command) for step in gpu_steps()["figures"]}
-    assert all("--no-compile" in commands[x] for x in ("token_loss", "rollout", "whole_step"))
-    assert commands["rollout"].endswith("--peers")  # none of them
-
-
 def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(

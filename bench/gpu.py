@@ -45,16 +45,7 @@ from maxrl_fast.runtime.device import memory_bytes, versions
 from maxrl_fast.runtime.files import write_json
 
 NEEDED = ("numpy", "safetensors", "pytest")
-PACKAGES = (
-    *(
-        "triton",
-        "transformers",
-        "numpy",
-        "trl",
-        "liger-kernel",
-    )
-    * ("vllm", "flash-attn"),
-)
+PACKAGES = ["triton", "transformers", "numpy", "trl", "liger-kernel", "vllm", "flash-attn"]
 
 
 def output_of(*command: str) -> str | None:

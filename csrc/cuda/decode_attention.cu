@@ -9,6 +9,7 @@
 // Where there are few rows, num_splits blocks share a row and a head, each for a part of the keys
 // (Flash-Decoding, Dao et al. 2023). A second launch then merges their results in order.
 #include <algorithm>
+#include <iterator>
 
 #include "../decoding.h"
 #include "elements.cuh"
@@ -20,7 +21,8 @@ namespace {
 
 constexpr int kKeysAtOnce = 4;  // keys that a slot loads at a time, to have several loads in flight
 constexpr int kMaxWarps = 8;  // per block
-constexpr int kMaxQueries = 8;  // query heads that share a key/value head
+// query heads that share a key/value head: of other numbers up to 8 the next one's kernel runs
+constexpr int kQueryCounts[] = {1, 2, 4, 7, 8};
 constexpr float kLowest = -1e30f;  // below any score, and finite, so that kLowest - kLowest is 0
 constexpr int64_t kWantedWarps = 2048;  // per launch, to fill a GPU
 constexpr int kMergingThreads = 128;  // per block of the second launch
@@ -68,14 +70,14 @@ __device__ void write_result(const DecodeAttention<Element>& in, int64_t row, in
   rounded<Element>(out).write(in.out + at);
 }
 
-// One thread's part of the attention of the kQueries query heads of a row that share a key/value
-// head.
+// One thread's part of the attention of the query heads of a row that share a key/value head, at
+// most kQueries.
 template <typename Element, int kQueries>
 struct OwnAttention {
   static constexpr int kSize = Chunk<Element>::kSize;
   const DecodeAttention<Element>& in;
   const int64_t row;
-  const int head, split, lanes_of_key;  // a power of two
+  const int num_queries, head, split, lanes_of_key;  // a power of two
   const int part, slot;  // this lane's 16 bytes of a key; its slot
   const bool has_part;  // false in lanes past head_dim
   const int newest;  // position of the newest token
@@ -83,7 +85,7 @@ struct OwnAttention {
   Attended<kQueries, kSize> attended;
 
   __device__ OwnAttention(const DecodeAttention<Element>& in, int lanes_of_key)
-      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads),
+      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads), num_queries(in.heads / in.kv_heads),
         head(blockIdx.x / in.num_splits % in.kv_heads), split(blockIdx.x % in.num_splits),
         lanes_of_key(lanes_of_key), part(threadIdx.x % kWarp % lanes_of_key),
         slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),
@@ -91,7 +93,8 @@ struct OwnAttention {
     const float scale = rsqrtf(static_cast<float>(in.head_dim)) * static_cast<float>(kLog2E);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
-      unpack(load(in.q + row * in.q_stride + (head * kQueries + r) * in.head_dim), queries[r]);
+      const Element* query = in.q + row * in.q_stride + (head * num_queries + r) * in.head_dim;
+      unpack(load(query, r < num_queries), queries[r]);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) queries[r][i] *= scale;
     }
@@ -224,13 +227,14 @@ struct OwnAttention {
     if (slot > 0 || !has_part) return;
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
+      if (r >= num_queries) break;
+      const int query = head * num_queries + r;
       if (in.num_splits == 1) {
-        write_result(in, row, head * kQueries + r, part, attended.top[r], attended.sum[r],
-                     attended.values[r]);
+        write_result(in, row, query, part, attended.top[r], attended.sum[r], attended.values[r]);
         continue;
       }
-      float* to = in.partial + ((row * in.heads + head * kQueries + r) * in.num_splits + split) *
-                                   (in.head_dim + 2);
+      float* to =
+          in.partial + ((row * in.heads + query) * in.num_splits + split) * (in.head_dim + 2);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) to[part * kSize + i] = attended.values[r][i];
       if (part == 0) {
@@ -287,18 +291,19 @@ void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
   const int64_t shared =
       warps == 1 ? 0 : warps * kQueries * lanes * (kSize + 2) * int64_t{sizeof(float)};
   const auto kernel = attend_to_own<Element, kQueries>;
-  if (shared > 48 * 1024) allow_shared(kernel);
+  if (shared > kUnaskedShared) allow_shared(kernel);
   launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
   if (in.num_splits == 1) return;
   const int64_t merging = (in.num_rows * in.heads * lanes + kMergingThreads - 1) / kMergingThreads;
   launch(merge_splits<Element>, merging, kMergingThreads, 0, 0, stream, in, lanes);
 }
 
-template <typename Element, int most = kMaxQueries>
+template <typename Element, int which = 0>
 void launch_for(const DecodeAttention<Element>& in, cudaStream_t stream) {
-  if constexpr (most > 1)
-    if (in.heads / in.kv_heads < most) return launch_for<Element, most - 1>(in, stream);
-  launch_with<Element, most>(in, stream);
+  if constexpr (which + 1 < std::size(kQueryCounts))
+    if (in.heads / in.kv_heads > kQueryCounts[which])
+      return launch_for<Element, which + 1>(in, stream);
+  launch_with<Element, kQueryCounts[which]>(in, stream);
 }
 
 }  // namespace
@@ -313,7 +318,7 @@ void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
     throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(kSize) +
                                 " up to " + std::to_string(kWarp * kSize) + ", got " +
                                 std::to_string(in.head_dim));
-  if (in.heads / in.kv_heads > kMaxQueries)
+  if (in.heads / in.kv_heads > 8)
     throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
                                 std::to_string(in.heads / in.kv_heads));
   launch_for<Element>(in, stream);

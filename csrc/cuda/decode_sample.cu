@@ -13,16 +13,6 @@ namespace {
 constexpr int kMaxWarps = 16;
 constexpr int kNone = INT32_MAX;
 
-struct Least {
-  __device__ int operator()(int a, int b) const { return a < b ? a : b; }
-};
-struct Greatest {
-  template <typename Value>
-  __device__ Value operator()(Value a, Value b) const {
-    return a > b ? a : b;
-  }
-};
-
 // The logits of one row. A thread reads 16 bytes at a time; a row that does not start at a multiple
 // of 16 bytes, one by one.
 template <typename Element>

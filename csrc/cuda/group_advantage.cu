@@ -12,10 +12,6 @@ constexpr int kMostThreads = 512;
 constexpr int64_t kMostRankedRewards = 4096;  // of a group: what fits into shared memory
 constexpr int64_t kBytesOfReward = 2 * sizeof(double) + sizeof(int32_t);
 
-struct Least {
-  __device__ double operator()(double a, double b) const { return fmin(a, b); }
-};
-
 // Returns the rank transform of `rewards` [size], of which n are finite and the others infinite. It
 // lies in shared memory after the rewards, which are overwritten.
 __device__ const double* rank_transform(double* rewards, int size, int n, const double* offset,
@@ -125,7 +121,7 @@ void group_advantage(const GroupAdvantage<Real>& in, cudaStream_t stream) {
                                 std::to_string(in.group_size));
   const auto kernel = group_advantage_kernel<Real>;
   const int64_t shared = in.tables ? in.group_size * kBytesOfReward : 0;
-  if (shared > 40 * 1024) allow_shared(kernel);  // the kernel has static shared memory too
+  if (shared > kUnaskedShared) allow_shared(kernel);
   // One warp for moments: their sums, too, do not depend on the number of threads.
   int threads = kWarp;
   while (in.tables && 2 * threads <= in.group_size && threads < kMostThreads) threads *= 2;

@@ -84,12 +84,13 @@ class OncePerDevice {
 };
 
 // Bytes of dynamic shared memory that a block may have; kernels have some of their own.
+constexpr int64_t kOwnShared = 4096, kUnaskedShared = (48 << 10) - kOwnShared;
 inline int64_t most_shared() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kOwnShared;
 }
 
-// Allows a kernel more than the default 48 KiB of shared memory per block: once, and always the
-// same, because another thread may be about to launch it.
+// Allows a kernel more than kUnaskedShared: once, and always the same, because another thread may
+// be about to launch it.
 template <typename... Parameters>
 void allow_shared(void (*kernel)(Parameters...)) {
   static OncePerDevice allowed;

@@ -364,6 +364,11 @@ cudaError_t allow_shared(const void* kernel, int bytes) {
   return cudaSuccess;
 }
 
+unsigned largest_cluster() {
+  const char* major = std::getenv("MAXRL_EMULATED_CAPABILITY");
+  return major && major[1] == '/' ? std::atoi(major + 2) : 8;
+}
+
 cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
   const auto allowed = allowed_shared.find(kernel);
   const size_t most =
@@ -372,7 +377,7 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
   const unsigned blocks_of_cluster = config.numAttrs > 0 ? config.attrs[0].val.clusterDim.x : 1;
   if (config.dynamicSmemBytes > most) return cudaErrorInvalidValue;
   if (threads == 0 || threads > 1024 || threads % kWarp || blocks == 0 || blocks_of_cluster == 0 ||
-      blocks_of_cluster > 8 || blocks % blocks_of_cluster)
+      blocks_of_cluster > largest_cluster() || blocks % blocks_of_cluster)
     return cudaErrorInvalidConfiguration;
   return cudaSuccess;
 }
@@ -388,7 +393,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  const char* major = std::getenv("MAXRL_EMULATED_CAPABILITY");  // 8: a GPU without clusters
+  const char* major = std::getenv("MAXRL_EMULATED_CAPABILITY");  // 8: no clusters
   if (attribute == cudaDevAttrComputeCapabilityMajor) *value = major ? std::atoi(major) : 9;
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = static_cast<int>(kMaxShared);
   if (attribute == cudaDevAttrMultiProcessorCount)

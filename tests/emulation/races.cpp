@@ -135,28 +135,28 @@ void decode_attention() {
   const std::vector<float> prompt_lse(rows * heads, 1.0f);
   for (const int num_splits : {1, 3}) {
     std::vector<float> partial(rows * heads * num_splits * (head_dim + 2));
-    cuda::decode_attention(DecodeAttention<BFloat16>{rows,
-                                                     limit,
-                                                     heads,
-                                                     kv_heads,
-                                                     head_dim,
-                                                     q.data,
-                                                     k.data,
-                                                     v.data,
-                                                     heads * head_dim,
-                                                     kv_heads * head_dim,
-                                                     kv_heads * head_dim,
-                                                     k_cache.data,
-                                                     v_cache.data,
-                                                     lengths.data(),
-                                                     prompt.data,
-                                                     prompt_lse.data(),
-                                                     heads,
-                                                     1,
-                                                     num_splits,
-                                                     partial.data(),
-                                                     out.data},
-                           nullptr);
+    const DecodeAttention<BFloat16> in{rows,
+                                       limit,
+                                       heads,
+                                       kv_heads,
+                                       head_dim,
+                                       q.data,
+                                       k.data,
+                                       v.data,
+                                       heads * head_dim,
+                                       kv_heads * head_dim,
+                                       kv_heads * head_dim,
+                                       k_cache.data,
+                                       v_cache.data,
+                                       lengths.data(),
+                                       prompt.data,
+                                       prompt_lse.data(),
+                                       heads,
+                                       1,
+                                       num_splits,
+                                       partial.data(),
+                                       out.data};
+    cuda::decode_attention(in, nullptr);
   }
 }
 

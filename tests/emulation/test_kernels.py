@@ -43,7 +43,7 @@ def emulated_gpu() -> Iterator[None]:
         yield
 
 
-CLUSTERS, NO_CLUSTERS = 9, 8  # compute capabilities
+CLUSTERS, NO_CLUSTERS = 9, 8  # compute capabilities; 9/2: holds clusters of 2 at most
 
 
 # A warp takes rows of up to 8 KiB, a block or a cluster of 4 takes those of 100 kB, and a cluster
@@ -148,7 +148,8 @@ def test_more_rows_than_fit_at_once(vocab):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "capability"), [(40, CLUSTERS), (30011, CLUSTERS), (30011, NO_CLUSTERS)]
+    ("vocab", "capability"),
+    [(40, CLUSTERS), (30011, CLUSTERS), (30011, NO_CLUSTERS), (40011, "9/2"), (70011, "9/1")],
 )
 def test_extreme_logits(vocab, capability, monkeypatch):
     monkeypatch.setenv("MAXRL_EMULATED_CAPABILITY", str(capability))

@@ -161,6 +161,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 namespace emulation {
 cudaError_t allow_shared(const void* kernel, int bytes);
 cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel);
+unsigned largest_cluster();  // that the device holds
 }  // namespace emulation
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int bytes) {
@@ -173,8 +174,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
   return cudaSuccess;
 }
 template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLaunchConfig_t*) {
-  *clusters = 2;
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*,
+                                           const cudaLaunchConfig_t* config) {
+  *clusters = config->attrs[0].val.clusterDim.x > emulation::largest_cluster() ? 0 : 2;
   return cudaSuccess;
 }
 template <typename... Parameters, typename... Arguments>

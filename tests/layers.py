@@ -114,12 +114,14 @@ def check_chosen_rows(rows, size, dtype, device, around_kernel):
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.cat([torch.randint(rows, (2 * rows,), generator=generator), torch.ones(300)])
     chosen = chosen.long()[torch.randperm(len(chosen), generator=generator)] % rows
+    starts = torch.searchsorted(chosen.sort().values, torch.arange(rows + 1))
+    by_row = [chosen.argsort(stable=True).to(device), starts.to(device)]
     for grad in (numbers(len(chosen), size, dtype=dtype), torch.ones(len(chosen), size) / 3):
         grad = grad.to(dtype)
         expected = torch.zeros(rows, size, dtype=torch.float64).index_add(0, chosen, grad.double())
         x = torch.zeros(rows, size, dtype=dtype, device=device, requires_grad=True)
         with around_kernel():
-            out = choose_rows(x, chosen.to(device), repeats=True)
+            out = choose_rows(x, chosen.to(device), by_row)
             (actual,) = torch.autograd.grad(out, x, grad.to(device))
         error = (actual.cpu().double() - expected).abs()
         assert (error <= max(TOLERANCE[dtype], 1e-5) * expected.abs() + 1e-4).all()

@@ -337,13 +337,12 @@ KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
 
 
 @operator()
-def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+def choose_rows_backward(
+    grad: Tensor, rows: Tensor, order: Tensor | None, starts: Tensor | None, num_rows: int
+) -> Tensor:
     """Return the gradient [num_rows, H] from that of the chosen rows [R, H]."""
     call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
-    to, order, starts = grad.new_empty(num_rows, size), None, None
-    if dispatch.is_gpu(grad.device):
-        ascending, order = rows.sort(stable=True)
-        starts = torch.searchsorted(ascending, torch.arange(num_rows + 1, device=rows.device))
+    to = grad.new_empty(num_rows, size)
     call.launch(
         "chosen_rows_backward",
         dtype=DTYPE_NAMES[grad.dtype],
@@ -361,29 +360,31 @@ def choose_rows_backward(grad: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
 class _ChooseRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, *by_row: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, *by_row)
         ctx.num_rows = len(x)
         return x.index_select(0, rows)
 
     @staticmethod
     @first_order("choose_rows")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows)
+        return grad, None, None, None
 
 
-def choose_rows(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
-    """Return x[rows] for x [U, H] and rows [R] int64. On a GPU rows that may repeat need `repeats`.
+def choose_rows(x: Tensor, rows: Tensor, by_row: list[Tensor] | None = None) -> Tensor:
+    """Return x[rows] for x [U, H] and rows [R] int64. On a GPU rows that may repeat need `by_row`:
+    the order [R] that sorts them, and where each of the U rows begins in it [U+1].
 
     The gradient adds repeated rows in order: on a CPU on all threads, where PyTorch uses one, and
     on a GPU in float32, where PyTorch adds in x's dtype and in any order.
     """
     if dispatch.is_gpu(x.device):
         in_kernel = x.dtype in DEVICE_DTYPES and x.shape[1] * x.element_size() % 16 == 0
-        in_kernel = in_kernel and repeats and dispatch.has_kernels(x.device)
+        in_kernel = in_kernel and by_row is not None and dispatch.has_kernels(x.device)
     else:
         in_kernel = x.device.type == "cpu" and x.dtype in CPU_DTYPES
     if not in_kernel:
         return x.index_select(0, rows)
-    chosen: Tensor = _ChooseRows.apply(x, rows.contiguous())
+    chosen: Tensor = _ChooseRows.apply(x, rows.contiguous(), *(by_row or (None, None)))
     return chosen

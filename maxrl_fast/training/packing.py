@@ -37,6 +37,8 @@ class MicroBatch:
     forest: Forest
     rows: Tensor  # [R] int64, positions that predict a target
     target_rows: Tensor  # [T] int64, which of `rows` predicts each target
+    # the order [T] that sorts target_rows, and where each of `rows` begins in it [R+1], int64
+    by_row: list[Tensor]
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32
@@ -171,12 +173,12 @@ class Packer:
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True
-        device = self.rollouts.tokens.device
-        index, positions, rows, target_rows, target_cu, target_index, sequences = to_device(
+        device, target_rows = self.rollouts.tokens.device, (predicts.cumsum(0) - 1)[predicted_from]
+        index, positions, rows, target_rows, *by_row, cu, target_index, sequences = to_device(
             device,
             *(self._index[tree.index], torch.from_numpy(tree.positions)),
-            *(predicts.nonzero()[:, 0], (predicts.cumsum(0) - 1)[predicted_from]),
-            *(cumulative(lengths), targets, sequences),
+            *(predicts.nonzero()[:, 0], target_rows, target_rows.argsort(stable=True)),
+            *(cumulative(target_rows.bincount()), cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
         importance, reference = rollouts.importance_weights, rollouts.ref_logprobs
@@ -186,8 +188,9 @@ class Packer:
             forest=Forest(torch.from_numpy(tree.lengths), torch.from_numpy(tree.parents), device),
             rows=rows,
             target_rows=target_rows,
+            by_row=by_row,
             targets=self.rollouts.tokens[target_index],
-            cu_seqlens=target_cu,
+            cu_seqlens=cu,
             advantages=self.advantages[sequences],
             old_logprobs=self.rollouts.logprobs[target_index],
             ref_logprobs=None if reference is None else reference[target_index],

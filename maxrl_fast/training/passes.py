@@ -29,7 +29,7 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
         return tree_attention(q, k, v, batch.forest, variant)
 
     hidden = module(batch.tokens, batch.positions, attention, batch.rows, dtype)
-    return choose_rows(hidden, batch.target_rows, repeats=True)
+    return choose_rows(hidden, batch.target_rows, batch.by_row)
 
 
 class Pass(NamedTuple):

@@ -129,7 +129,9 @@ def test_the_operators_equal_their_fakes():
         ],
         "swiglu": [(packed,)],
         "swiglu_backward": [(x, packed)],
-        "choose_rows_backward": [(x, torch.tensor([1, 0, 1, 3, 0]), 4)],
+        "choose_rows_backward": [
+            (x, *(torch.tensor(i) for i in ([1, 0, 1, 3, 0], [1, 4, 0, 2, 3], [0, 2, 4, 4, 5])), 4)
+        ],
     }
     with emulated_gpu():
         for name, arguments in calls.items():

@@ -218,7 +218,7 @@ def test_bad_inputs_are_a_sentence():
     ):
         KERNELS.add_rms_norm(x.half(), None, torch.ones(8), 1e-6)
     with pytest.raises(ValueError, match="a chosen row does not exist"):
-        torch.ops.maxrl_fast.choose_rows_backward(x, torch.tensor([0, 1, 2, 3]), 3)
+        torch.ops.maxrl_fast.choose_rows_backward(x, torch.tensor([0, 1, 2, 3]), None, None, 3)
     assert layer_ops(8, 8, 8, torch.float16, CPU) is TORCH_OPS
 
 
@@ -237,7 +237,7 @@ def test_the_operators_pass_opcheck():
         "rotate_heads_backward": (*grads, packed, weight, weight, *tables, 1e-6),
         "swiglu": (packed,),
         "swiglu_backward": (torch.randn(5, 12), packed),
-        "choose_rows_backward": (x, rows, 8),
+        "choose_rows_backward": (x, rows, None, None, 8),
     }
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.maxrl_fast, name).default, arguments)

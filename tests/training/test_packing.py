@@ -31,6 +31,7 @@ def test_the_stream_and_its_targets():
     assert batch.targets.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     predicted_from = batch.tokens[batch.rows][batch.target_rows]
     assert predicted_from.tolist() == [12, 1, 12, 20, 4, 5, 20, 7]
+    assert [x.tolist() for x in batch.by_row] == [[0, 2, 1, 3, 6, 4, 5, 7], [0, 2, 3, 5, 6, 7, 8]]
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 6, 8]
 
 

@@ -35,7 +35,8 @@ def one_batch(
     wherever they can.
     """
     num_sequences = len(rollouts)
-    advantages = torch.ones(num_sequences) if advantages is None else advantages
+    if advantages is None:
+        advantages = torch.ones(num_sequences, device=rollouts.tokens.device)
     return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))
 
 

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 LENGTHS = torch.tensor([3, 0, 1, 9, 4, 0, 6])
 T = int(LENGTHS.sum())
-# The relative error of a row in the Euclidean norm.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float64: 1e-11}
+# The relative error of a row in the Euclidean norm. In float32 a log-prob of -12 is known to 1e-6,
+# which functions of it multiply.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float64: 1e-11}
 
 
 def on_gpu(values):

@@ -74,6 +74,8 @@ def one_update(
     reference = frozen_copy(tiny_decoder(seed=1))
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
     module = distribute(model, reference, ranks, dtype, sharding == "full")
+    if options.get("every_pass"):  # as where its memory is short
+        model.keeps_gradients = False
     samples, advantages = step_inputs(options.get("turns", False))
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
     state = {"siren_anchor": torch.tensor([0.2]).double()}
@@ -96,7 +98,11 @@ def one_update(
         samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise
     )
     samples = Samples(samples.prompts, rollouts)
-    metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
+    counts = "every_pass" in options
+    with torch.autograd.profiler.profile(counts) as calls:
+        metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
+    names = [call.name for call in calls.function_events] if counts else []
+    exchanges = sum("c10d::_reduce_scatter" in name for name in names)
     gradients = {
         name: full_tensor(p.grad).clone()
         for name, p in model.named_parameters()
@@ -113,6 +119,7 @@ def one_update(
     nothing = learner.update(samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
     return {
         "metrics": flat(metrics),
+        "exchanges": exchanges / (1 + len(model.blocks)),
         "gradients": gradients,
         "weights": weights,
         "logprobs": logprobs,
@@ -169,20 +176,13 @@ LOSSES = {
     "dppo": LossSettings("dppo", "token_mean", loss_options={"kl": 0.1}),
     "own": LossSettings(own_loss, "token_mean", kl_coef=0.1),
 }
+KL = LossSettings("gspo", "seq_mean_token_mean", kl_coef=0.1)
 FULL = LossSettings("ppo", "token_mean", divergence_coef=0.5)
 RUNS = {
     "ddp": ("none", PPO, {}),
-    "fsdp": ("full", PPO, {}),
-    "ddp with kl": (
-        "none",
-        LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1),
-        {},
-    ),
-    "fsdp with kl": (
-        "full",
-        LossSettings(loss="gspo", aggregation="seq_mean_token_mean", kl_coef=0.1),
-        {},
-    ),
+    "fsdp": ("full", PPO, {"every_pass": False}),
+    "ddp with kl": ("none", KL, {}),
+    "fsdp with kl": ("full", KL, {"every_pass": True}),
     "ddp with the exact divergence": ("none", FULL, {}),
     "fsdp with the exact divergence": ("full", FULL, {}),
     "ddp lora": ("none", PPO, {"lora": True}),

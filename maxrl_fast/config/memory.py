@@ -26,6 +26,7 @@ from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
+from maxrl_fast.training.sharding import gradients_fit
 
 PHASES = {"start": "at the start", "rollout": "during the rollout", "update": "during the update"}
 # of the memory, left for CUDA, NCCL, CUDA graphs, vLLM's pass over prompts and gaps of the
@@ -154,16 +155,14 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
       is not float32; on a CPU the native decoder's layers copy `joined_weights`, always. Autograd
       keeps those of all layers, or of one with --checkpoint-activations. FSDP2 gathers the weights
       outside the layers and of two layers, in the compute dtype.
-    - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32.
+    - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32,
+      or all in float32.
     - logits: one chunk, and a float32 copy where a CPU multiplies half precision; the output matrix
       in the compute dtype; and its gradient in float32, which a tied matrix keeps until the
       embedding's is added.
     """
-    sizes, tokens, is_sharded = (
-        model.config,
-        config.optimizer.token_budget,
-        config.run.sharding == "full",
-    )
+    sizes, tokens = model.config, config.optimizer.token_budget
+    is_sharded = config.run.sharding == "full"
     keeps_inputs, num_layers = config.optimizer.checkpoint_activations, sizes.num_hidden_layers
     dtype: torch.dtype = getattr(torch, config.run.dtype)
     is_half, element = dtype != torch.float32, dtype.itemsize
@@ -177,9 +176,10 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
         trained = sum(count(block, is_trained=True) for block in model.blocks)
         two = 2 / num_layers
         needed["gathered weights"] = element * (count(model) - in_layers + two * in_layers)
-        needed["gradients before they are reduced"] = (element + 4) * max(
-            count(model, is_trained=True) - trained, two * trained
-        )
+        of_all = count(model, is_trained=True)
+        largest = max(of_all - trained, two * trained)
+        in_float32 = of_all if gradients_fit(model, machine) else largest
+        needed["gradients before they are reduced"] = element * largest + 4 * in_float32
     joined = joined_weights(model) if runs_packed else 0
     if copied := in_layers if is_half and not is_sharded else joined:
         copied_at_a_time = copied / num_layers if keeps_inputs else copied

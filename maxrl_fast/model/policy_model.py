@@ -39,6 +39,7 @@ class PolicyModel(nn.Module):
     logit_scale = 1.0
     softcap = 0.0
     checkpoint_activations = False
+    keeps_gradients = False  # of a whole update on each rank, though sharded
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:

@@ -1,6 +1,5 @@
 """The learner makes one optimizer step on the loss of a whole batch."""
 
-import contextlib
 import copy
 import math
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
 from maxrl_fast.training.passes import Passes, run_batch
-from maxrl_fast.training.sharding import gradients_stay, reshard
+from maxrl_fast.training.sharding import exchange_gradients, reshard
 
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
@@ -143,9 +142,9 @@ class Learner:
         # of TOKEN_METRICS.
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_padding, is_last in self.passes.micro_batches(packer, plan.sequences):
-            with contextlib.nullcontext() if is_last else gradients_stay(self._module):
-                part, metrics = self.loss(batch, plan)
-                (0 * part if is_padding else part).backward()
+            exchange_gradients(self._module, is_last)
+            part, metrics = self.loss(batch, plan)
+            (0 * part if is_padding else part).backward()
             if not is_padding:
                 num_read = metrics["tokens"] - metrics["dropped_tokens"]
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]

@@ -85,13 +85,9 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
     rollouts = engine.generate(RolloutRequest(prompts, 2, Sampling(1.0, 8, ())))
     responses = rollouts.tokens.split(rollouts.lengths.tolist())
     if isinstance(policy, HuggingFacePolicy):
-        logits = [
-            policy.own_logits(torch.cat([prompts.tokens, response]))[0][len(tokens) - 1 : -1]
-            for response in responses
-        ]
-        own = torch.cat(
-            [_of(of_one, response) for of_one, response in zip(logits, responses, strict=True)]
-        )
+        logits = (policy.own_logits(torch.cat([prompts.tokens, x]))[0] for x in responses)
+        pairs = zip(logits, responses, strict=True)
+        own = torch.cat([_of(z[len(tokens) - 1 : -1], response) for z, response in pairs])
     else:
         own = _logprobs(
             policy, [tokens.tolist()], [response.tolist() for response in responses], device

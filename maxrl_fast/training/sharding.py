@@ -1,6 +1,5 @@
 """The policy on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime.device import Machine, memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
 
@@ -34,11 +33,19 @@ def needs_sharding(model: PolicyModel, gpu_bytes: int, has_critic: bool = False)
     Counted are the float32 weights, gradients and moments of the policy and of the critic if there
     is one, and the rollout engine's copy of the policy.
     """
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     critic = 16 * num_critic_weights(model) if has_critic else 0
-    return (
-        sum(size * (20 if is_trained else 8) for size, is_trained in sizes) + critic > gpu_bytes / 2
-    )
+    return _bytes(model, 20, 8) + critic > gpu_bytes / 2
+
+
+def _bytes(model: PolicyModel, trained: float, frozen: float) -> float:
+    return sum(p.numel() * (trained if p.requires_grad else frozen) for p in model.parameters())
+
+
+def gradients_fit(model: PolicyModel, machine: Machine) -> bool:
+    """Return whether half of the memory holds all gradients and the rollout engine's copy in
+    float32, beside the shards."""
+    part = 4 / machine.processes
+    return _bytes(model, 8 + 4 * part, 4 + part) <= machine.memory / 2
 
 
 def distribute(
@@ -61,9 +68,12 @@ def distribute(
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         _arrange_buckets(module, model, dtype)
         return module
+    device = model.lm_head.weight.device
+    is_full = not gradients_fit(model, Machine.here(device, ranks.size))
     for policy in (model, reference):
         if policy is not None:
             shard(policy, dtype)
+    model.keeps_gradients = not ranks.any(is_full, device)
     return model
 
 
@@ -114,8 +124,10 @@ def reshard(model: Any) -> None:
         model.reshard()
 
 
-def gradients_stay(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients on this rank without exchanging them."""
+def exchange_gradients(module: Any, now: bool) -> None:
+    """Let the next pass exchange gradients between the ranks, or only add to this rank's, if they
+    are not sharded or there is memory for all of them."""
     if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
+        module.require_backward_grad_sync = now
+    elif module.keeps_gradients:
+        module.set_requires_gradient_sync(now)

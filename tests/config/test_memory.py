@@ -178,6 +178,7 @@ def test_sharding_divides_the_training_state_after_the_start():
     # they are sharded after the start
     assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == 4 * weights
     assert "gathered weights" in sharded
+    assert sharded["gradients before they are reduced"][2] > 4 * weights
     assert "gathered weights" not in whole
 
 

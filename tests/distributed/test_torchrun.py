@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
+from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.sharding import is_sharded
+from maxrl_fast.training.sharding import gradients_fit, is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
@@ -100,6 +101,8 @@ def test_several_ranks_compute_the_same_as_one_process(one_process, tmp_path):
                 assert result["metrics"][key] == pytest.approx(
                     expected["metrics"][key], rel=limit, abs=noise
                 ), (name, key)
+            if (every_pass := RUNS[name][2].get("every_pass")) is not None:
+                assert (result["exchanges"] == 1) == (not every_pass), name
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
             assert result["prompt_norms"] == pytest.approx(
                 expected["prompt_norms"], rel=max(limit, 1e-3)
@@ -613,3 +616,6 @@ def test_shares_and_sharding():
     assert not is_sharded("auto", model, Ranks(0, 2), cpu)
     assert is_sharded("full", model, Ranks(0, 2), cpu)
     assert not is_sharded("full", model, Ranks(), cpu)
+    size = sum(p.numel() for p in model.parameters())
+    assert gradients_fit(model, Machine("cuda", 2, 32 * size))
+    assert not gradients_fit(model, Machine("cuda", 2, 31 * size))

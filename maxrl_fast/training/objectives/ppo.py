@@ -1,6 +1,5 @@
 """PPO with a critic, which is trained after each step's policy updates."""
 
-import contextlib
 import math
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +29,7 @@ from maxrl_fast.training.objectives.objective import Needs, Objective, Objective
 from maxrl_fast.training.optimizer import zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
-from maxrl_fast.training.sharding import gradients_stay
+from maxrl_fast.training.sharding import exchange_gradients
 
 CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
 
@@ -168,18 +167,12 @@ def update_critic(
     zero_gradients(critic.model)
     total = torch.zeros((), dtype=torch.float64, device=returns.device)
     for batch, is_padding, is_last in learner.passes.micro_batches(packer, sequences):
-        with contextlib.nullcontext() if is_last else gradients_stay(critic.module):
-            values = values_of(
-                run_batch(critic.module, batch, learner.dtype), critic.model.output_matrix
-            )
-            of_tokens = value_loss(
-                values,
-                old_values[batch.target_index],
-                returns[batch.target_index],
-                critic.value_clip,
-            )
-            part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-            (0 * part if is_padding else part).backward()
+        exchange_gradients(critic.module, is_last)
+        hidden = run_batch(critic.module, batch, learner.dtype)
+        values, at = values_of(hidden, critic.model.output_matrix), batch.target_index
+        of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
+        part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
+        (0 * part if is_padding else part).backward()
         if not is_padding:
             total += part.detach() / size
     before_clipping = full_tensor(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))

@@ -525,13 +525,7 @@ def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, ca
         "def score(prompt, response):\n    if len(response) % 2:\n        raise "
         "ValueError('odd')\n    return -len(response)\n"
     )
-    flags = (
-        *MAZE5,
-        "--reward",
-        f"{tmp_path}/reward.py:score",
-        "--max-reward-error-rate",
-        "0.99",
-    )
+    flags = (*MAZE5, "--reward", f"{tmp_path}/reward.py:score", "--max-reward-error-rate", "0.99")
     assert run(untrained, *flags, "--out", tmp_path / "out") == 0
     assert "rewards failed (exception" in capsys.readouterr().err
     results, samples = read(tmp_path / "out"), samples_of(tmp_path / "out")
@@ -553,13 +547,7 @@ def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys)
     (tmp_path / "reward.py").write_text(
         "def score(prompt, response):\n    raise ValueError('no idea')\n"
     )
-    flags = (
-        *MAZE5,
-        "--reward",
-        f"{tmp_path}/reward.py:score",
-        "--out",
-        tmp_path / "out",
-    )
+    flags = (*MAZE5, "--reward", f"{tmp_path}/reward.py:score", "--out", tmp_path / "out")
     assert run(untrained, *flags) == 1
     error = capsys.readouterr().err
     assert "no idea" in error

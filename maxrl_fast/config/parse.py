@@ -6,13 +6,7 @@ from typing import Any
 
 from maxrl_fast.algorithms.options import Option
 from maxrl_fast.config.aliases import OTHER_NAMES
-from maxrl_fast.config.metadata import (
-    AnyGroups,
-    Note,
-    inapplicable_options,
-    names_with,
-    options_of,
-)
+from maxrl_fast.config.metadata import AnyGroups, Note, inapplicable_options, names_with, options_of
 from maxrl_fast.config.options import Config, objective_table, options_with
 from maxrl_fast.config.options_page import show_help, split_help
 from maxrl_fast.config.resolve import absolute_function

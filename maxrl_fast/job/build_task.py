@@ -157,11 +157,7 @@ def build_scorer(
     names = reward_names(options, task)
     if not names:
         return Scorer(
-            task,
-            None,
-            options.max_reward_error_rate,
-            options.reward_threshold,
-            num_ranks=num_ranks,
+            task, None, options.max_reward_error_rate, options.reward_threshold, num_ranks=num_ranks
         )
     with contextlib.ExitStack() as on_error:
         sources: list[RewardSource] = []
@@ -199,16 +195,8 @@ def _build_source(
         raise InputError(lost_object("reward", name))
     if name.startswith(CLASSIFIER):
         return Classifier(name, device, dtype)
-    return RewardPool(
-        name,
-        workers=options.reward_workers,
-        time_limit=options.reward_seconds,
-        memory_limit=int(options.reward_memory_gb * 1e9),
-        environment=_variables(options),
-        concurrency=options.reward_concurrency,
-        is_optional=is_optional,
-        output=output,
-    )
+    concurrency, pool = options.reward_concurrency, _of_pool(options, output)
+    return RewardPool(name, concurrency=concurrency, is_optional=is_optional, **pool)
 
 
 def build_environments(
@@ -219,18 +207,17 @@ def build_environments(
         return InProcessEnvironments(cls, name)
     if name.startswith(OBJECT):
         raise InputError(lost_object("environment", name))
-    return EnvironmentPool(
-        name,
-        workers=options.reward_workers,
-        time_limit=options.reward_seconds,
-        memory_limit=int(options.reward_memory_gb * 1e9),
-        environment=_variables(options),
-        output=output,
-    )
+    return EnvironmentPool(name, **_of_pool(options, output))
 
 
-def _variables(options: RewardOptions) -> list[str]:
-    return [name.strip() for name in options.reward_env.split(",") if name.strip()]
+def _of_pool(options: RewardOptions, output: RewardOutput | None) -> dict[str, Any]:
+    return {
+        "workers": options.reward_workers,
+        "time_limit": options.reward_seconds,
+        "memory_limit": int(options.reward_memory_gb * 1e9),
+        "environment": [name.strip() for name in options.reward_env.split(",") if name.strip()],
+        "output": output,
+    }
 
 
 def build_policy_reward(

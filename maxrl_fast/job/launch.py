@@ -13,12 +13,7 @@ from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
-from maxrl_fast.job.build import (
-    RunContext,
-    build_collector,
-    build_teacher_prompts,
-    build_trainer,
-)
+from maxrl_fast.job.build import RunContext, build_collector, build_teacher_prompts, build_trainer
 from maxrl_fast.job.build_policy import (
     build_policy,
     build_policy_files,

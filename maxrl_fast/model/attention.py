@@ -193,11 +193,7 @@ class _VariantAttention(torch.autograd.Function):
 
 
 def tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    forest: Forest,
-    variant: AttentionVariant = PLAIN_ATTENTION,
+    q: Tensor, k: Tensor, v: Tensor, forest: Forest, variant: AttentionVariant = PLAIN_ATTENTION
 ) -> Tensor:
     """Return causal attention of each segment over the segments above it and itself.
 

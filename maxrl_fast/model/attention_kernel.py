@@ -75,12 +75,7 @@ def tree_attention_backward(
 
 
 def _inputs(
-    call: KernelLaunch,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    parents: Tensor,
+    call: KernelLaunch, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
 ) -> Any:
     if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
         raise ValueError(

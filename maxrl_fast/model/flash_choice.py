@@ -41,8 +41,6 @@ def choose(
     heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
     rank, because all ranks take the same implementation. Returns sentences on what was tried.
     """
-    # not in every version of PyTorch
-    is_replaceable = hasattr(registry, "restore_flash_attention_impl")
     kernel, sentences = flash.kernel_for(device, dtype, heads[2]), list[str]()
     if kernel not in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
         return []
@@ -51,8 +49,6 @@ def choose(
     if is_anywhere(bool(reason)) and is_package:
         flash.refused.add(kernel.name)
         sentences = [_refusal("the flash-attn package", reason)]
-    if not is_replaceable:
-        return sentences
     candidates = CANDIDATES.get(torch.cuda.get_device_capability(device)[0], ())
     installed = [name for name in candidates if not is_anywhere(not _is_installed(MODULES[name]))]
     return sentences + first_correct(installed, device, dtype, heads, is_anywhere, registry)

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import (
-    check_finite,
-    check_tensor,
-    is_host_readable,
-    is_integer,
-)
+from maxrl_fast.algorithms.arguments import check_finite, check_tensor, is_host_readable, is_integer
 from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
 from maxrl_fast.algorithms.estimators import Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options

@@ -23,11 +23,7 @@ class PaddedGroups:
 
     @classmethod
     def of(
-        cls,
-        rewards: Tensor,
-        offsets: Tensor | None,
-        group_ids: Tensor | None,
-        valid: Tensor | None,
+        cls, rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None
     ) -> "PaddedGroups":
         """Pad to the largest group, whose size is read from the device; traced, to S rollouts."""
         shape, total, device = rewards.shape, rewards.numel(), rewards.device

@@ -147,15 +147,7 @@ def policy_gradient_loss(
     shape = shape_of(logits)
     check_flag("in_place", in_place)
     terms = LossTerms(
-        loss,
-        aggregation,
-        clip_low,
-        clip_high,
-        dual_clip,
-        kl,
-        kl_coef,
-        entropy_coef,
-        loss_options,
+        loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options
     )
     batch = token_batch(
         terms,

@@ -143,11 +143,7 @@ def loss_derivative(function: str, num_gradients: int) -> Callable[[Any], None]:
         return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in pairs)
 
     return partial(
-        register_backward,
-        function=function,
-        backward=backward,
-        save=save,
-        num_inputs=num_gradients,
+        register_backward, function=function, backward=backward, save=save, num_inputs=num_gradients
     )
 
 

@@ -9,14 +9,7 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.rewards.environment import EnvironmentHost, Operation, signature_of_environment
-from maxrl_fast.rewards.function import (
-    STYLES,
-    Caller,
-    Result,
-    calls_for,
-    mismatch,
-    signature_of,
-)
+from maxrl_fast.rewards.function import STYLES, Caller, Result, calls_for, mismatch, signature_of
 from maxrl_fast.runtime.loading import LoadError
 
 

@@ -32,15 +32,7 @@ from maxrl_fast.rewards import (
     power_of_two,
 )
 from maxrl_fast.rewards.environment import Operation
-from maxrl_fast.rewards.function import (
-    ROWS,
-    STYLES,
-    Result,
-    Signature,
-    calls_for,
-    late,
-    mismatch,
-)
+from maxrl_fast.rewards.function import ROWS, STYLES, Result, Signature, calls_for, late, mismatch
 from maxrl_fast.rewards.output import RewardOutput
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.

@@ -106,9 +106,8 @@ class DeviceDecoder:
             if self.batch is None or not self.batch.shape.holds(shape):
                 if self.batch is not None and self.batch.shape.limit == limit:
                     both = shape.joined(self.batch.shape)
-                    new = (
-                        both if both.cache_bytes(self.model.config, self.dtype) <= budget else shape
-                    )
+                    if both.cache_bytes(self.model.config, self.dtype) <= budget:
+                        new = both
                 self.batch = None  # and its graphs, before the new one is allocated
                 self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel, self.stream)
             self.batch.begin(slots, group_size, sampling)

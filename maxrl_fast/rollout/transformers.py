@@ -10,12 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import (
-    PLAIN_ATTENTION,
-    AttentionVariant,
-    Forest,
-    tree_attention,
-)
+from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, Forest, tree_attention
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile

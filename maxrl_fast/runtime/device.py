@@ -19,8 +19,7 @@ from maxrl_fast.errors import InputError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of "cpu", "cuda" or "auto". From a GPU on, this process adds the parts of
-    split matrix multiplications in float32, in the policy and in its decoder alike."""
+    """For a GPU, let this process add the parts of split matrix multiplications in float32."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs "

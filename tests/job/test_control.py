@@ -103,10 +103,7 @@ def full_disk():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("broken", "open_broken"),
-    [("stdout", closed_pipe), ("both", full_disk)],
-)
+@pytest.mark.parametrize(("broken", "open_broken"), [("stdout", closed_pipe), ("both", full_disk)])
 def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, broken, open_broken):
     out, writer = tmp_path / "run", open_broken()
     ends = {

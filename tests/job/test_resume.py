@@ -628,10 +628,7 @@ def test_other_options_on_resume(whole, tmp_path, capsys, flags, code, message):
 
 
 def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole, tmp_path):
-    start, out = (
-        Path(shutil.copytree(whole / "latest", tmp_path / "start")),
-        tmp_path / "run",
-    )
+    start, out = (Path(shutil.copytree(whole / "latest", tmp_path / "start")), tmp_path / "run")
     added = {"bos_token_id": 11, "pad_token_id": 0, "its_own": [1, None]}
     wanted = {}
     for name in ("config.json", "generation_config.json"):

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from maxrl_fast.model import attention_kernel, flash
-from maxrl_fast.model.attention import (
-    AttentionVariant,
-    Forest,
-    merge,
-    tree_attention,
-)
+from maxrl_fast.model.attention import AttentionVariant, Forest, merge, tree_attention
 from maxrl_fast.model.flash import (
     PADDED_REFERENCE,
     VarlenSpec,

@@ -10,12 +10,7 @@ import torch
 from hypothesis import given
 
 from maxrl_fast.model import attention_kernel, flash
-from maxrl_fast.model.attention import (
-    Forest,
-    kernel_name,
-    merged_attention,
-    tree_attention,
-)
+from maxrl_fast.model.attention import Forest, kernel_name, merged_attention, tree_attention
 from tests.fuzzing import settings
 from tests.model.test_attention import CPU, ordinary_forest
 

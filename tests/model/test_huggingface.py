@@ -276,10 +276,7 @@ def edit_config(directory, changes):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            {"model_type": "no_such"},
-            "must be a decoder that transformers has, got 'no_such'",
-        ),
+        ({"model_type": "no_such"}, "must be a decoder that transformers has, got 'no_such'"),
         (
             {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4},
             "does not fit gemma2: missing keys model.layers.3",
@@ -289,14 +286,8 @@ def edit_config(directory, changes):
             "does not fit gemma2: unexpected keys model.layers.2",
         ),
         ({"hidden_size": 64}, "transformers cannot load|does not fit"),
-        (
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "weights must not be quantized",
-        ),
-        (
-            {"dtype": "int8"},
-            "dtype must be one of float32, bfloat16, float16, got 'int8'",
-        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "weights must not be quantized"),
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"vocab_size": -1}, "vocab_size must be an integer of at least 1"),
         (
             lambda d: (d / "model.safetensors").write_bytes(b"PK\x03\x04"),

@@ -201,17 +201,9 @@ def test_group_advantage(data):
     call_with_strangers(data.draw, function, arguments, check, may_refuse="valid" in arguments)
 
 
-_REWARDS = {
-    "rewards": torch.tensor([[0.0, 1.0, 1.0]]),
-    "valid": torch.tensor([[True, True, True]]),
-}
+_REWARDS = {"rewards": torch.tensor([[0.0, 1.0, 1.0]]), "valid": torch.tensor([[True, True, True]])}
 PLAIN = {
-    "group_advantage": {
-        **_REWARDS,
-        "estimator": "maxpo",
-        "k": 2,
-        "order": None,
-    },
+    "group_advantage": {**_REWARDS, "estimator": "maxpo", "k": 2, "order": None},
     "maxpo_advantage": {**_REWARDS, "k": 2},
     "expected_improvement": {**_REWARDS, "k": 2},
     "leave_two_out_baseline": {**_REWARDS, "k": 2},

@@ -35,10 +35,7 @@ def test_the_command_trains_and_reuses_finished_runs(tmp_path):
     record = json.loads((tmp_path / "out" / "maze_scaling.json").read_text())
     assert (tmp_path / "out" / "maze_scaling.png").read_bytes().startswith(b"\x89PNG")
     runs = record["results"]["runs"]
-    assert [(run["objective"], run["rollouts"]) for run in runs] == [
-        ("maxpo", 8),
-        ("maxpo", 4),
-    ]
+    assert [(run["objective"], run["rollouts"]) for run in runs] == [("maxpo", 8), ("maxpo", 4)]
     first = runs[0]["pass_at_k"]["0"]
     for outcome in runs:
         assert outcome["pass_at_k"].keys() == {"0", "1", "2", "3"}

@@ -307,9 +307,7 @@ def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
         "entropy": [0.25, None, None, None],
         "new": [None, 5, None, None],
     }
-    assert run["notes"] == [
-        "4 lines, the first 4, of metrics.jsonl cannot be read and are skipped",
-    ]
+    assert run["notes"] == ["4 lines, the first 4, of metrics.jsonl cannot be read and are skipped"]
 
 
 def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):

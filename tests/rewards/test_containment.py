@@ -36,22 +36,14 @@ def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
     (tmp_path / "hashes.py").write_text("def f(): return hash('maze') % 2**20\n")
     rewards = set()
     for _ in range(3):
-        with pool(
-            "f",
-            1,
-            file=tmp_path / "hashes.py",
-        ) as one:
+        with pool("f", 1, file=tmp_path / "hashes.py") as one:
             rewards.update(one.score([{}]).rewards)
     assert len(rewards) == 1
 
 
 def test_a_variable_that_is_not_set_is_refused():
     with refused("needs the environment variable NO_SUCH_NAME, which is not set"):
-        pool(
-            "act",
-            1,
-            environment=["NO_SUCH_NAME"],
-        )
+        pool("act", 1, environment=["NO_SUCH_NAME"])
 
 
 @pytest.mark.parametrize("failing", ["segfault", "eat_bytes"])

@@ -298,10 +298,7 @@ def test_what_a_server_cannot_have_sampled_is_refused(server, answer, message):
     server.answers["/inference/v1/generate"] = (200, choice())
     assert checked.generate(
         RolloutRequest(PROMPTS.take(0, 1), 1, SAMPLING, 0, 1)
-    ).tokens.tolist() == [
-        5,
-        3,
-    ]
+    ).tokens.tolist() == [5, 3]
 
 
 def test_weights_of_a_killed_run_are_removed_by_the_next(server, tmp_path, monkeypatch):

@@ -75,12 +75,7 @@ def texts(task, start, count):
     ],
 )
 def test_demonstrations_are_asked_as_prompts_are_and_end_with_the_stop_token(
-    tmp_path,
-    policy,
-    line,
-    name,
-    prompt,
-    response,
+    tmp_path, policy, line, name, prompt, response
 ):
     task = task_of(tmp_path, policy, [line], name, prompt_suffix="!")
     assert texts(task, 0, 1) == [(prompt, f"{response}<|im_end|>")]

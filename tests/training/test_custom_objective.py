@@ -124,7 +124,7 @@ def test_bad_options_of_a_custom_objective_are_refused(file, tmp_path):
         check(parse(["--objective", f"{file}:raw", "--k", "3"]))
     with refused(
         r"dynamic_sampling leaves out groups whose rewards are equal, from which .*raw "
-        r"learns",
+        r"learns"
     ):
         check(parse(["--objective", f"{file}:raw", "--dynamic-sampling", "2"]))
 
@@ -173,10 +173,7 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys
     )
     assert parse_options(
         {"objective": name, "sharpness": 3, "side": "above", "temperature": 0.5}
-    ).flat() == {
-        **config.flat(),
-        "config": None,
-    }
+    ).flat() == {**config.flat(), "config": None}
     resolved = resolve(parse(["--objective", name]), MazeTask(9))
     assert resolved.objective.options == {"sharpness": 2.0, "side": "both"}
     (tmp_path / "config.json").write_text(json.dumps(config.flat()))

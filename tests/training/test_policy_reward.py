@@ -331,9 +331,7 @@ def test_a_task_without_reference_answers_is_refused():
     class NoAnswers:
         name = "words"
 
-    with refused(
-        "--reward-source rlpr needs the reference answer to every prompt, which the task",
-    ):
+    with refused("--reward-source rlpr needs the reference answer to every prompt, which the task"):
         check_answers(NoAnswers(), "--reward-source rlpr")
     assert isinstance(check_answers(MazeTask(5), "--objective verifree"), MazeTask)
 

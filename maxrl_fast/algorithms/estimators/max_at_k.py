@@ -48,21 +48,13 @@ def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     return g.rank_transform(tables.expected_improvement(g, k))
 
 
-@estimator(
-    source="MaxPO, section 3.1, eq. 6",
-    weight="0",
-    kernel=Kernel(tables.leave_two_out),
-)
+@estimator(source="MaxPO, section 3.1, eq. 6", weight="0", kernel=Kernel(tables.leave_two_out))
 def leave_two_out(g: Group, *, k: KOfPairsBelowN) -> Tensor:
     """L2O_i = S_-i - M_-i = mean over j != i of EI_j computed without i: a baseline."""
     return g.rank_transform(tables.leave_two_out(g, k))
 
 
-@estimator(
-    source="MaxPO, section 3.1, against eq. 6",
-    kernel=Kernel(tables.ei_l1o),
-    centred=True,
-)
+@estimator(source="MaxPO, section 3.1, against eq. 6", kernel=Kernel(tables.ei_l1o), centred=True)
 def ei_l1o(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i - mean over j != i of EI_j; biased, an ablation."""
     return g.rank_transform(tables.ei_l1o(g, k))

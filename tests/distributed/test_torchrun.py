@@ -222,16 +222,8 @@ def sums(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sums")
     lines = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b in range(6)]
     data, policy = written(folder / "sums.jsonl", lines), save_byte_level_policy(folder)
-    flags = [
-        *"--task math --data".split(),
-        str(data),
-        "--model",
-        str(policy),
-        "--max-new-tokens",
-        "16",
-        "--prompt-suffix",
-        "",
-    ]
+    flags = f"--task math --data {data} --model {policy} --max-new-tokens 16".split()
+    flags += ["--prompt-suffix", ""]
     return [
         *flags,
         *"--plain-prompts --prompts 5 --rollouts 3 --eval-prompts 2 --keep-rollouts 15".split(),

@@ -21,15 +21,8 @@ TINY = [
 
 
 def test_the_command_trains_and_reuses_finished_runs(tmp_path):
-    command = [
-        sys.executable,
-        FOLDER / "maze_scaling.py",
-        *TINY,
-        "--out",
-        tmp_path / "out",
-        "--work",
-        tmp_path / "work",
-    ]
+    places = f"--out {tmp_path}/out --work {tmp_path}/work".split()
+    command = [sys.executable, FOLDER / "maze_scaling.py", *TINY, *places]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "pass@4, N = 8" in run.stdout
     record = json.loads((tmp_path / "out" / "maze_scaling.json").read_text())

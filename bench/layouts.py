@@ -80,7 +80,7 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
 
 def num_pairs(forest: Forest) -> int:
     """Return the number of pairs of a token and a token that it attends to."""
-    levels = (spec for _, spec in forest.levels)
+    levels = (spec for *_, spec in forest.levels)
     above = sum(int((x.q_lengths * x.k_lengths).sum()) for x in levels)
     return above + int((forest.lengths * (forest.lengths + 1) // 2).sum())
 
@@ -203,7 +203,8 @@ def first_updates(
 
 
 def agree(differences: dict[str, float], dtype: torch.dtype) -> bool:
-    limit = 1e-3 if dtype == torch.float32 else 5e-2
+    # each of two gradients in bfloat16 is .03 to .05 away from that in float32
+    limit = 1e-3 if dtype == torch.float32 else 1e-1
     return all(difference < limit for difference in differences.values())
 
 

@@ -87,10 +87,12 @@ class Forest:
         return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
 
     @cached_property
-    def levels(self) -> list[tuple[Tensor, VarlenSpec]]:
-        """Level d: all tokens below the segments at depth d attend to those segments. The index of
-        these tokens, and their attention, in which all other segments have no queries."""
-        stops = cumulative(self.lengths)[1:]
+    def levels(self) -> list[tuple[Tensor, Tensor, VarlenSpec]]:
+        """Level d: all tokens below the segments at depth d attend to those segments. The indices
+        of these queries and keys, and their attention. It leaves out segments with nothing below:
+        FlashAttention starts blocks for the longest queries in every sequence, and the thousands
+        of segments of a batch would take nearly all of its time."""
+        starts, stops = cumulative(self.lengths).unfold(0, 2, 1).unbind(1)
         below = self.ends - stops  # [M] tokens
         depths: list[int] = []
         for parent in self.parents.tolist():
@@ -99,9 +101,11 @@ class Forest:
         levels = []
         for d in range(int(depth[has_below].max()) + 1 if bool(has_below.any()) else 0):
             chosen = has_below & (depth == d)
-            (rows,) = to_device(self.device, ranges(stops[chosen], below[chosen]))
-            spec = VarlenSpec(torch.where(chosen, below, 0), self.lengths, self.device)
-            levels.append((rows, spec))
+            of_level = below[chosen], self.lengths[chosen]
+            queries, keys = to_device(
+                self.device, ranges(stops[chosen], of_level[0]), ranges(starts[chosen], of_level[1])
+            )
+            levels.append((queries, keys, VarlenSpec(*of_level, self.device)))
         return levels
 
     def copied_keys(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
@@ -135,8 +139,9 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
         o, lse = flash.forward(q, k, v, forest.segments)
-        for rows, spec in forest.levels:
-            merged = merge(*flash.forward(q[rows], k, v, spec), o[rows], lse[rows])
+        for rows, keys, spec in forest.levels:
+            part = flash.forward(q[rows], k[keys], v[keys], spec)
+            merged = merge(*part, o[rows], lse[rows])
             o.index_copy_(0, rows, merged[0])
             lse.index_copy_(0, rows, merged[1])
         ctx.save_for_backward(q, k, v, o, lse)
@@ -147,13 +152,13 @@ class _MergedAttention(torch.autograd.Function):
     @first_order("tree_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = flash.backward(grad, q, k, v, o, lse, ctx.forest.segments)
-        for rows, spec in ctx.forest.levels:
-            part = flash.backward(grad[rows], q[rows], k, v, o[rows], lse[rows], spec)
-            grad_q.index_add_(0, rows, part[0])  # each row once: in one order
-            grad_k.add_(part[1])
-            grad_v.add_(part[2])
-        return grad_q, grad_k, grad_v, None
+        grads = flash.backward(grad, q, k, v, o, lse, ctx.forest.segments)
+        for rows, keys, spec in ctx.forest.levels:
+            part = flash.backward(grad[rows], q[rows], k[keys], v[keys], o[rows], lse[rows], spec)
+            # each row once: in one order
+            for total, index, of_level in zip(grads, (rows, keys, keys), part, strict=True):
+                total.index_add_(0, index, of_level)
+        return *grads, None
 
 
 class _VariantAttention(torch.autograd.Function):

@@ -36,12 +36,12 @@ from tests.gpu_path.pretend import GPU
 DECODING_STEP = 45  # kernels of a decoding step of the maze's policy, which has 4 layers
 DECODING_LAYER = 10  # of a layer in decoding, in every family
 # of a layer in the update, forward and backward, with its share of the optimizer
-TRAINING_LAYER = 96
+TRAINING_LAYER = 98
 PACKING = 20  # of a micro-batch
 LINEAR_LOSS = 26  # of the loss from hidden states in one chunk, forward and backward
 PACS_LOSS = 70  # plain PyTorch, and its gradient
 PACS_ADVANTAGES = 24 + PACS_LOSS
-UPDATE = 505  # of the maze's policy, in one micro-batch
+UPDATE = 511  # of the maze's policy, in one micro-batch
 STEP = 640  # of a whole step of it without rollouts
 GROUP_ADVANTAGE = 8
 FUNCTION = 180  # of an estimator without a kernel, once in a step
@@ -136,7 +136,7 @@ def test_a_layer_in_training(gpu):
 
 
 def specs(forest):
-    return [forest.segments, *(spec for _, spec in forest.levels)]
+    return [forest.segments, *(spec for *_, spec in forest.levels)]
 
 
 def test_packing_launches_the_same_for_any_number_of_sequences(gpu):
@@ -171,7 +171,7 @@ def test_attention_is_one_call_for_the_segments_and_one_for_each_level(gpu):
     for name in ("forward", "backward"):
         assert gpu.launches[f"_flash_attention_{name}"] == calls
     assert not gpu.waits, str(gpu)
-    assert gpu.num_launches <= 10 + 18 * len(forest.levels), str(gpu)
+    assert gpu.num_launches <= 10 + 22 * len(forest.levels), str(gpu)
 
 
 def test_the_loss_from_hidden_states(gpu):

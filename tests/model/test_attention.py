@@ -287,10 +287,10 @@ def installed_flash_attn(monkeypatch, folder, package, interface):
 def test_where_segments_end():
     forest = Forest(*map(torch.tensor, CASES["prefixes of prefixes"]), CPU)
     assert forest.ends.tolist() == [23, 15, 10, 10, 15, 23, 23, 26]
-    of_level = [(rows.tolist(), spec.q_lengths.nonzero().tolist()) for rows, spec in forest.levels]
-    assert of_level[0] == ([*range(4, 23)], [[0]])
-    assert of_level[1] == ([*range(7, 15), *range(17, 23)], [[1], [5]])
-    assert of_level[2] == ([9], [[2]])
+    of_level = [(rows.tolist(), keys.tolist()) for rows, keys, _ in forest.levels]
+    assert of_level[0] == ([*range(4, 23)], [*range(4)])
+    assert of_level[1] == ([*range(7, 15), *range(17, 23)], [4, 5, 6, 15, 16])
+    assert of_level[2] == ([9], [7, 8])
     assert not Forest.roots(torch.tensor([3, 1])).levels
 
 

@@ -30,7 +30,7 @@ EXPERIMENTS: dict[str, tuple[str, str, list[Any]]] = {
     "storage": ("rows", "MAXRL_STORAGE", [40 << 10, 72 << 10, 100 << 10]),
     "ahead": ("rows", "MAXRL_AHEAD", [4, 8]),
     "carveout": ("rows", "MAXRL_CARVEOUT", [100, -1]),
-    "chunks": ("linear", "LARGE_CHUNK_BYTES", [5 << 30, 5 << 29, 5 << 28]),
+    "chunks": ("linear", "CHUNK_SHARE", [1 / 32, 1 / 16, 1 / 64]),
     "burst": ("rollout", "BURST", [8, 16, 32]),
     "prefill": ("rollout", "PREFILL_TOKENS", [32768, 8192, 131072]),
     "merge": ("update", "FLOPS_PER_ELEMENT", [300, 100, 1000]),

@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.loss_case import Batch, eager_ppo
 from bench.measure import Sides, kernel_milliseconds
 from maxrl_fast.ops import linear_divergence, linear_policy_gradient_loss, linear_token_logprobs
-from maxrl_fast.ops.logit_chunks import default_chunk, row_stride
+from maxrl_fast.ops.logit_chunks import default_chunk, logits_dtype, row_stride
 
 CALLS = 2  # of each function in a round: one takes up to 0.2 s
 PART_BYTES = 1 << 26  # of a product that is added to a float32 matrix; it stays in the L2 cache
@@ -74,7 +74,7 @@ class Linear:
         chunk = self.chunk(hidden)
         left = hidden.detach()[:1024]
         gemm = self.timed({"gemm": lambda: left @ weight.detach().T})["gemm"]
-        chunk_bytes = chunk * row_stride(self.vocab_size, self.device) * hidden.element_size()
+        row_bytes = row_stride(self.vocab_size, self.device) * logits_dtype(hidden).itemsize
         rounded = 0 if weight.element_size() >= 4 else weight.element_size()  # bytes
         # The least memory: the gradients, the output matrix's in float32 and rounded, and one
         # chunk of logits.
@@ -88,7 +88,7 @@ class Linear:
                 "matrix_product_tflops": 2 * len(left) * weight.numel() / gemm / 1e9,
                 "peak_mib": {n: x and x / 2**20 for n, x in sides.peak_bytes.items()},
                 "gradients_mib": gradients / 2**20,
-                "chunk_mib": chunk_bytes / 2**20,
+                "chunk_mib": chunk * row_bytes / 2**20,
                 "times_ours": sides.ratio,
                 "failed": sides.failed,
             }

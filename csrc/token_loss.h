@@ -232,12 +232,14 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const 
 // The arguments of the kernels. On a CPU token_loss and token_logprobs return the first token whose
 // target is not in the vocabulary, and write nothing then; -1 if there is none. On a GPU such a
 // target makes the results NaN.
-template <typename Element>
+// On a GPU the gradient of float32 logits may have half precision, and be the first half of each of
+// their rows.
+template <typename Element, typename Gradient = Element>
 struct TokenLossCall {
   Rows<const Element> logits;
   TokenLossInputs inputs;
   LossTerms terms;
-  Rows<Element> gradient;  // null, or the logits themselves
+  Rows<Gradient> gradient;  // null, or the logits themselves
   double* sums;  // [LossSums::kSize]; on a GPU zeros, [workspace_size(LossSums::kSize)]
 
   MAXRL_FIELDS(logits, inputs, terms, gradient, sums)
@@ -253,12 +255,12 @@ struct TokenLogprobs {
 };
 
 // Rows whose gradients are 0 are not read.
-template <typename Element>
+template <typename Element, typename Gradient = Element>
 struct TokenLogprobsBackward {
   Rows<const Element> logits;
   TokenRows tokens;
   const RealOf<Element>*grad_logprobs, *grad_entropy;  // [T]
-  Rows<Element> gradient;  // may be the logits themselves
+  Rows<Gradient> gradient;  // may be the logits themselves
 
   MAXRL_FIELDS(logits, tokens, grad_logprobs, grad_entropy, gradient)
 };

@@ -1,6 +1,12 @@
 // Samples the next token of every row from its logits, by inverting the CDF in the order of the
 // vocabulary, and appends it to the row, in one launch. One block computes one row, and the result
 // depends only on that row.
+//
+// The block reads the logits once, in tiles of a warp, each of which has its own greatest logit and
+// sum. Then one warp finds the token's tile, and reads that again.
+#include <algorithm>
+#include <stdexcept>
+
 #include "../decoding.h"
 #include "../random.h"
 #include "elements.cuh"
@@ -10,132 +16,153 @@
 namespace maxrl::cuda {
 namespace {
 
-constexpr int kMaxWarps = 16;
-constexpr int kNone = INT32_MAX;
+constexpr int kMaxWarps = 32;
+constexpr int kTogether = 4;  // loads of a lane in flight
+constexpr int kTileChunks = kTogether * kWarp;
+constexpr int kNone = INT32_MIN;  // no number of a token
 
-// The logits of one row. A thread reads 16 bytes at a time; a row that does not start at a multiple
-// of 16 bytes, one by one.
+// The logits of one row, in tiles. A row that does not start at a multiple of 16 bytes, and the
+// last tile, are read one by one.
 template <typename Element>
 struct Logits {
-  static constexpr int kSize = Chunk<Element>::kSize;
+  static constexpr int kSize = Chunk<Element>::kSize, kTile = kTileChunks * kSize;
   const Element* data;
-  const int size;
-  const bool aligned;
+  const int size;  // tokens
 
-  __device__ Logits(const Element* data, int size)
-      : data(data), size(size), aligned(reinterpret_cast<uintptr_t>(data) % kAccess == 0) {}
-
-  // Reads `values[i]` of tokens `first` + i; past the end they are -inf.
-  __device__ void read(int first, float (&values)[kSize]) const {
-    if (aligned && first + kSize <= size) {
-      unpack(Chunk<Element>(data + first), values);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        values[i] = first + i < size ? to_real(data[first + i]) : -INFINITY;
-    }
+  // The first token of this lane's k-th chunk of a tile.
+  __device__ static int first_of(int tile, int k) {
+    return tile * kTile + (k * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kSize;
   }
-};
-
-// The softmax of a row without its division: token i has the weight 2^((logits[i] - top) rate).
-struct Softmax {
-  float top, rate, total;
-  int likeliest,
-      last;  // the first token of logit `top`; the last one of a weight above 0, of this thread
-
-  __device__ float weight(float logit) const { return exponential2((logit - top) * rate); }
-};
-
-// Every thread returns the same token, or kNone: by rounding, the sum in the vocabulary's order can
-// stay below u total.
-template <typename Element>
-__device__ int invert_cdf(const Logits<Element>& logits, const Softmax& softmax, float wanted,
-                          float* of_warps, int* indices) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const int thread = threadIdx.x, stride = blockDim.x * kSize;
-  float below = 0.0f;
-  for (int start = 0; start < logits.size;
-       start += stride) {  // the same number of iterations for all threads
-    const int first = start + thread * kSize;
-    float weights[kSize], own = 0.0f;
-    logits.read(first, weights);
+  // Reads this lane's chunks of a tile; past the end logits are -inf.
+  __device__ void read(int tile, Chunk<Element> (&chunks)[kTogether]) const {
+    if (reinterpret_cast<uintptr_t>(data) % kAccess == 0 && (tile + 1) * kTile <= size) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      weights[i] = first + i < logits.size ? softmax.weight(weights[i]) : 0.0f;
-      own += weights[i];
+      for (int k = 0; k < kTogether; ++k) chunks[k] = Chunk<Element>(data + first_of(tile, k));
+      return;
     }
-    const PrefixSum<float> sums = block_prefix_sum(own, of_warps);
-    if (below + sums.total > wanted) {
-      int token = kNone;
-      if (below + sums.with_own > wanted) {
-        float before = below + sums.before;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) {  // the last token that starts at or below `wanted`; by
-                                           // rounding, the thread's first
-          if (weights[i] > 0.0f && (token == kNone || before <= wanted)) token = first + i;
-          before += weights[i];
-        }
+    for (int k = 0; k < kTogether; ++k)
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const int token = first_of(tile, k) + i;
+        chunks[k].elements[i] = token < size ? data[token] : from_real<Element>(-INFINITY);
       }
-      token = block_reduce(token, indices, Least());
-      if (token != kNone) return token;
-    }
-    below += sums.total;
   }
-  return kNone;
+};
+
+// A token's weight is 2^((logit - top) rate), with the top of its tile.
+struct Tile {
+  float top, sum;
+
+  __device__ float weight(float logit, float rate) const {
+    return exponential2((logit - (top > -INFINITY ? top : 0.0f)) * rate);
+  }
+};
+
+template <typename Element>
+__device__ Tile sum_of(const Logits<Element>& logits, int number, float rate) {
+  constexpr int kSize = Chunk<Element>::kSize;
+  Chunk<Element> chunks[kTogether];
+  logits.read(number, chunks);
+  Tile tile{-INFINITY, 0.0f};
+  float values[kSize];
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    unpack(chunks[k], values);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) tile.top = values[i] > tile.top ? values[i] : tile.top;
+  }
+  tile.top = warp_max(tile.top);
+#pragma unroll
+  for (int k = 0; k < kTogether; ++k) {
+    unpack(chunks[k], values);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) tile.sum += tile.weight(values[i], rate);
+  }
+  tile.sum = sum_over_lanes(tile.sum, kWarp);  // a NaN makes it NaN, and with it the log-prob
+  return tile;
 }
 
 template <typename Element>
 __global__ void __launch_bounds__(kMaxWarps* kWarp)
     sample_rows(const __grid_constant__ DecodeSample<Element> in) {
   constexpr int kSize = Chunk<Element>::kSize;
-  __shared__ float of_warps[kMaxWarps];
-  __shared__ int indices[kMaxWarps];
+  auto* const tiles = reinterpret_cast<Tile*>(dynamic_shared());
   const int64_t row = in.rows ? in.rows[blockIdx.x] : blockIdx.x;
   if (in.done[row]) return;
-  const int size = static_cast<int>(in.vocab_size), begin = threadIdx.x * kSize,
-            stride = blockDim.x * kSize;
-  const Logits<Element> logits(in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size,
-                               size);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const Logits<Element> logits{in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size,
+                               static_cast<int>(in.vocab_size)};
   const bool is_greedy = in.temperature == 0.0;
-  float values[kSize];
-
-  Softmax softmax{-INFINITY, static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature), 0.0f,
-                  kNone, -1};
-  for (int first = begin; first < size; first += stride) {
-    logits.read(first, values);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) softmax.top = values[i] > softmax.top ? values[i] : softmax.top;
+  const float rate = static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature);
+  const int num_tiles = (logits.size + logits.kTile - 1) / logits.kTile;
+  for (int i = warp; i < num_tiles; i += blockDim.x / kWarp) {
+    const Tile tile = sum_of(logits, i, rate);
+    if (lane == 0) tiles[i] = tile;
   }
-  softmax.top = block_reduce(softmax.top, of_warps, Greatest());
+  __syncthreads();
+  if (warp != 0) return;
 
-  // A NaN makes the sum NaN, and with it the log-prob.
-  for (int first = begin; first < size; first += stride) {
-    logits.read(first, values);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (first + i >= size) continue;
-      const float weight = softmax.weight(values[i]);
-      softmax.total += weight;
-      if (values[i] == softmax.top && softmax.likeliest == kNone) softmax.likeliest = first + i;
-      if (weight > 0.0f) softmax.last = first + i;
+  float top = -INFINITY, own = 0.0f;
+  for (int i = lane; i < num_tiles; i += kWarp) top = tiles[i].top > top ? tiles[i].top : top;
+  top = warp_max(top);
+  const auto factor_of = [&](const Tile& tile) { return exponential2((tile.top - top) * rate); };
+  const int of_lane = (num_tiles + kWarp - 1) / kWarp, begin = min(lane * of_lane, num_tiles),
+            end = min(begin + of_lane, num_tiles);
+  for (int i = begin; i < end; ++i) own += tiles[i].sum * factor_of(tiles[i]);
+  const float up_to = warp_prefix_sum(own), total = __shfl_sync(kAllLanes, up_to, kWarp - 1);
+  float before = up_to - own;
+
+  // The greedy tile and token are the first ones of the greatest logit, the sampled ones the last
+  // that start at or below `wanted` and have a weight above 0, which rounding cannot miss.
+  const float wanted = is_greedy ? 0.0f : uniform(in.keys[row], in.length[row]) * total;
+  int best = kNone;
+  float before_best = 0.0f;
+  const auto offer = [&](bool is_top, float weight, int number) {
+    if (is_greedy ? is_top && best == kNone : weight > 0.0f && before <= wanted) {
+      best = number;
+      before_best = before;
     }
+    before += weight;
+  };
+  const auto best_of_warp = [&] {
+    const int sign = is_greedy ? -1 : 1;
+    const int found = warp_max(best == kNone ? kNone : sign * best);
+    return found == kNone ? kNone : sign * found;
+  };
+  for (int i = begin; i < end; ++i)
+    offer(tiles[i].top == top, tiles[i].sum * factor_of(tiles[i]), i);
+  const int chosen = best_of_warp();
+  int token = kNone;
+  if (chosen != kNone) {
+    const Tile tile = tiles[chosen];
+    const float factor = factor_of(tile);
+    Chunk<Element> chunks[kTogether];
+    logits.read(chosen, chunks);
+    best = kNone;
+    float start = __shfl_sync(kAllLanes, before_best, chosen / of_lane);
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      float values[kSize], weights[kSize], of_chunk = 0.0f;
+      unpack(chunks[k], values);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        of_chunk += weights[i] = factor * tile.weight(values[i], rate);
+      const float with_own = warp_prefix_sum(of_chunk);
+      before = start + (with_own - of_chunk);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        offer(values[i] == top, weights[i], logits.first_of(chosen, k) + i);
+      start += __shfl_sync(kAllLanes, with_own, kWarp - 1);
+    }
+    token = best_of_warp();
   }
-  softmax.total = block_reduce(softmax.total, of_warps, Add());
-
-  int token;
-  if (is_greedy) {
-    token = block_reduce(softmax.likeliest, indices, Least());
-  } else {
-    token = invert_cdf(logits, softmax, uniform(in.keys[row], in.length[row]) * softmax.total,
-                       of_warps, indices);
-    if (token == kNone) token = block_reduce(softmax.last, indices, Greatest());
-  }
-  if (token < 0 || token >= size) token = size - 1;  // NaN
-  if (threadIdx.x != 0) return;
+  if (token < 0 || token >= logits.size) token = logits.size - 1;  // NaN
+  if (lane != 0) return;
 
   const int64_t at = min(in.length[row], in.limit - 1), place = row * in.limit + at;
   const float scale = is_greedy ? 1.0f : static_cast<float>(1.0 / in.temperature);
-  const float logprob = (to_real(logits.data[token]) - softmax.top) * scale - logf(softmax.total);
+  const float logprob = (to_real(logits.data[token]) - top) * scale - logf(total);
   in.tokens[place] = token;
   in.logprobs[place] = is_greedy && logprob - logprob == 0.0f ? 0.0f : logprob;
   in.last[row] = token;
@@ -148,9 +175,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
 template <typename Element>
 void decode_sample(const DecodeSample<Element>& in, cudaStream_t stream) {
   if (in.num_rows == 0) return;
-  int warps = 1;
-  while (warps < kMaxWarps && warps * kWarp * Chunk<Element>::kSize < in.vocab_size) warps *= 2;
-  launch(sample_rows<Element>, in.num_rows, warps * kWarp, 0, 0, stream, in);
+  constexpr int64_t kTile = Logits<Element>::kTile;
+  const int64_t tiles = (in.vocab_size + kTile - 1) / kTile,
+                shared = tiles * static_cast<int64_t>(sizeof(Tile));
+  if (shared > kUnaskedShared) throw std::invalid_argument("decode_sample: too many tokens");
+  launch(sample_rows<Element>, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared, 0,
+         stream, in);
 }
 
 const bool defined = define_kernel("decode_sample", decode_sample<float>, decode_sample<BFloat16>,

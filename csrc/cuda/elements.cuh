@@ -72,7 +72,14 @@ union Chunk {
     chunk.bits = uint4{};
     return chunk;
   }
-  __device__ void write(Element* to) const { *reinterpret_cast<uint4*>(to) = bits; }
+  // Writes the first `size` elements, 8 or 16 bytes.
+  template <int size = kSize>
+  __device__ void write(Element* to) const {
+    if constexpr (size == kSize)
+      *reinterpret_cast<uint4*>(to) = bits;
+    else
+      *reinterpret_cast<uint2*>(to) = uint2{bits.x, bits.y};
+  }
 };
 
 // Two numbers in one register, the first in the lower half.

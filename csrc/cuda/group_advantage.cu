@@ -36,11 +36,7 @@ __device__ const double* rank_transform(double* rewards, int size, int n, const 
       const int j = start + threadIdx.x;
       const double gap = j >= n ? 0.0 : j > 0 ? sorted[j] - sorted[j - 1] : sorted[0];
       base += j < n ? offset[j] * gap : 0.0;
-      double sum = j > 0 && j < n ? slope[j] * gap : 0.0;
-      for (int lanes = 1; lanes < kWarp; lanes *= 2) {
-        const double other = __shfl_up_sync(kAllLanes, sum, lanes);
-        if (static_cast<int>(threadIdx.x) >= lanes) sum += other;
-      }
+      const double sum = warp_prefix_sum(j > 0 && j < n ? slope[j] * gap : 0.0);
       if (j < n) sums[j] = before + sum;
       before += __shfl_sync(kAllLanes, sum, kWarp - 1);
     }

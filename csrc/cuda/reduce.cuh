@@ -40,13 +40,6 @@ struct Least {
     return a < b ? a : b;
   }
 };
-struct Greatest {
-  template <typename Value>
-  __device__ Value operator()(Value a, Value b) const {
-    return a > b ? a : b;
-  }
-};
-
 // Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one
 // value a warp. Every thread of the block must call it.
 template <typename Value, typename Combine>
@@ -62,32 +55,14 @@ __device__ Value block_reduce(Value value, Value* of_warps, const Combine& combi
   return value;
 }
 
-// The sum over the threads before this one, over this one and those before it, and over the whole
-// block.
+// The sum over the lanes up to this one.
 template <typename Value>
-struct PrefixSum {
-  Value before, with_own, total;
-};
-
-template <typename Value>
-__device__ PrefixSum<Value> block_prefix_sum(Value value, Value* of_warps) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  Value in_warp = value;  // inclusive
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const Value other = __shfl_up_sync(kAllLanes, in_warp, offset);
-    if (lane >= offset) in_warp += other;
+__device__ Value warp_prefix_sum(Value value) {
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) {
+    const Value other = __shfl_up_sync(kAllLanes, value, lanes);
+    if (static_cast<int>(threadIdx.x % kWarp) >= lanes) value += other;
   }
-  const Value before_in_warp = __shfl_up_sync(kAllLanes, in_warp, 1);
-  __syncthreads();  // of_warps may still be read from an earlier call
-  if (lane == kWarp - 1) of_warps[warp] = in_warp;
-  __syncthreads();
-  PrefixSum<Value> result{lane > 0 ? before_in_warp : Value(0), in_warp, 0};
-  for (int w = 0; w < static_cast<int>(blockDim.x / kWarp); ++w) {
-    if (w == warp) result.with_own = result.total + in_warp;
-    if (w < warp) result.before += of_warps[w];
-    result.total += of_warps[w];
-  }
-  return result;
+  return value;
 }
 
 // Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for

@@ -17,10 +17,10 @@ struct RowLaunch {
 };
 
 // Whether it was launched: a part of a GPU may hold no cluster of this size.
-template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
-bool launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& task,
+template <int kTeam, bool kOnChip, typename Element, typename Gradient, typename Work>
+bool launch_with(const RowLaunch& plan, const RowsTask<Element, Gradient, Work>& task,
                  cudaStream_t stream) {
-  auto* kernel = softmax_rows<Element, Real, kTeam, kOnChip, Work>;
+  auto* kernel = softmax_rows<Element, Gradient, kTeam, kOnChip, Work>;
   constexpr int64_t kTeams = kRowThreads / kTeam;
   const int64_t wanted = (task.in.num_tokens + kTeams - 1) / kTeams;
   if (kOnChip) allow_shared(kernel);
@@ -35,32 +35,33 @@ bool launch_with(const RowLaunch& plan, const RowsTask<Element, Real, Work>& tas
   return true;
 }
 
-// Runs `work` on all rows; `gradient` may be null, or the logits.
-template <typename Element, typename Work>
-void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Element> gradient,
+// Runs `work` on all rows; `gradient` may be null.
+template <typename Element, typename Gradient, typename Work>
+void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient> gradient,
                  const Work& work, cudaStream_t stream) {
   if (in.num_tokens == 0) return;
   if (in.vocab_size > INT32_MAX - kRowThreads * kAccess)
     throw std::invalid_argument("a row has too many logits");
-  using Real = RealOf<Element>;
-  const RowsTask<Element, Real, Work> task{logits, in, gradient, work};
+  if constexpr (sizeof(Gradient) < sizeof(Element))
+    check_alignment("a gradient in half precision",
+                    {logits.data, logits.of(1), gradient.data, gradient.of(1)});
+  const RowsTask<Element, Gradient, Work> task{logits, in, gradient, work};
   const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element)),
                 most = most_shared();
   const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
   RowLaunch plan{1, 0, device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9};
   bool is_launched = false;
   if (row_bytes <= kWarpRowBytes) {
-    is_launched = launch_with<Element, Real, kWarp, false>(plan, task, stream);
+    is_launched = launch_with<kWarp, false>(plan, task, stream);
   } else {
     int size = 1;
     if (plan.has_clusters)
       while (size < kMaxClusterSize && storage_of(size) > kPreferredStorage) size *= 2;
     if (gradient.data)
       for (; !is_launched && size > 0 && storage_of(size) <= most; size /= 2)
-        is_launched = launch_with<Element, Real, kRowThreads, true>(
-            {size, storage_of(size), plan.has_clusters}, task, stream);
-    if (!is_launched)
-      is_launched = launch_with<Element, Real, kRowThreads, false>(plan, task, stream);
+        is_launched = launch_with<kRowThreads, true>({size, storage_of(size), plan.has_clusters},
+                                                     task, stream);
+    if (!is_launched) is_launched = launch_with<kRowThreads, false>(plan, task, stream);
   }
   if (!is_launched) throw std::runtime_error("no block of a softmax kernel fits on this GPU");
 }

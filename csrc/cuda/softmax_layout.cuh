@@ -50,22 +50,49 @@ struct RowPart {
   }
 };
 
-// Writes value_of(chunk, its number) for this thread's chunks, and value_at(index) for its elements
-// in the head and the tail.
-template <int kTeam, typename Element, typename ChunkOf, typename ValueAt>
-__device__ void write_row(Element* gradient, const RowPart<Element>& part, int thread,
+// Writes chunk_of(the number of a chunk of logits) for this thread's chunks, and value_at(index)
+// for its elements in the head and the tail.
+template <int kTeam, typename Gradient, typename Element, typename ChunkOf, typename ValueAt>
+__device__ void write_row(Gradient* gradient, const RowPart<Element>& part, int thread,
                           const ChunkOf& chunk_of, const ValueAt& value_at) {
   constexpr int kSize = Chunk<Element>::kSize;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(gradient + part.layout.head) % kAccess == 0;
+  const bool is_aligned =
+      reinterpret_cast<uintptr_t>(gradient + part.layout.head) % (kSize * sizeof(Gradient)) == 0;
   part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
   for (int c = part.first + thread; c < part.last; c += kTeam) {
-    Element* to = gradient + part.start_of(c);
-    const Chunk<Element> out = chunk_of(c);
+    Gradient* to = gradient + part.start_of(c);
+    const Chunk<Gradient> out = chunk_of(c);
     if (is_aligned)
-      out.write(to);
+      out.template write<kSize>(to);
     else
       for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
   }
+}
+
+// The same for a gradient that overwrites the first half of its row of logits, which the team still
+// reads, from the start: sync_team() comes between reading some logits and writing over them or
+// others that have been read. The row has no head.
+template <int kTeam, typename Gradient, typename Element, typename ChunkOf, typename ValueAt,
+          typename Sync>
+__device__ void write_over_row(Gradient* gradient, const RowPart<Element>& part, int thread,
+                               const ChunkOf& chunk_of, const ValueAt& value_at,
+                               const Sync& sync_team) {
+  constexpr int kSize = Chunk<Element>::kSize, kTogether = 4;
+  Gradient end{};
+  part.for_ends(thread, [&](int i) { end = value_at(i); });
+  for (int first = part.first; first < part.last; first += kTogether * kTeam) {
+    Chunk<Gradient> out[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+      if (const int c = first + k * kTeam + thread; c < part.last) out[k] = chunk_of(c);
+    sync_team();
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+      if (const int c = first + k * kTeam + thread; c < part.last)
+        out[k].template write<kSize>(gradient + part.start_of(c));
+  }
+  sync_team();
+  part.for_ends(thread, [&](int i) { gradient[i] = end; });
 }
 
 }  // namespace maxrl::cuda

@@ -4,6 +4,9 @@
 // L2 cache; so are short rows, each of which has a warp for itself. The threads that share a row in
 // a block, all of them or a warp, are called its team.
 //
+// The gradient may be in the memory of the logits. Of float32 logits it may have half precision:
+// then it may be the first half of each row.
+//
 // A kernel consists of this loop and a Work, which has a zeroed State for each team in shared
 // memory, and the functions
 //     bool plan(State&, int64_t t)
@@ -83,11 +86,11 @@ struct MovedSums {
 };
 
 // What a kernel is given.
-template <typename Element, typename Real, typename Work>
+template <typename Element, typename Gradient, typename Work>
 struct RowsTask {
   Rows<const Element> logits;
   TokenRows in;
-  Rows<Element> gradient;
+  Rows<Gradient> gradient;
   Work work;
 };
 
@@ -103,19 +106,19 @@ struct PlannedRow {
 
 // The numbers that a team needs to write the gradient of its row: 2^x (constant + slope x), x = z
 // rate - base.
-template <typename Element, typename Real>
+template <typename Gradient, typename Real>
 struct ResolvedRow {
   Real base, constant, slope;
-  Element at_target;
+  Gradient at_target;
   Softmax softmax;  // in shared memory rather than in registers
 };
 
-template <typename Element, typename Real, typename Work, int kWarps>
+template <typename Gradient, typename Real, typename Work, int kWarps>
 struct TeamMemory {
   PlannedRow<Real> rows[2];  // by turns: the next row is planned while this one is resolved
   SharedSums<Real>
       sums[2][kWarps];  // by turns: other blocks of the cluster may still read the last row's
-  ResolvedRow<Element, Real> resolved;
+  ResolvedRow<Gradient, Real> resolved;
   typename Work::State state;
 };
 
@@ -191,9 +194,9 @@ __device__ void store_sums(const ThreadSoftmax<Real>& mine, SharedSums<Real>& of
 
 // Adds the sums of all warps of a cluster, which the lanes of this warp read at the same time; lane
 // 0 evaluates the row.
-template <typename Element, typename Real, typename Work, int kWarps>
+template <typename Gradient, typename Real, typename Work, int kWarps>
 __device__ __noinline__ void resolve(const Work& work,
-                                     TeamMemory<Element, Real, Work, kWarps>& memory, int turn,
+                                     TeamMemory<Gradient, Real, Work, kWarps>& memory, int turn,
                                      int sums_turn, unsigned cluster_size) {
   const auto& row = memory.rows[turn];
   const unsigned lane = threadIdx.x % kWarp;
@@ -232,14 +235,15 @@ __device__ __noinline__ void resolve(const Work& work,
       resolved.softmax.gradient(work.evaluate(memory.state, row.t, resolved.softmax));
   resolved.constant = static_cast<Real>(factor * (gradient.constant + gradient.slope * shift));
   resolved.slope = static_cast<Real>(factor * gradient.slope * kLn2);
-  resolved.at_target = from_real<Element>(static_cast<Real>(gradient.at_target));
+  resolved.at_target = from_real<Gradient>(static_cast<Real>(gradient.at_target));
 }
 
-template <int kTeam, bool kOnChip, typename Real, typename Element>
-__device__ void write_gradient(const Element* row, Element* gradient, const RowPart<Element>& part,
+template <int kTeam, bool kOnChip, typename Real, typename Element, typename Gradient,
+          typename Sync>
+__device__ void write_gradient(const Element* row, Gradient* gradient, const RowPart<Element>& part,
                                int thread, Real rate, int target,
-                               const ResolvedRow<Element, Real>& resolved,
-                               const Chunk<Element>* kept) {
+                               const ResolvedRow<Gradient, Real>& resolved,
+                               const Chunk<Element>* kept, const Sync& sync_team) {
   constexpr int kSize = Chunk<Element>::kSize;
   const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
@@ -254,10 +258,13 @@ __device__ void write_gradient(const Element* row, Element* gradient, const RowP
     unpack(in, values);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
-    return rounded<Element>(values);
+    return rounded<Gradient>(values);
   };
-  write_row<kTeam>(gradient, part, thread, chunk_of,
-                   [&](int i) { return from_real<Element>(gradient_of(to_real(row[i]))); });
+  const auto value_at = [&](int i) { return from_real<Gradient>(gradient_of(to_real(row[i]))); };
+  if constexpr (sizeof(Gradient) < sizeof(Element) && !kOnChip)
+    write_over_row<kTeam>(gradient, part, thread, chunk_of, value_at, sync_team);
+  else
+    write_row<kTeam>(gradient, part, thread, chunk_of, value_at);
   // The thread that has written the target's element writes it again.
   const int chunk = (target - part.layout.head) / kSize;
   const bool in_chunks = target >= part.layout.head && target < part.layout.tail();
@@ -268,13 +275,14 @@ __device__ void write_gradient(const Element* row, Element* gradient, const RowP
   if (is_own) gradient[target] = resolved.at_target;
 }
 
-template <typename Element, typename Real, int kTeam, bool kOnChip, typename Work>
-__global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
-    softmax_rows(const __grid_constant__ RowsTask<Element, Real, Work> task) {
+template <typename Element, typename Gradient, int kTeam, bool kOnChip, typename Work>
+__global__ void __launch_bounds__(kRowThreads, sizeof(RealOf<Element>) == 4 ? 4 : 2)
+    softmax_rows(const __grid_constant__ RowsTask<Element, Gradient, Work> task) {
+  using Real = RealOf<Element>;
   constexpr int kTeams = kRowThreads / kTeam, kWarps = kTeam / kWarp;
   static_assert(!kOnChip || kTeams == 1);
   __shared__ struct {
-    TeamMemory<Element, Real, Work, kWarps> of[kTeams];
+    TeamMemory<Gradient, Real, Work, kWarps> of[kTeams];
   } teams;
   auto* kept = reinterpret_cast<Chunk<Element>*>(dynamic_shared());
   const int thread = threadIdx.x % kTeam;
@@ -323,12 +331,12 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(Real) == 4 ? 4 : 2)
       if (task.gradient.data)
         write_gradient<kTeam, kOnChip>(task.logits.of(planned.t), task.gradient.of(planned.t),
                                        part_of_row(), thread, planned.rate, planned.target,
-                                       memory.resolved, kept);
+                                       memory.resolved, kept, sync_team);
     } else {
       if (task.gradient.data) {
         write_row<kTeam>(
             task.gradient.of(planned.t), part_of_row(), thread,
-            [](int) { return Chunk<Element>::zeros(); }, [](int) { return Element{}; });
+            [](int) { return Chunk<Gradient>::zeros(); }, [](int) { return Gradient{}; });
       }
       sync_team();  // no thread writes the last row any more, whose place the plan of the next row
                     // takes

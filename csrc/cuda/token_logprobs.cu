@@ -55,8 +55,9 @@ void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream) {
   launch_rows(call.logits, call.tokens, Rows<Element>{}, work, stream);
 }
 
-template <typename Element>
-void token_logprobs_backward(const TokenLogprobsBackward<Element>& call, cudaStream_t stream) {
+template <typename Element, typename Gradient>
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Gradient>& call,
+                             cudaStream_t stream) {
   const BackwardWork<RealOf<Element>> work{{}, call.grad_logprobs, call.grad_entropy};
   launch_rows(call.logits, call.tokens, call.gradient, work, stream);
 }
@@ -74,10 +75,14 @@ namespace {
 template <typename Element>
 bool define() {
   return define_kernel("token_logprobs", token_logprobs<Element>) &&
-         define_kernel("token_logprobs_backward", token_logprobs_backward<Element>) &&
+         define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Element>) &&
          define_kernel("scale", scale<Element>);
 }
-const bool defined = define<float>() && define<double>() && define<BFloat16>() && define<Float16>();
+const bool defined =
+    define<float>() && define<double>() && define<BFloat16>() && define<Float16>() &&
+    define_kernel("token_logprobs_backward_in_bfloat16",
+                  token_logprobs_backward<float, BFloat16>) &&
+    define_kernel("token_logprobs_backward_in_float16", token_logprobs_backward<float, Float16>);
 
 }  // namespace
 }  // namespace maxrl::cuda

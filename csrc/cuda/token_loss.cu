@@ -34,13 +34,16 @@ struct LossWork {
 
 }  // namespace
 
-template <typename Element>
-void token_loss(const TokenLossCall<Element>& call, cudaStream_t stream) {
+template <typename Element, typename Gradient>
+void token_loss(const TokenLossCall<Element, Gradient>& call, cudaStream_t stream) {
   const LossWork work{call.inputs, call.terms, call.sums};
   launch_rows(call.logits, call.inputs.tokens, call.gradient, work, stream);
 }
 
-const bool defined = define_kernel("token_loss", token_loss<float>, token_loss<double>,
-                                   token_loss<BFloat16>, token_loss<Float16>);
+const bool defined =
+    define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
+                  token_loss<BFloat16, BFloat16>, token_loss<Float16, Float16>) &&
+    define_kernel("token_loss_in_bfloat16", token_loss<float, BFloat16>) &&
+    define_kernel("token_loss_in_float16", token_loss<float, Float16>);
 
 }  // namespace maxrl::cuda

@@ -184,9 +184,11 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     if copied := in_layers if is_half and not is_sharded else joined:
         copied_at_a_time = copied / num_layers if keeps_inputs else copied
         needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
-    # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below five million.
-    chunk = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * element)
-    chunk *= 1 if machine.device == "cuda" or not is_half else 3
+    # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below 2.6 million.
+    is_gpu = machine.device == "cuda"
+    of_logit = max(element, 4) if is_gpu else element
+    chunk = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * of_logit)
+    chunk *= 1 if is_gpu or not is_half else 3
     matrix = sizes.vocab_size * sizes.hidden_size
     output = 0 if is_sharded or not is_half else element * matrix
     of_matrix = 4 * matrix if model.lm_head.weight.requires_grad else 0

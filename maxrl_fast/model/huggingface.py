@@ -24,6 +24,7 @@ from maxrl_fast.model.huggingface_attention import NAME, Pass, within
 from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.linear import LoraLinear, merged_weights
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
+from maxrl_fast.ops.logit_chunks import output_product
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class HuggingFacePolicy(PolicyModel):
         return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.logit_scale * F.linear(hidden, self.output_matrix.to(hidden.dtype)).float()
+        logits = output_product(hidden, self.output_matrix.to(hidden.dtype)).float()
+        logits = self.logit_scale * logits
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @torch.no_grad()

@@ -135,8 +135,8 @@ def linear_divergences(
                 torch.log_softmax(x[part].to(tau.dtype) / tau[rows], -1) for x in (logits, other)
             )
             values[rows], gradient = _divergence(log_p, log_q, divergence, beta)
-            logits[part] = gradient.mul_(slopes[rows])  # in the memory of the logits
-        chunks.backward(start, stop, logits)
+            chunks.gradient(start, stop)[part] = gradient.mul_(slopes[rows])
+        chunks.backward(start, stop)
     # frees the chunks before the gradient is rounded
     logits = other = chunks.buffer = others.buffer = values
     grad_hidden, grad_weight = chunks.gradients()

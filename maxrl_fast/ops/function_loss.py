@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.algorithms.losses.registry import call_rows, checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
-from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk
+from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk, logits_dtype
 from maxrl_fast.ops.loss_terms import LossTerms
 from maxrl_fast.ops.token_batch import TokenBatch, real_dtype, token_temperature
 from maxrl_fast.ops.token_loss_kernel import LossSums
@@ -136,9 +136,8 @@ def linear_rows(
     """
     real = real_dtype(hidden.dtype)
     temperature = token_temperature(temperature, len(hidden), hidden.device, None)
-    size = max(
-        default_chunk(hidden, len(weight)) * hidden.element_size() // (_COPIES * real.itemsize), 1
-    )
+    copies = _COPIES * real.itemsize // logits_dtype(hidden).itemsize
+    size = max(default_chunk(hidden, len(weight)) // copies, 1)
 
     def of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, tau: Tensor) -> Tensor:
         return function(_log_softmax(capped_logits(hidden, weight, softcap), tau), targets)

@@ -53,13 +53,14 @@ def linear_policy_gradient_loss(
     the host waits for the number of these tokens; without a mask all tokens are multiplied.
 
     Args:
-        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype.
+        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype, on a GPU at
+            least float32.
         weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is not allocated
             if it is frozen (requires_grad False).
         softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
             unchanged. A gradient through it takes the memory of a second chunk.
-        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, at most 1.25 GiB on a
-            GPU, 5 GiB on one of 100 GB or more, but at least 128 tokens.
+        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, on a GPU at most 1.25
+            GiB, or a 32nd of its memory if that is more, but at least 128 tokens.
         options: further arguments of policy_gradient_loss, except in_place; results are the same.
 
     Raises:
@@ -168,13 +169,14 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
     call: Any
     for start, stop, logits in chunks:
-        gradient = logits if needs_hidden or needs_weight else None  # in the memory of the logits
+        needs_gradient = needs_hidden or needs_weight
+        gradient = chunks.gradient(start, stop) if needs_gradient else None
         part = batch.at(slice(start, stop))
         call = kernels.TokenLossLaunch(logits, gradient, part, terms)
-        call.refuse(call.launch("token_loss", **call.arguments))
+        call.refuse(call.launch(call.kernel, **call.arguments))
         sums += call.sums
         if gradient is not None:
-            chunks.backward(start, stop, gradient)
+            chunks.backward(start, stop)
     # frees the chunk before the gradient is rounded
     call = chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
     grad_hidden, grad_weight = chunks.gradients()
@@ -242,6 +244,6 @@ def linear_logprobs_backward(
     chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
     for start, stop, logits in chunks:
         rows = [x[start:stop] for x in (targets, temperature, grad_logprobs, grad_entropy)]
-        kernels.write_logprobs_gradient(logits, rows, logits)
-        chunks.backward(start, stop, logits)
+        kernels.write_logprobs_gradient(logits, rows, chunks.gradient(start, stop))
+        chunks.backward(start, stop)
     return chunks.gradients()

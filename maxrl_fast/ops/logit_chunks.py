@@ -20,6 +20,19 @@ _TILE = 128, 256
 _ROW_MULTIPLE = 64
 
 
+def logits_dtype(hidden: Tensor) -> torch.dtype:
+    """On a GPU logits are not rounded, which would differ between sampler and trainer."""
+    return real_dtype(hidden.dtype) if dispatch.is_gpu(hidden.device) else hidden.dtype
+
+
+def output_product(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return hidden [T, H] @ weight.T, both of one dtype, in logits_dtype; without a derivative."""
+    dtype = logits_dtype(hidden)
+    if dtype != hidden.dtype and hidden.device.type == "cuda":
+        return torch.mm(hidden, weight.T, out_dtype=dtype, out=out)
+    return torch.mm(hidden.to(dtype), weight.T.to(dtype), out=out)
+
+
 def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
     logits = hidden @ weight.to(hidden.dtype).T
     return softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -60,7 +73,7 @@ def row_stride(vocab_size: int, device: torch.device) -> int:
 
 def default_chunk(hidden: Tensor, vocab_size: int) -> int:
     device = hidden.device
-    row_bytes = max(row_stride(vocab_size, device) * hidden.element_size(), 1)
+    row_bytes = max(row_stride(vocab_size, device) * logits_dtype(hidden).itemsize, 1)
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     most = tuning.chunk_bytes(device.type, 0 if gpu is None else gpu.total_memory)
     most = max(most // row_bytes, _MIN_CHUNK)
@@ -94,7 +107,11 @@ def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: 
 
 
 class Chunks:
-    """The logits hidden @ weight.T, chunk by chunk in the same memory, and the backward pass."""
+    """The logits hidden @ weight.T, chunk by chunk in the same memory, and the backward pass.
+
+    A chunk's gradient has the dtype of the hidden states and overwrites the logits: those of half
+    precision the first half of each row of float32.
+    """
 
     def __init__(
         self,
@@ -112,17 +129,18 @@ class Chunks:
         empty = torch.empty_like if len(hidden) else torch.zeros_like
         self.grad_weight = empty(weight, dtype=real_dtype(hidden.dtype)) if needs_weight else None
         stride = row_stride(len(weight), hidden.device)
-        self.buffer = hidden.new_empty(min(self.size, len(hidden)), stride)[:, : len(weight)]
+        rows, dtype = min(self.size, len(hidden)), logits_dtype(hidden)
+        self.buffer = hidden.new_empty(rows, stride, dtype=dtype)[:, : len(weight)]
         self.softcap = softcap
         has_slope = softcap and (needs_hidden or needs_weight)
-        self.slope = torch.empty_like(self.buffer) if has_slope else None
+        self.slope = hidden.new_empty(rows, len(weight)) if has_slope else None
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""
         for start in range(0, len(self.hidden), self.size):
             stop = min(start + self.size, len(self.hidden))
             buffer = self.buffer[: stop - start]
-            logits = torch.mm(self.hidden[start:stop], self.weight.T, out=buffer)
+            logits = output_product(self.hidden[start:stop], self.weight, buffer)
             if self.softcap:
                 bounded = logits.div_(self.softcap).tanh_()
                 if self.slope is not None:
@@ -131,8 +149,14 @@ class Chunks:
                 bounded.mul_(self.softcap)
             yield start, stop, logits
 
-    def backward(self, start: int, stop: int, gradient: Tensor) -> None:
-        """Add a chunk's contribution, given the gradient of its logits [stop - start, V]."""
+    def gradient(self, start: int, stop: int) -> Tensor:
+        """Return the memory of the gradient of a chunk's logits, [stop - start, V]."""
+        size = self.buffer.shape[1]
+        return self.buffer[: stop - start].view(self.hidden.dtype)[:, :size]
+
+    def backward(self, start: int, stop: int) -> None:
+        """Add a chunk's contribution."""
+        gradient = self.gradient(start, stop)
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])
         with _full_precision_sums():

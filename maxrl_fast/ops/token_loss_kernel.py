@@ -77,7 +77,13 @@ class LogitsLaunch(KernelLaunch):
         }
 
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
-        return self.rows(name, tensor, self.dtype, self.shape), tensor.stride(0)
+        return self.rows(name, tensor, tensor.dtype, self.shape), tensor.stride(0)
+
+    def writing(self, kernel: str, gradient: Tensor | None) -> str:
+        """Return the kernel for the dtype of `gradient`."""
+        if gradient is None or gradient.dtype == self.dtype:
+            return kernel
+        return f"{kernel}_in_{DTYPES[gradient.dtype]}"
 
     def refuse(self, row: int | None) -> None:
         """Raise ValueError if the CPU kernel found a wrong target; CUDA kernels make the loss
@@ -88,15 +94,16 @@ class LogitsLaunch(KernelLaunch):
 
 
 class TokenLossLaunch(LogitsLaunch):
-    """A launch of token_loss, which writes `sums`, and `gradient` [T, V] if it is given. That may
-    be the logits."""
+    """A launch of `kernel`, which writes `sums`, and `gradient` [T, V] if it is given. That may be
+    the logits, on a GPU also in half precision the first half of each of their rows."""
 
-    __slots__ = ("sums",)
+    __slots__ = ("kernel", "sums")
 
     def __init__(
         self, logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: Sequence[Any]
     ):
         super().__init__(logits, batch.targets, batch.temperature)
+        self.kernel = self.writing("token_loss", gradient)
         size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
         workspace = torch.zeros(size, dtype=torch.float64, device=logits.device)
         self.sums = workspace[:NUM_SUMS]
@@ -185,7 +192,7 @@ def write_loss(
         logprobs, _ = token_logprobs(logits, batch.targets, batch.temperature)
         batch = batch.with_sequence_ratio(logprobs)
     call = TokenLossLaunch(logits, gradient, batch, terms)
-    call.refuse(call.launch("token_loss", **call.arguments))
+    call.refuse(call.launch(call.kernel, **call.arguments))
     return call.sums
 
 
@@ -230,14 +237,14 @@ def token_logprobs_backward(
 
 
 def write_logprobs_gradient(logits: Tensor, rows: Sequence[Tensor], gradient: Tensor) -> None:
-    """Write the gradient of the logits [T, V], which may be the logits.
+    """Write the gradient of the logits [T, V], as TokenLossLaunch does.
 
     rows: targets, temperature, and the gradients of the log-probs and of the entropy, [T] each.
     """
     targets, temperature, grad_logprobs, grad_entropy = rows
     call = LogitsLaunch(logits, targets, temperature)
     call.launch(
-        "token_logprobs_backward",
+        call.writing("token_logprobs_backward", gradient),
         **call.arguments,
         **call.addresses(
             call.real, call.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy

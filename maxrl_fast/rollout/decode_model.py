@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from maxrl_fast.model.decoder import Attention, DecoderConfig, rotary_table
 from maxrl_fast.model.layer_kernels import KERNELS, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.ops.logit_chunks import output_product
 
 
 @dataclass
@@ -115,7 +116,7 @@ class DecodeModel:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.output)
+        return output_product(hidden, self.output)
 
     def _rotary(self, positions: Tensor) -> Rotary:
         cos, sin = self.tables

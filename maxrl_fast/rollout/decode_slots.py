@@ -47,10 +47,11 @@ class Shape(NamedTuple):
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
-        step = config.vocab_size + 4 * config.hidden_size + 3 * config.intermediate_size
+        step = 4 * config.hidden_size + 3 * config.intermediate_size
         step += 4 * heads * config.head_dim
         tokens = self.slots * self.prompt_width + self.rows * self.limit
-        return element * (tokens * token + self.rows * step)
+        logits = max(element, 4) * config.vocab_size
+        return element * (tokens * token + self.rows * step) + self.rows * logits
 
 
 def uses_graphs(device: torch.device) -> bool:

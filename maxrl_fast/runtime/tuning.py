@@ -2,11 +2,11 @@
 will set it. csrc/cuda/tuning.h has those of the kernels.
 """
 
-# of logits at a time in losses from hidden states; larger matrix multiplications are no faster.
-# A GPU of LARGE_GPU_BYTES has room for LARGE_CHUNK_BYTES: fewer chunks are fewer passes over the
-# weight's float32 gradient. `chunks`
+# of logits at a time in losses from hidden states; larger matrix multiplications are no faster
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}
-LARGE_GPU_BYTES, LARGE_CHUNK_BYTES = 100 * 10**9, 5 << 30
+# of a GPU's memory, if that is more: fewer chunks are fewer passes over the weight's float32
+# gradient. `chunks`
+CHUNK_SHARE = 1 / 32
 
 # decoding steps between two reads of which samples have ended. `burst`
 BURST = 8
@@ -21,6 +21,5 @@ FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}
 
 def chunk_bytes(device_type: str, memory: int) -> int:
     """Return the bytes of a chunk of logits on a device with this much memory."""
-    if device_type == "cuda" and memory >= LARGE_GPU_BYTES:
-        return LARGE_CHUNK_BYTES
-    return CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
+    least = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
+    return max(least, int(memory * CHUNK_SHARE)) if device_type == "cuda" else least

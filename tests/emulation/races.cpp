@@ -19,12 +19,13 @@
 
 namespace maxrl::cuda {  // the kernels of csrc/cuda, which no header declares
 
-template <typename Element>
-void token_loss(const TokenLossCall<Element>& call, cudaStream_t stream);
+template <typename Element, typename Gradient>
+void token_loss(const TokenLossCall<Element, Gradient>& call, cudaStream_t stream);
 template <typename Element>
 void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream);
-template <typename Element>
-void token_logprobs_backward(const TokenLogprobsBackward<Element>& call, cudaStream_t stream);
+template <typename Element, typename Gradient>
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Gradient>& call,
+                             cudaStream_t stream);
 template <typename Element>
 void scale(const ScaleCall<Element>& call, cudaStream_t stream);
 template <typename Element>
@@ -89,9 +90,10 @@ struct Flags {  // std::vector<bool> has no array
   bool* data() { return reinterpret_cast<bool*>(values.data()); }
 };
 
-template <typename Element>
+template <typename Element, typename Gradient = Element>
 void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t shift) {
   const int64_t stride = vocab_size + 3;
+  constexpr int64_t kTimes = sizeof(Element) / sizeof(Gradient);
   Numbers<Element> logits(num_tokens * stride, shift), gradient(num_tokens * stride, shift);
   const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
   const std::vector<double> temperature(num_tokens, 0.7), old(num_tokens, -3.0),
@@ -104,9 +106,10 @@ void token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t s
                            old.data(), ref.data(),        nullptr};
   const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, 0.05};
   std::vector<double> workspace(workspace_size(LossSums::kSize));
-  const Rows<Element> to{in_place ? logits.data : gradient.data, stride};
-  cuda::token_loss(TokenLossCall<Element>{{logits.data, stride}, in, terms, to, workspace.data()},
-                   nullptr);
+  auto* to = reinterpret_cast<Gradient*>(in_place ? logits.data : gradient.data);
+  const TokenLossCall<Element, Gradient> call{
+      {logits.data, stride}, in, terms, {to, kTimes * stride}, workspace.data()};
+  cuda::token_loss(call, nullptr);
 }
 
 void token_logprobs() {
@@ -260,6 +263,9 @@ int main(int argc, char** argv) {
   if (part == "token_loss") {
     token_loss<float>(20, 300, false, 0);  // a warp for each row
     token_loss<BFloat16>(5, 5001, true, 1);  // a block
+    token_loss<float, BFloat16>(20, 301, true, 0);
+    setenv("MAXRL_EMULATED_CAPABILITY", "8", 1);
+    token_loss<float, BFloat16>(4, 60001, true, 0);  // rows are read twice
   } else if (part == "token_loss_in_clusters") {
     token_loss<BFloat16>(5, 45001, true, 0);
   } else if (part == "token_logprobs") {

@@ -43,7 +43,7 @@ def emulated_gpu() -> Iterator[None]:
         yield
 
 
-CLUSTERS, NO_CLUSTERS = 9, 8  # compute capabilities; 9/2: holds clusters of 2 at most
+CLUSTERS, NO_CLUSTERS = 9, 8  # compute capabilities; 9/2: clusters of 2
 
 
 # A warp takes rows of up to 8 KiB, a block or a cluster of 4 takes those of 100 kB, and a cluster
@@ -182,52 +182,37 @@ def test_rows_may_be_more_than_32_bits_apart():
         check_rows_far_apart()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_loss(dtype):
-    logits, batch = example(517, torch.float32)
+@pytest.mark.parametrize(
+    ("vocab", "capability", "dtype"),
+    [
+        (517, CLUSTERS, torch.float32),
+        (517, CLUSTERS, torch.bfloat16),
+        (12_007, CLUSTERS, torch.float16),
+        (60_001, NO_CLUSTERS, torch.bfloat16),
+    ],
+)
+def test_linear_loss(vocab, capability, dtype, monkeypatch):
+    monkeypatch.setenv("MAXRL_EMULATED_CAPABILITY", str(capability))
+    _, batch = example(vocab, torch.float32)
     generator = torch.Generator().manual_seed(2)
-    hidden, weight = (torch.randn(n, 24, generator=generator).to(dtype) for n in (len(logits), 517))
+    tokens = len(batch["targets"])
+    inputs = [torch.randn(n, 24, generator=generator).to(dtype) for n in (tokens, vocab)]
 
-    def results():
-        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    def results(inputs):
+        h, w = (x.detach().requires_grad_() for x in inputs)
         loss, _ = ops.linear_policy_gradient_loss(
-            h, w, **batch, loss="ppo", kl_coef=0.1, chunk_tokens=7
+            h, w, **batch, loss="reinforce", entropy_coef=0.1, chunk_tokens=7
         )
-        (3 * loss).backward()
-        return loss.detach(), h.grad, w.grad
+        logprobs, _ = ops.linear_token_logprobs(h, w, batch["targets"], chunk_tokens=7)
+        total = 3 * loss + logprobs.mean()
+        return loss.detach(), logprobs.detach(), *torch.autograd.grad(total, (h, w))
 
-    expected = results()
+    expected = results([x.float() for x in inputs])
     with emulated_gpu():
-        actual = results()
-    for a, b in zip(actual, expected, strict=True):
-        assert (a - b).double().norm() <= (
-            2e-2 if dtype == torch.bfloat16 else 1e-5
-        ) * b.double().norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clamped_log_ratios(dtype):
-    logits, batch = example(127, dtype)
-    for name, t, wrong in (
-        ("old", 3, -1e4),
-        ("old", 14, 1e4),
-        ("ref", 4, 100.0),
-        ("ref", 20, -torch.inf),
-    ):
-        batch[f"{name}_logprobs"][t] = wrong
-    batch["mask"][:] = True
-    for options in (
-        {"loss": "ppo", "kl_coef": 0.1},
-        {"loss": "cispo", "kl": "k2", "kl_coef": 0.1},
-        {"loss": "gspo"},
-    ):
-        expected = gradient_of(logits, batch, **options)
-        with emulated_gpu():
-            actual = gradient_of(logits, batch, **options)
-        assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
-        assert actual[0].isfinite()
-        assert_rows_close(actual[1], expected[1], TOLERANCE[dtype])
-        assert actual[2]["ratio_clamped"].item() == expected[2]["ratio_clamped"].item() > 0.05
+        actual = results(inputs)
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        error = 1e-5 if dtype == torch.float32 or i < 2 else 6e-3
+        assert (a - b).double().norm() <= error * b.double().norm()
 
 
 def test_a_bad_target_makes_the_loss_nan():

@@ -61,14 +61,13 @@ class Planted:
 
 
 PLANTED = [
-    Planted("decode_sample", "reduce.cuh", "value = combine(value, __shfl_xor_sync"),
+    Planted("decode_sample", "decode_sample.cu", "tiles[i] = tile;"),
+    Planted("group_advantage", "reduce.cuh", "value = combine(value, __shfl_xor_sync"),
     Planted(
-        "decode_sample",
+        "group_advantage",
         "reduce.cuh",
         "if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;",
     ),
-    Planted("decode_sample", "reduce.cuh", "const Value before_in_warp"),
-    Planted("decode_sample", "reduce.cuh", "if (lane == kWarp - 1)"),
     Planted("token_loss", "reduce.cuh", "rows[block * size + threadIdx.x] = sum_of(threadIdx.x);"),
     Planted(
         "token_loss",
@@ -81,7 +80,8 @@ PLANTED = [
     Planted("token_loss", "softmax_rows.cuh", "memory.rows[0]);", "sync_team();"),
     Planted("token_loss", "softmax_rows.cuh", "store_sums(mine, memory", "sync_row();"),
     Planted("token_loss", "softmax_rows.cuh", "sums_turn ^= 1;", "sync_team();"),
-    Planted("token_loss", "softmax_rows.cuh", "return Element{}; });", "sync_team();"),
+    Planted("token_loss", "softmax_rows.cuh", "return Gradient{}; });", "sync_team();"),
+    Planted("token_loss", "softmax_layout.cuh", "out[k] = chunk_of(c);", "sync_team();"),
     Planted(
         "token_loss",
         "softmax_rows.cuh",

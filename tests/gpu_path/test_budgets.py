@@ -193,7 +193,7 @@ def test_the_loss_from_hidden_states(gpu):
             )
             loss.backward()
         assert not gpu.waits, str(gpu)
-        assert gpu.launches["token_loss"] == 1
+        assert gpu.launches["token_loss_in_bfloat16"] == 1
         counts.append(gpu.num_launches)
     assert counts[0] == counts[1] <= LINEAR_LOSS, str(gpu)
 

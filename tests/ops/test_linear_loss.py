@@ -330,8 +330,8 @@ def test_split_sums_of_gradients_are_in_full_precision(monkeypatch):
     hidden, weight, _ = make(torch.bfloat16)
     chunks = Chunks(hidden.detach(), weight.detach(), 20, True, True)
     monkeypatch.setattr(torch, "mm", watched)
-    for start, stop, logits in chunks:
-        chunks.backward(start, stop, logits)
+    for start, stop, _ in chunks:
+        chunks.backward(start, stop)
     assert seen == [(False, True), (True, False)] * 3  # of logits, and of hidden states
     assert matmul.allow_bf16_reduced_precision_reduction
 

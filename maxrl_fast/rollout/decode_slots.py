@@ -207,10 +207,11 @@ class DecodeSlots:
     def _sample(self, logits: Tensor, sampling: Sampling, rows: Tensor | None = None) -> None:
         """Append a token to the first rows, or to these [g n], of which each n share logits."""
         end = self.rows if rows is None else None
-        of_batch = self.keys, self.last, self.length, self.done, self.tokens, self.logprobs
-        keys, *state = (x[:end] for x in of_batch)
         if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
-            decode_sample.sample_and_append(logits, sampling, keys, self.stops, *state, rows=rows)
+            of_batch = self.keys, self.last, self.length, self.done, self.tokens, self.logprobs
+            keys, last, length, done, tokens, logprobs = (x[:end] for x in of_batch)
+            inputs = logits, sampling, keys, self.stops
+            decode_sample.sample_and_append(*inputs, last, length, done, tokens, logprobs, rows)
             return
         rows = self.all_rows[:end] if rows is None else rows
         u = uniforms(self.keys[rows], self.length[rows]).view(len(logits), -1)  # [g, n]

@@ -173,10 +173,8 @@ def run(
     )
     given |= {name: value for name, value in options.items() if value is not None}
     of_config = {name: given.pop(name, None) for name in ("task", "reward", "environment")}
-    task, reward = (
-        of_config["task"] if task is None else task,
-        of_config["reward"] if reward is None else reward,
-    )
+    task = of_config["task"] if task is None else task
+    reward = of_config["reward"] if reward is None else reward
     environment = of_config["environment"] if environment is None else environment
     names, functions, own_task = _named(task, reward)
     own_class = None if environment is None or isinstance(environment, str) else environment

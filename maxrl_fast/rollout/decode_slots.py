@@ -98,8 +98,8 @@ class DecodeSlots:
         in_kernel: bool,
         stream: torch.cuda.Stream | None = None,
     ):
-        """stream: on which steps are captured; None: without CUDA graphs. cuBLAS has one workspace
-        for each stream, so all graphs of a stream share it: they must be dropped together."""
+        """stream: on which steps are captured. Its graphs must be dropped together, as they share
+        its cuBLAS workspace."""
         c, self.model, self.shape, self.in_kernel = model.config, model, shape, in_kernel
         device = model.device
         self.bytes = shape.cache_bytes(c, dtype)

@@ -45,8 +45,7 @@ class DeviceDecoder:
         self.model = DecodeModel(model.config, self.device, dtype, compiled)
         # whether attention runs in the CUDA kernel
         self.in_kernel = has_kernel(model.config, dtype, self.device)
-        # PyTorch's default for captures is a stream of the device of the first capture. A stream of
-        # each batch would keep its cuBLAS workspace of 32 MiB and more.
+        # PyTorch's default is a stream of the first capture's device; each keeps 32 MiB for cuBLAS
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.batch: DecodeSlots | None = None
 

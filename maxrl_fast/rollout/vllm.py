@@ -144,7 +144,7 @@ class VllmEngine:
                     **({"block_size": 32} if is_cpu else {}),
                     **_launch_options(ranks, tensor_parallel, self._device),
                 )
-            except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError
+            except (ValueError, RuntimeError) as error:
                 if is_lost_connection(error):
                     raise
                 raise InputError(

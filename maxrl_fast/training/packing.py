@@ -37,8 +37,7 @@ class MicroBatch:
     forest: Forest
     rows: Tensor  # [R] int64, positions that predict a target
     target_rows: Tensor  # [T] int64, which of `rows` predicts each target
-    # the order [T] that sorts target_rows, and where each of `rows` begins in it [R+1], int64
-    by_row: list[Tensor]
+    by_row: list[Tensor]  # int64 [T] and [R+1], of target_rows: see choose_rows
     targets: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64, of the targets
     advantages: Tensor  # [S] float32

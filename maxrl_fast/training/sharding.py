@@ -69,11 +69,11 @@ def distribute(
         _arrange_buckets(module, model, dtype)
         return module
     device = model.lm_head.weight.device
-    is_full = not gradients_fit(model, Machine.here(device, ranks.size))
+    fit = gradients_fit(model, Machine.here(device, ranks.size))
+    model.keeps_gradients = not ranks.any(not fit, device)
     for policy in (model, reference):
         if policy is not None:
             shard(policy, dtype)
-    model.keeps_gradients = not ranks.any(is_full, device)
     return model
 
 
@@ -125,8 +125,7 @@ def reshard(model: Any) -> None:
 
 
 def exchange_gradients(module: Any, now: bool) -> None:
-    """Let the next pass exchange gradients between the ranks, or only add to this rank's, if they
-    are not sharded or there is memory for all of them."""
+    """Let the next pass exchange gradients between the ranks, or add to this rank's if they fit."""
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = now
     elif module.keeps_gradients:

@@ -121,12 +121,12 @@ def gpu_steps() -> dict[str, list[Step]]:
     no_options = missing("rich")  # the trainer's options need them
     return {
         "smoke": [
-            build(60),
-            bench("train", "gpu_train", "--device cuda", 90, no_options),
-            marked_gpu("tests", SMOKE_TESTS, 90),
+            build(90),
+            bench("train", "gpu_train", "--device cuda", 80, no_options),
+            marked_gpu("tests", SMOKE_TESTS, 70),
         ],
         "figures": [
-            build(60),
+            build(90),
             bench("ceilings", "ceilings", "--device cuda", 30),
             bench("token_loss", "token_loss", "--device cuda --no-compile --rounds 3", 55),
             bench("rollout", "rollout", "--device cuda --no-compile --peers", 40),
@@ -137,7 +137,7 @@ def gpu_steps() -> dict[str, list[Step]]:
             marked_gpu("other_tests", OTHER_TESTS, 60),
         ],
         "profile": [
-            build(60),
+            build(90),
             bench("profiles", "profiles", "--device cuda", 75, no_options),
             bench(
                 "counters",
@@ -148,7 +148,7 @@ def gpu_steps() -> dict[str, list[Step]]:
             ),
             bench("rollout_compiled", "rollout", "--device cuda --peers", 55),
             bench("whole_step_compiled", "train_step", step17, 90, no_options),
-            bench("token_loss_peers", "token_loss", "--device cuda", 90),
+            bench("token_loss_peers", "token_loss", "--device cuda", 65),
             bench(
                 *(
                     "rollout_peer",
@@ -161,12 +161,12 @@ def gpu_steps() -> dict[str, list[Step]]:
             bench("trl", "peers", "--device cuda --turns 1", 40, absent=missing("trl")),
         ],
         "races": [
-            build(60),
+            build(90),
             sanitizer("memcheck", 120),
             sanitizer("racecheck", 210),
             sanitizer("synccheck", 120),
         ],
-        "maze": [build(60), maze(480, missing("rich", "matplotlib"))],
+        "maze": [build(90), maze(450, missing("rich", "matplotlib"))],
     }
 
 

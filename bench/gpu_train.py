@@ -5,7 +5,7 @@ that can fail early in a run fails within a minute: warm start, sampling, update
 checkpoint and resume; a critic, a reference, several updates, top-p, LoRA on a checkpoint,
 torch.compile, episodes. The last line is one JSON document; the exit code is 1 if a command failed.
 
-`make gpu-smoke` gives it 90 seconds.
+`make gpu-smoke` gives it 80 seconds.
 """
 
 import json
@@ -76,7 +76,7 @@ def run_chains(device: str, folder: Path, seconds: float) -> dict[str, list[dict
 
 def main() -> int:
     parser = argument_parser("gpu_train", __doc__)
-    parser.add_argument("--seconds", type=float, default=80, help="limit (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=75, help="limit (default: %(default)s)")
     options = parser.parse_args()
     device = prepare(options)
     with tempfile.TemporaryDirectory() as folder:

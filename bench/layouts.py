@@ -14,7 +14,7 @@ from bench.measure import gemm_throughput, milliseconds, peak_bytes, synchronize
 from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, Samples
 from maxrl_fast.training.learner import Learner, UpdatePlan
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
@@ -120,10 +120,10 @@ class LayoutUpdates:
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         self.learner = Learner(case.model, self.optimizer, SETTINGS, 1.0, case.token_budget, dtype)
+        passes = self.learner.passes
+        self.shared = passes.packer(Samples(case.prompts, rollouts), self.advantages)
         # a merge cost at which nothing is shared but equal rows
-        self.shared, self.repeated = (
-            Packer(case.prompts, rollouts, self.advantages, cost) for cost in (0.0, 1e9)
-        )
+        self.repeated = Packer(case.prompts, rollouts, self.advantages, 1e9)
         for parameter in case.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # allocates the moments, before memory is measured

@@ -25,7 +25,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
-from maxrl_fast.training.packing import MicroBatch, Packer, merge_cost
+from maxrl_fast.training.packing import MicroBatch, Packer, least_gain, merge_cost
 from maxrl_fast.training.passes import Passes, run_batch
 from maxrl_fast.training.sharding import exchange_gradients, reshard
 
@@ -96,12 +96,14 @@ class Learner:
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
         weight = self.model.lm_head.weight
+        sizes = self.model.config, local_shard(weight).device
         self.passes = Passes(
             self.ranks,
             self.token_budget,
             self.dtype,
             self.settings.temperature,
-            merge_cost(self.model.config, local_shard(weight).device),
+            merge_cost(*sizes),
+            least_gain(*sizes),
             shares_weights=local_shard(weight) is not weight,
         )
 

@@ -65,9 +65,25 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
     if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
         return 0.0
     heads = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    weights = config.hidden_size * (2 * heads + 2 * keys + 3 * config.intermediate_size)
-    return 12 * heads * tuning.FLOPS_PER_ELEMENT.get(device.type, 20) / (6 * weights)
+    moved = 12 * heads * tuning.FLOPS_PER_ELEMENT.get(device.type, 20)
+    return moved / (6 * weights_of_layer(config))
+
+
+def least_gain(config: PolicySizes, device: torch.device) -> float:
+    """Return how many tokens of a micro-batch a forest below the prompts must save on a GPU.
+
+    Its levels, rarely fewer than four, cost launches for any number of tokens. And a level in which
+    many queries share few keys leaves FlashAttention's backward pass to few multiprocessors.
+    """
+    if device.type != "cuda":
+        return 0.0
+    return tuning.FOREST_FLOPS / (6 * weights_of_layer(config))
+
+
+def weights_of_layer(config: PolicySizes) -> int:
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    in_attention = 2 * (heads + keys) * config.head_dim
+    return config.hidden_size * (in_attention + 3 * config.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ class Packer:
     rollouts: Rollouts
     advantages: Tensor
     merge_cost: float = 0.0
+    least_gain: float = 0.0
     teacher: "Packer | None" = None  # of the same rollouts, to the teacher's prompts
 
     @property
@@ -167,7 +184,12 @@ class Packer:
         lengths, of_host = self.lengths[sequences], sequences
         targets = ranges(self._cu_seqlens[1][:-1][sequences], lengths)  # among the sampled tokens
         tree = self.rows.tree(
-            sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy(), self.merge_cost
+            sequences.numpy(),
+            self._read_at[targets].numpy(),
+            lengths.numpy(),
+            self._prompt_lengths.numpy(),
+            self.merge_cost,
+            self.least_gain,
         )
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)

@@ -51,6 +51,7 @@ class Passes:
     dtype: torch.dtype
     temperature: float
     merge_cost: float
+    least_gain: float
     shares_weights: bool
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
@@ -61,6 +62,7 @@ class Passes:
             samples.rollouts,
             none if advantages is None else advantages,
             self.merge_cost,
+            self.least_gain,
         )
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:

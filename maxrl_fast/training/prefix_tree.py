@@ -72,14 +72,27 @@ class SortedRows:
         return np.append(0, np.minimum.reduceat(self._common[: ranks[-1] + 1], ranks[:-1] + 1))
 
     def tree(
-        self, sequences: Integers, positions: Integers, counts: Integers, merge_cost: float
+        self,
+        sequences: Integers,
+        positions: Integers,
+        counts: Integers,
+        prompts: Integers,
+        merge_cost: float,
+        least_gain: float = 0.0,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
-        packed `positions` [T] in its row, are in it."""
+        packed `positions` [T] in its row, are in it.
+
+        Where more than whole rows and the first `prompts` [S] tokens of each saves no more than
+        `least_gain` tokens, no more is shared; with 0, all that merge_cost allows.
+        """
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
-        lengths = self.lengths[rows]
-        common = shared(self.common(self.ranks[rows]), lengths, merge_cost)
+        lengths, whole = self.lengths[rows], self.common(self.ranks[rows])
+        of_prompt = np.where(whole < prompts[rows], 0, prompts[rows])
+        common = np.where(whole < lengths, of_prompt, whole)
+        if not least_gain or (whole - common).sum() > least_gain:
+            common = shared(whole, lengths, merge_cost)
         added = lengths - common
         ends = added.cumsum()
         stream = np.arange(ends[-1] if len(ends) else 0)

@@ -228,7 +228,7 @@ def test_the_archive_of_the_mazes_has_everything_but_checkpoints(tmp_path):
         step.command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 3, done.stderr
-    assert "'--out', 'runs/maze_table', '--minutes', '7'" in done.stdout
+    assert "'--out', 'runs/maze_table', '--minutes', '6.5'" in done.stdout
     with tarfile.open(tmp_path / "maze_table.tar.gz") as archive:
         files = [x.name for x in archive if x.isfile()]
     assert files == ["maze_table/maxrl/metrics.jsonl"]

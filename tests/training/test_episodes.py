@@ -97,7 +97,7 @@ def test_the_shares_of_the_ranks_add_up(num_ranks):
     (expected,) = torch.autograd.grad(naive.sum(), model.model.embed_tokens.weight)
     total, seen, counts = torch.zeros_like(expected), [], []
     for rank in range(num_ranks):
-        passes = Passes(Ranks(rank, num_ranks), 20, torch.float64, 1.0, 0.0, False)
+        passes = Passes(Ranks(rank, num_ranks), 20, torch.float64, 1.0, 0.0, 0.0, False)
         batches = [*passes.micro_batches(passes.packer(samples), samples.sequences)]
         counts.append(len(batches))
         for batch, is_padding, _ in batches:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxrl_fast.records import Rollouts
-from maxrl_fast.training.packing import Packer, merge_cost
+from maxrl_fast.training.packing import Packer, least_gain, merge_cost
 from tests.batches import make_prompts, one_batch
 from tests.fuzzing import settings
 from tests.models import TINY, response_logits, tiny_decoder
@@ -188,6 +188,20 @@ def test_the_cheaper_layout_is_chosen():
     assert not shared(2, [200] * 8)
     assert shared(300, [200] * 8)
     assert not shared(300, [10])
+
+
+def test_on_a_gpu_only_prompts_and_whole_rows_are_shared_unless_a_forest_saves_enough():
+    assert least_gain(TINY, torch.device("cuda")) == pytest.approx(1e12 / (6 * 7680))
+    assert least_gain(TINY, torch.device("cpu")) == 0.0
+    # Rows without their last tokens: 1 2 3 5, 1 2 3 6, twice 1 2 3 6 7, and 1 2 4
+    prompts, responses = make_prompts([[1, 2]]), [[3, 5, 9], [3, 6, 9], *2 * [[3, 6, 7, 9]], [4, 9]]
+    rollouts = Rollouts.given(responses)
+    lengths = {}
+    for gain in (0.0, 2.0, 3.0):  # what more than prompts and whole rows saves: 3 and 36 once
+        packer = Packer(prompts, rollouts, torch.ones(5), 0.0, gain)
+        lengths[gain] = packer.pack(torch.arange(5)).forest.lengths.tolist()
+    assert lengths[0.0] == lengths[2.0] == [2, 1, 1, 1, 1, 1]
+    assert lengths[3.0] == [2, 2, 2, 3, 1]
 
 
 def random_rollouts():

@@ -45,9 +45,9 @@ def carried(folder: Path) -> tuple[Path | None, str]:
     return extension, ""
 
 
-def build_for(python: str, folder: Path, flags: str = "") -> None:
-    """Build the extension for another interpreter, with these flags of the CUDA compiler; write it
-    and the digest of its sources into a folder.
+def build_for(python: str, folder: Path) -> None:
+    """Build the extension for another interpreter; write it and the digest of its sources into a
+    folder.
     """
     import pybind11
 
@@ -58,7 +58,6 @@ def build_for(python: str, folder: Path, flags: str = "") -> None:
         "Python_EXECUTABLE": python,
         "pybind11_DIR": pybind11.get_cmake_dir(),
         "MAXRL_FAST_CUDA": "ON",
-        "CMAKE_CUDA_FLAGS": flags,
         "CMAKE_CUDA_ARCHITECTURES": os.environ.get("CUDAARCHS", ARCHITECTURE),
     }
     configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]

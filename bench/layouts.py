@@ -1,7 +1,7 @@
 """The update of a training step in three layouts of its batch, for bench.train_step."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -214,20 +214,17 @@ def update_in_layouts(
     device: torch.device,
     dtype: torch.dtype,
     layouts: Sequence[str] = LAYOUTS,
-) -> dict[str, Any]:
-    """Return the figures of the update in each layout; every rollout has a gradient.
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of the update in each layout, of its first call and of timed rounds; every
+    rollout has a gradient.
 
     Args:
-        rounds: timed rounds; 0: the first call is timed.
+        rounds: timed rounds; 0: none.
         layouts: must include "shared".
     """
     updates = LayoutUpdates.on_device(case, device, dtype)
     model = case.model
     times, memory, differences = first_updates(updates, layouts, device)
-    if rounds:
-        times = milliseconds(
-            {layout: partial(updates.update, layout) for layout in layouts}, rounds, device
-        )
     throughput = gemm_throughput(4096, model.config.hidden_size, dtype, device)
 
     def figures(layout: str) -> dict[str, Any]:
@@ -242,7 +239,7 @@ def update_in_layouts(
             "times_shared": ms / times["shared"],
         }
 
-    return {
+    sizes = {
         "prompts": len(case.prompts),
         "rollouts": updates.shared.num_rollouts,
         "prompt_tokens": len(case.prompts.tokens),
@@ -251,5 +248,9 @@ def update_in_layouts(
         "matrix_gflops": throughput / 1e9,
         "gradient_relative_difference": differences,
         "gradients_agree": agree(differences, dtype),
-        "layouts": {layout: figures(layout) for layout in layouts},
     }
+    yield sizes | {"layouts": {layout: figures(layout) for layout in layouts}}
+    if rounds:
+        calls = {layout: partial(updates.update, layout) for layout in layouts}
+        times = milliseconds(calls, rounds, device)
+        yield sizes | {"layouts": {layout: figures(layout) for layout in layouts}}

@@ -38,7 +38,15 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from bench.layouts import LAYOUTS, Case, update_in_layouts
-from bench.measure import argument_parser, describe, machine, milliseconds, prepare, run_command
+from bench.measure import (
+    argument_parser,
+    describe,
+    keep,
+    machine,
+    milliseconds,
+    prepare,
+    run_command,
+)
 from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started, whole_step
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
@@ -275,9 +283,7 @@ def measure(
             config, max(rounds, 1), compiles=device.type == "cuda" and not options.no_compile
         ):
             result["cases"][name] = figures
-            if device.type == "cuda":
-                # already now: compilation may take longer than the limit
-                print(json.dumps(result), flush=True)
+            keep(result)  # compilation may take longer than the limit
         report_step(figures)
         return
     if name == "job":
@@ -290,7 +296,9 @@ def measure(
         )
     layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
     figures["recomputes"] = case.checkpoint_activations
-    result["cases"][name] = figures | update_in_layouts(case, rounds, device, dtype, layouts)
+    for updates in update_in_layouts(case, rounds, device, dtype, layouts):
+        result["cases"][name] = figures | updates
+        keep(result)
     report(name, result["cases"][name])
     if options.attention:
         result["cases"][name]["attention"] = update_by_attention(
@@ -314,8 +322,8 @@ def update_by_attention(
         if name != "FA2" and current_flash_attention_impl() != name:
             figures[name] = {"refused": tried[0]}
         else:
-            times = update_in_layouts(case, rounds, device, dtype, ["shared"])["layouts"]["shared"]
-            figures[name] = {"milliseconds": times["milliseconds"]}
+            *_, timed = update_in_layouts(case, rounds, device, dtype, ["shared"])
+            figures[name] = {"milliseconds": timed["layouts"]["shared"]["milliseconds"]}
         if current_flash_attention_impl() is not None:
             restore_flash_attention_impl()
         print(f"  attention {name}: {figures[name]}")

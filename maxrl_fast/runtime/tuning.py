@@ -1,21 +1,19 @@
-"""Numbers of the GPU path that were computed or guessed, each with the experiment of bench.ab that
-will set it. csrc/cuda/tuning.h has those of the kernels.
-"""
+"""Numbers of the GPU path that were computed or guessed, except where a comment says that they
+were measured."""
 
 # of logits at a time in losses from hidden states; larger matrix multiplications are no faster
 CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 5 << 28}
 # of a GPU's memory, if that is more: fewer chunks are fewer passes over the weight's float32
-# gradient. `chunks`
+# gradient
 CHUNK_SHARE = 1 / 32
 
-# decoding steps between two reads of which samples have ended. `burst`
+# decoding steps between two reads of which samples have ended
 BURST = 8
-# of prompts computed together; more are no faster, and their tensors are not counted in the limit.
-# `prefill`
+# of prompts computed together; more are no faster, and their tensors are not counted in the limit
 PREFILL_TOKENS = 32768
 
 # multiply-adds in the time it takes to move one number: at how many shared tokens of a prefix one
-# more attention call is worth its merge. `merge`
+# more attention call is worth its merge
 FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}
 # operations in the time that four levels of a forest take in a layer, forward and backward: on an
 # H200 a level of the maze job's forest took 1 ms or more

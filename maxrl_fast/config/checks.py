@@ -186,7 +186,9 @@ def check_task(name: str) -> None:
 
 def check_tracker(name: str | None) -> None:
     """Refuse a tracker that is not installed."""
-    if name is not None and importlib.util.find_spec(name) is None:
+    spec = None if name is None else importlib.util.find_spec(name)
+    # a folder of this name, such as one that wandb leaves, has no origin
+    if name is not None and (spec is None or spec.origin is None):
         raise InputError(
             f"--log-to {name} is not installed: pip install 'maxrl_fast[{name}]'", "log_to"
         )

@@ -91,11 +91,6 @@ def build_reference(
     if config.loss.reference is None:
         return None
     directory = directory_of(config.loss.reference, with_weights=not is_empty)
-    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
-        raise InputError(
-            f"--reference must be a whole checkpoint, got the adapters in {directory}; merge them "
-            "into their model first"
-        )
     model = load_policy(
         directory,
         task=config.task.task,

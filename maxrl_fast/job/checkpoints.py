@@ -185,7 +185,8 @@ class Checkpoints:
         with _stored(what), self._folder(directory, saved.is_sharded) as folder:
             save_state(folder / "state", saved.tensors, self._ranks.rank)
             if self._ranks.is_first:
-                save_adapters(folder / "adapter", saved.adapter_config, saved.adapters)
+                base = self._files.options["model"]
+                save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
                 write_policy(folder, saved.dtype, saved.weights, self._policy_files)
                 (folder / "progress.json").write_text(record)
         self._finish(directory)

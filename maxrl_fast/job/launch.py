@@ -211,7 +211,7 @@ class Job:
         if not is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, warn))
         log_to = config.evaluation.log_to
-        files = RunFiles(out, config.flat(), log_to, ranks.is_first, is_resumed, saved)
+        files = RunFiles(out, config.flat(), log_to, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
         for log in files.missing:

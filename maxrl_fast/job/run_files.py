@@ -7,6 +7,8 @@ import math
 import os
 import shutil
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,7 @@ class RunFiles:
     """Writes the files of one run into its folder; does nothing unless `is_writer`.
 
     The logs are cut to their lengths at the checkpoint `saved`. `log_to` is the tracker that gets
-    the numbers too, if any.
+    the numbers too, if any; `warn` is called if it fails later.
 
     Raises:
         StorageError: if the disk is full; in the methods, if writing fails.
@@ -94,6 +96,7 @@ class RunFiles:
         is_writer: bool = True,
         is_resumed: bool = False,
         saved: Saved | None = None,
+        warn: Callable[[str], None] = warnings.warn,
     ):
         self.out, self.options, self._is_writer = out, options, is_writer
         self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
@@ -134,13 +137,15 @@ class RunFiles:
                 for log in DRAWN
             }
             if log_to is not None:
-                self._tracker = self._start_tracker(log_to, saved)
+                self._tracker = self._start_tracker(log_to, saved, warn)
         except OSError as error:
             raise write_error(self.out, error) from error
 
-    def _start_tracker(self, name: str, saved: Saved | None) -> "Tracker | TensorBoard":
+    def _start_tracker(
+        self, name: str, saved: Saved | None, warn: Callable[[str], None]
+    ) -> "Tracker | TensorBoard":
         if name != "tensorboard":
-            return Tracker(name, self.out.absolute(), self.options)
+            return Tracker(name, self.out.absolute(), self.options, warn)
         from maxrl_fast.job.tensorboard import TensorBoard, hyperparameters  # an extra
 
         done = saved.progress if saved and saved.progress.phase == "training" else Progress()

@@ -135,40 +135,64 @@ def without_code(fields: dict[str, Any]) -> dict[str, Any]:
     return safe
 
 
-class TensorFile(NamedTuple):
+class StoredTensor(NamedTuple):
     path: Path
-    tensors: Any  # of safetensors, which has checked the header against the file's size
+    file: Any  # of safetensors, which has checked the header against the file's size
+    name: str
+
+    def read(self) -> Tensor:
+        try:
+            tensor: Tensor = self.file.get_tensor(self.name)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot read {self.name} from {self.path}: {error}") from error
+        return tensor
 
 
 def load_checkpoint(directory: Path) -> Decoder:
     """Return the decoder of a directory, on the CPU in float32."""
     config = read_config(directory / "config.json")
-    files = _find_tensors(directory)
-    _check_tensors(directory, config, files)
+    stored = _find_tensors(directory)
+    if config.tie_word_embeddings:
+        _join_tied(stored)
+    _check_tensors(directory, config, stored)
     try:
         model = Decoder.empty(config)
     except RuntimeError as error:  # from PyTorch's allocator
         raise InputError(f"the model of {directory} does not fit into memory: {error}") from error
     with torch.no_grad():
         for name, weight in model.weights():
-            try:
-                weight.copy_(files[name].tensors.get_tensor(name))
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"cannot read {name} from {files[name].path}: {error}") from error
+            weight.copy_(stored[name].read())
     return model
 
 
-def _check_tensors(directory: Path, config: DecoderConfig, files: dict[str, TensorFile]) -> None:
+def _join_tied(stored: dict[str, StoredTensor]) -> None:
+    """Leave one of two tied weights, which may be stored under either name or both."""
+    if (head := stored.pop("lm_head.weight", None)) is None:
+        return
+    embedding = stored.setdefault("model.embed_tokens.weight", head)
+    if embedding is not head and not torch.equal(embedding.read().float(), head.read().float()):
+        raise untied(head.path)
+
+
+def untied(path: Path) -> InputError:
+    return InputError(
+        f"{path} has an lm_head.weight that differs from the embedding, but config.json has "
+        '"tie_word_embeddings": true; false there uses both'
+    )
+
+
+def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, StoredTensor]) -> None:
     wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
     for name in wanted:
-        if name not in files:
+        if name not in stored:
             raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
-    for name in sorted(files.keys() - wanted.keys() - {"lm_head.weight"}):
+    for name in sorted(stored.keys() - wanted.keys()):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
         message = f"has the tensor {printable(name)}, which {layers} does not"
-        raise InputError(f"{files[name].path} {message}")
+        raise InputError(f"{stored[name].path} {message}")
     for name, shape in wanted.items():
-        tensor, what = files[name].tensors.get_slice(name), f"{files[name].path}: {name}"
+        path, file, own = stored[name]
+        tensor, what = file.get_slice(own), f"{path}: {own}"
         got, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
         if got != shape:
             raise InputError(f"{what} must have shape {shape}, got {printable(got)}")
@@ -180,16 +204,17 @@ def _tensor_list(directory: Path) -> Path:
     return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
 
 
-def _open(path: Path) -> TensorFile:
+def _open(path: Path) -> dict[str, StoredTensor]:
     try:
-        return TensorFile(path, safe_open(path, framework="pt"))
+        file = safe_open(path, framework="pt")
+        return {name: StoredTensor(path, file, name) for name in file.keys()}  # noqa: SIM118
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
         raise InputError(
             f"cannot read the weights {printable(path)}: {printable(error)}"
         ) from error
 
 
-def _find_tensors(directory: Path) -> dict[str, TensorFile]:
+def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The index may lie: the headers of the files count."""
     path = _tensor_list(directory)
     listed: Any = {}
@@ -204,16 +229,17 @@ def _find_tensors(directory: Path) -> dict[str, TensorFile]:
                 f"{listed!r:.80}"
             )
     names = sorted(set(listed.values())) if path.name == INDEX else [WEIGHTS]
-    opened = [_open(directory / file) for file in names]
-    files = {name: file for file in opened for name in file.tensors.keys()}  # noqa: SIM118
+    stored: dict[str, StoredTensor] = {}
+    for file in names:
+        stored |= _open(directory / file)
     for name, file in listed.items():
-        if name not in files or files[name].path != directory / file:
+        if name not in stored or stored[name].path != directory / file:
             raise InputError(
                 f"{printable(directory / file)} lacks the tensor {printable(name)} that {path} "
                 "says it has"
             )
     # Old checkpoints store inv_freq, a constant.
-    return {name: file for name, file in files.items() if not name.endswith(".rotary_emb.inv_freq")}
+    return {name: x for name, x in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
 def read_config(path: Path) -> DecoderConfig:

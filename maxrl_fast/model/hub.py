@@ -35,6 +35,11 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
             raise InputError(f"{wanted}, got {model}; {of_the_hub}")
         return model
     if path.is_dir():
+        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+            parent, advice = path.absolute().parent, "merge them into their model first"
+            if (parent / "progress.json").exists():
+                advice = f"{parent} has them merged"
+            raise InputError(f"{wanted}, got the adapters in {model}; {advice}")
         return None
     if os.path.lexists(path):
         raise InputError(f"{wanted}, got {model}, which is not a directory")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import stored_dtype, without_code
+from maxrl_fast.model.checkpoint import stored_dtype, untied, without_code
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 from maxrl_fast.runtime.files import printable, read_json
@@ -65,6 +65,11 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
             names = ", ".join(sorted(map(str, found[kind]))[:3])
             what = f"{sizes.model_type}: {kind.replace('_', ' ')}"
             raise InputError(f"{directory} does not fit {what} {printable(names)}")
+    head = model.get_output_embeddings()
+    # transformers leaves tied weights apart where the file has both, and they differ
+    is_tied = sizes.tie_word_embeddings and model._tied_weights_keys
+    if is_tied and head.weight is not model.get_input_embeddings().weight:
+        raise untied(directory)
     return policy_of(model, sizes)
 
 

@@ -177,13 +177,19 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "base_model_name_or_path": None,
     }
 
 
-def save_adapters(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def save_adapters(
+    folder: Path, model: str | None, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Write an adapter as peft reads it. model: the run's, which it adapts."""
     if config:
         folder.mkdir()
+        config["base_model_name_or_path"] = model
+        if model is not None and model.startswith("hf://"):
+            base, _, revision = model.removeprefix("hf://").partition("@")
+            config |= {"base_model_name_or_path": base, "revision": revision}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         save_file(stored, folder / "adapter_model.safetensors")

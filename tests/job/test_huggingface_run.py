@@ -97,7 +97,7 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     assert json.loads((out / "eval.json").read_text())["checkpoint"].endswith("step-000004")
 
 
-def test_adapters_are_saved_as_peft_reads_them(tmp_path):
+def test_adapters_are_saved_as_peft_reads_them(tmp_path, capsys):
     """peft computes W + (alpha / r) B A, with A and B under these names."""
     start = model("gemma2", tmp_path / "model")
     assert (
@@ -112,6 +112,9 @@ def test_adapters_are_saved_as_peft_reads_them(tmp_path):
     config = json.loads((latest / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 6.0)
     assert config["target_modules"] == ["down_proj", "q_proj"]
+    assert config["base_model_name_or_path"] == str(start)
+    assert run(latest / "adapter", tmp_path / "other") == 2
+    assert f"{latest.resolve()} has them merged" in " ".join(capsys.readouterr().err.split())
     before, after = load_file(start / "model.safetensors"), load_file(latest / "model.safetensors")
     adapters = load_file(latest / "adapter" / "adapter_model.safetensors")
     changed = [name for name in before if not torch.equal(before[name], after[name])]

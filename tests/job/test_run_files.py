@@ -2,6 +2,7 @@
 numbers.
 """
 
+import importlib.machinery
 import json
 import re
 import sys
@@ -259,7 +260,7 @@ def test_diagnostics_leave_out_unknown_rewards(monkeypatch):
 def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, monkeypatch, name):
     calls = []
     module = types.ModuleType(name)
-    module.__spec__ = types.SimpleNamespace(name=name)
+    module.__spec__ = types.SimpleNamespace(name=name, origin="")
     module.init = lambda **options: calls.append(("init", options))
     module.log = lambda numbers, step: calls.append(("log", step, numbers))
     module.finish = lambda: calls.append(("finish",))
@@ -282,7 +283,7 @@ def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, monkeypatch, name):
 
 def test_a_tracker_that_fails_to_start_is_reported(tmp_path, monkeypatch, capsys):
     module = types.ModuleType("wandb")
-    module.__spec__ = types.SimpleNamespace(name="wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb", origin="")
 
     def no_key(**options):
         raise RuntimeError("no API key")
@@ -295,8 +296,28 @@ def test_a_tracker_that_fails_to_start_is_reported(tmp_path, monkeypatch, capsys
     )
 
 
+def test_a_tracker_that_fails_later_is_a_warning(tmp_path, monkeypatch, capsys):
+    module, steps = types.ModuleType("wandb"), []
+    module.__spec__ = types.SimpleNamespace(name="wandb", origin="")
+
+    def log(numbers, step):
+        steps.append(step)
+        if step == 1:
+            raise BrokenPipeError("its process has ended")
+
+    module.init, module.log, module.finish = lambda **options: None, log, lambda: 1 / 0
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    out = tmp_path / "run"
+    assert train.main([*SMALL, "--steps", "2", "--log-to", "wandb", "--out", str(out)]) == 0
+    assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2]
+    assert steps == [0, 1]
+    assert capsys.readouterr().err.count("warning: --log-to wandb failed") == 1
+
+
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "wandb").mkdir()  # wandb leaves one
+    found = importlib.machinery.PathFinder.find_spec("wandb", [str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
     assert (
         "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'"

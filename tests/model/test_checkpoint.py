@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.model.checkpoint import ARCHITECTURES, SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
+from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.runtime.files import atomic_directory, temporary_path
@@ -121,6 +122,32 @@ def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family, shards
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     for (name, a), b in zip(theirs.state_dict().items(), back.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("stored", ["the head", "both", "different"])
+def test_tied_weights_are_stored_under_either_name(tmp_path, stored):
+    model, file = save(tmp_path), tmp_path / "model.safetensors"
+    tensors, (head, embedding) = load_file(file), ("lm_head.weight", "model.embed_tokens.weight")
+    tensors[head] = tensors[embedding] * 1
+    if stored == "the head":
+        del tensors[embedding]
+    elif stored == "different":
+        tensors[head] = tensors[head].flip(0).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    backends = load_checkpoint, lambda path: load_huggingface(path, 64)
+    if stored == "different":  # transformers would use both
+        for load in backends:
+            with refused(r'lm_head.weight that differs .* "tie_word_embeddings": true'):
+                load(tmp_path)
+        edit_config(tmp_path, tie_word_embeddings=False)
+        assert torch.equal(load_checkpoint(tmp_path).lm_head.weight, tensors[head])
+    else:
+        for policy in [load(tmp_path) for load in backends]:
+            assert (
+                policy.lm_head.weight
+                is dict(policy.named_parameters())["hf." * (policy.backend != "native") + embedding]
+            )
+            assert torch.equal(policy.lm_head.weight, model.lm_head.weight)
 
 
 SPECIAL = {"bos_token_id": 11, "eos_token_id": [13, 14], "pad_token_id": 0}

@@ -32,10 +32,9 @@ struct DecodeAttention {
 
 // R of A rows, each once, vocabulary V, at most `limit` tokens per row. Rows that are done do not
 // change.
-template <typename Element>
 struct DecodeSample {
   int64_t num_rows, vocab_size, limit;  // R
-  const Element* logits;  // [R / samples_per_logits, V]
+  const float* logits;  // [R / samples_per_logits, V]
   int64_t
       samples_per_logits;  // consecutive ones of the R rows that are sampled from the same logits
   const int64_t* rows;  // [R], null: 0 to R - 1

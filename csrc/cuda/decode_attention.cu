@@ -324,7 +324,7 @@ void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
   launch_for<Element>(in, stream);
 }
 
-const bool defined = define_kernel("decode_attention", decode_attention<float>,
-                                   decode_attention<BFloat16>, decode_attention<Float16>);
+const bool defined =
+    define_kernel("decode_attention", decode_attention<float>, decode_attention<BFloat16>);
 
 }  // namespace maxrl::cuda

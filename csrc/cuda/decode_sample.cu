@@ -19,14 +19,14 @@ namespace {
 constexpr int kMaxWarps = 32;
 constexpr int kTogether = 4;  // loads of a lane in flight
 constexpr int kTileChunks = kTogether * kWarp;
+constexpr int kSize = Chunk<float>::kSize;
 constexpr int kNone = INT32_MIN;  // no number of a token
 
 // The logits of one row, in tiles. A row that does not start at a multiple of 16 bytes, and the
 // last tile, are read one by one.
-template <typename Element>
 struct Logits {
-  static constexpr int kSize = Chunk<Element>::kSize, kTile = kTileChunks * kSize;
-  const Element* data;
+  static constexpr int kTile = kTileChunks * kSize;
+  const float* data;
   const int size;  // tokens
 
   // The first token of this lane's k-th chunk of a tile.
@@ -34,10 +34,10 @@ struct Logits {
     return tile * kTile + (k * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kSize;
   }
   // Reads this lane's chunks of a tile; past the end logits are -inf.
-  __device__ void read(int tile, Chunk<Element> (&chunks)[kTogether]) const {
+  __device__ void read(int tile, Chunk<float> (&chunks)[kTogether]) const {
     if (reinterpret_cast<uintptr_t>(data) % kAccess == 0 && (tile + 1) * kTile <= size) {
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) chunks[k] = Chunk<Element>(data + first_of(tile, k));
+      for (int k = 0; k < kTogether; ++k) chunks[k] = Chunk<float>(data + first_of(tile, k));
       return;
     }
 #pragma unroll
@@ -45,7 +45,7 @@ struct Logits {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const int token = first_of(tile, k) + i;
-        chunks[k].elements[i] = token < size ? data[token] : from_real<Element>(-INFINITY);
+        chunks[k].elements[i] = token < size ? data[token] : -INFINITY;
       }
   }
 };
@@ -59,42 +59,34 @@ struct Tile {
   }
 };
 
-template <typename Element>
-__device__ Tile sum_of(const Logits<Element>& logits, int number, float rate) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  Chunk<Element> chunks[kTogether];
+__device__ Tile sum_of(const Logits& logits, int number, float rate) {
+  Chunk<float> chunks[kTogether];
   logits.read(number, chunks);
   Tile tile{-INFINITY, 0.0f};
-  float values[kSize];
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    unpack(chunks[k], values);
+  for (const Chunk<float>& chunk : chunks)
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) tile.top = values[i] > tile.top ? values[i] : tile.top;
-  }
+    for (const float z : chunk.elements) tile.top = z > tile.top ? z : tile.top;
   tile.top = warp_max(tile.top);
 #pragma unroll
-  for (int k = 0; k < kTogether; ++k) {
-    unpack(chunks[k], values);
+  for (const Chunk<float>& chunk : chunks)
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) tile.sum += tile.weight(values[i], rate);
-  }
+    for (const float z : chunk.elements) tile.sum += tile.weight(z, rate);
   tile.sum = sum_over_lanes(tile.sum, kWarp);  // a NaN makes it NaN, and with it the log-prob
   return tile;
 }
 
-template <typename Element>
 __global__ void __launch_bounds__(kMaxWarps* kWarp)
-    sample_rows(const __grid_constant__ DecodeSample<Element> in) {
-  constexpr int kSize = Chunk<Element>::kSize;
+    sample_rows(const __grid_constant__ DecodeSample in) {
   auto* const tiles = reinterpret_cast<Tile*>(dynamic_shared());
   const int64_t row = in.rows ? in.rows[blockIdx.x] : blockIdx.x;
   if (in.done[row]) return;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const Logits<Element> logits{in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size,
-                               static_cast<int>(in.vocab_size)};
+  const Logits logits{in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size,
+                      static_cast<int>(in.vocab_size)};
   const bool is_greedy = in.temperature == 0.0;
   const float rate = static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature);
+  const float u = is_greedy ? 0.0f : uniform(in.keys[row], in.length[row]);
   const int num_tiles = (logits.size + logits.kTile - 1) / logits.kTile;
   for (int i = warp; i < num_tiles; i += blockDim.x / kWarp) {
     const Tile tile = sum_of(logits, i, rate);
@@ -115,7 +107,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
 
   // The greedy tile and token are the first ones of the greatest logit, the sampled ones the last
   // that start at or below `wanted` and have a weight above 0, which rounding cannot miss.
-  const float wanted = is_greedy ? 0.0f : uniform(in.keys[row], in.length[row]) * total;
+  const float wanted = u * total;
   int best = kNone;
   float before_best = 0.0f;
   const auto offer = [&](bool is_top, float weight, int number) {
@@ -137,14 +129,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   if (chosen != kNone) {
     const Tile tile = tiles[chosen];
     const float factor = factor_of(tile);
-    Chunk<Element> chunks[kTogether];
+    Chunk<float> chunks[kTogether];
     logits.read(chosen, chunks);
     best = kNone;
     float start = __shfl_sync(kAllLanes, before_best, chosen / of_lane);
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      float values[kSize], weights[kSize], of_chunk = 0.0f;
-      unpack(chunks[k], values);
+      const auto& values = chunks[k].elements;
+      float weights[kSize], of_chunk = 0.0f;
 #pragma unroll
       for (int i = 0; i < kSize; ++i)
         of_chunk += weights[i] = factor * tile.weight(values[i], rate);
@@ -162,7 +154,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
 
   const int64_t at = min(in.length[row], in.limit - 1), place = row * in.limit + at;
   const float scale = is_greedy ? 1.0f : static_cast<float>(1.0 / in.temperature);
-  const float logprob = (to_real(logits.data[token]) - top) * scale - logf(total);
+  const float logprob = (logits.data[token] - top) * scale - logf(total);
   in.tokens[place] = token;
   in.logprobs[place] = is_greedy && logprob - logprob == 0.0f ? 0.0f : logprob;
   in.last[row] = token;
@@ -172,18 +164,16 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
 
 }  // namespace
 
-template <typename Element>
-void decode_sample(const DecodeSample<Element>& in, cudaStream_t stream) {
+void decode_sample(const DecodeSample& in, cudaStream_t stream) {
   if (in.num_rows == 0) return;
-  constexpr int64_t kTile = Logits<Element>::kTile;
+  constexpr int64_t kTile = Logits::kTile;
   const int64_t tiles = (in.vocab_size + kTile - 1) / kTile,
                 shared = tiles * static_cast<int64_t>(sizeof(Tile));
   if (shared > kUnaskedShared) throw std::invalid_argument("decode_sample: too many tokens");
-  launch(sample_rows<Element>, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared, 0,
-         stream, in);
+  launch(sample_rows, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared, 0, stream,
+         in);
 }
 
-const bool defined = define_kernel("decode_sample", decode_sample<float>, decode_sample<BFloat16>,
-                                   decode_sample<Float16>);
+const bool defined = define_kernel("decode_sample", decode_sample);
 
 }  // namespace maxrl::cuda

@@ -1,6 +1,6 @@
 """The elementwise parts of a decoder layer (layer_ops.py) as operators.
 
-csrc/cuda/layer.cu has one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
+csrc/cuda/layer_*.cu have one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
 (float64 for float64) and round once. Gradients of weights are summed over the rows in an order that
 depends only on the shapes. Backward passes write the gradient of q, k and v, or of gate and up, as
 one matrix, so autograd adds and copies nothing.
@@ -15,9 +15,9 @@ from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Ro
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, operator
+from maxrl_fast.ops.token_loss_kernel import DTYPES
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-DTYPE_NAMES = {**DEVICE_DTYPES, torch.float64: "float64"}
 
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
 
@@ -67,7 +67,7 @@ def add_rms_norm(
     total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
     call.launch(
         "add_rms_norm",
-        dtype=DTYPE_NAMES[x.dtype],
+        dtype=DTYPES[x.dtype],
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -89,7 +89,7 @@ def add_rms_norm_backward(
     partials = _empty_sums(x, _partials(x, num_rows, size), size)
     call.launch(
         "add_rms_norm_backward",
-        dtype=DTYPE_NAMES[x.dtype],
+        dtype=DTYPES[x.dtype],
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -157,7 +157,7 @@ def _rotation(
 
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)
     return {
-        "dtype": DTYPE_NAMES[q.dtype],
+        "dtype": DTYPES[q.dtype],
         "num_rows": num_rows,
         "head_dim": dim,
         "from": [argument(name, x) for name, x in zip("qkv", heads, strict=True)],
@@ -284,7 +284,7 @@ def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
     num_rows, size = packed.shape
     address = call.address("packed", packed, packed.dtype, packed.shape)
     return {
-        "dtype": DTYPE_NAMES[packed.dtype],
+        "dtype": DTYPES[packed.dtype],
         "num_rows": num_rows,
         "size": size // 2,
         "gate": address,
@@ -345,7 +345,7 @@ def choose_rows_backward(
     to = grad.new_empty(num_rows, size)
     call.launch(
         "chosen_rows_backward",
-        dtype=DTYPE_NAMES[grad.dtype],
+        dtype=DTYPES[grad.dtype],
         num_rows=num_rows,
         num_chosen=num_chosen,
         size=size,

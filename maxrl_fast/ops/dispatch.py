@@ -14,7 +14,7 @@ if torch.__version__ < "2.11.dev":
     raise ImportError(f"maxrl_fast needs PyTorch 2.11 or later, this is {torch.__version__}")
 
 # Dtypes of the kernels that run only on a GPU, in layers and in decoding.
-DEVICE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DEVICE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @lru_cache

@@ -32,10 +32,10 @@ def sample_and_append(
 ) -> None:
     """Sample one token per row as `sampling.sample` does, and append it to rows that are not done.
 
-    logits: [A, V], or [g, V] with `rows`. keys: [A] int64; with length they select the random
-    numbers. stops: [V] bool. last, length, done: [A], updated in place. tokens, logprobs: [A,
-    limit], written at column `length`. rows: [g n] int64: each n in turn are sampled from the same
-    logits. None: all.
+    logits: [A, V] float32, or [g, V] with `rows`. keys: [A] int64; with length they select the
+    random numbers. stops: [V] bool. last, length, done: [A], updated in place. tokens, logprobs:
+    [A, limit], written at column `length`. rows: [g n] int64: each n in turn are sampled from the
+    same logits. None: all.
     """
     (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
     num_rows = batch if rows is None else len(rows)
@@ -46,11 +46,10 @@ def sample_and_append(
         )
     call.launch(
         "decode_sample",
-        dtype=DEVICE_DTYPES[logits.dtype],
         num_rows=num_rows,
         vocab_size=size,
         limit=limit,
-        logits=call.address("logits", logits, logits.dtype, (count, size)),
+        logits=call.address("logits", logits, torch.float32, (count, size)),
         samples_per_logits=num_rows // count,
         rows=call.address("rows", rows, torch.int64, (num_rows,)),
         temperature=sampling.temperature,

@@ -43,7 +43,7 @@ def emulated_gpu() -> Iterator[None]:
         yield
 
 
-CLUSTERS, NO_CLUSTERS = 9, 8  # compute capabilities; 9/2: clusters of 2
+CLUSTERS, NO_CLUSTERS = 9, 8  # compute capabilities; 9/2: holds clusters of 2 at most
 
 
 # A warp takes rows of up to 8 KiB, a block or a cluster of 4 takes those of 100 kB, and a cluster
@@ -182,6 +182,7 @@ def test_rows_may_be_more_than_32_bits_apart():
         check_rows_far_apart()
 
 
+# A warp, a cluster, and a block that reads rows twice, write the gradient over float32 logits.
 @pytest.mark.parametrize(
     ("vocab", "capability", "dtype"),
     [

@@ -35,16 +35,10 @@ FLAGS = [
     *ALIGNMENT,
 ]
 LIMIT = 300  # seconds for a compiler or a run
-PARTS = {  # of races.cpp: the file with its kernels
-    "token_loss": "token_loss",
-    "token_loss_in_clusters": "token_loss",
-    "token_logprobs": "token_logprobs",
-    "decode_attention": "decode_attention",
-    "decode_sample": "decode_sample",
-    "layer": "layer",
-    "group_advantage": "group_advantage",
-    "log_ratio": "log_ratio",
-}
+PARTS = (  # of races.cpp
+    *("token_loss", "token_loss_in_clusters", "token_logprobs", "decode_attention"),
+    *("decode_sample", "layer", "group_advantage", "log_ratio"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,8 @@ PLANTED = [
         "token_loss_in_clusters", "softmax_rows.cuh", "resolve(task.work, memory", "sums_turn ^= 1;"
     ),
     Planted("decode_attention", "decode_attention.cu", "to[i] = attended.values[r][i];"),
-    Planted("layer", "layer.cu", "first = warp / warps * warps;"),
-    Planted("layer", "layer.cu", "of_warps[warp] = value;"),
+    Planted("layer", "layer_norms.cu", "first = warp / warps * warps;"),
+    Planted("layer", "layer_norms.cu", "of_warps[warp] = value;"),
     Planted("group_advantage", "group_advantage.cu", ": Real(INFINITY);"),
     Planted("group_advantage", "group_advantage.cu", "below[i] = smaller;"),
     Planted("group_advantage", "group_advantage.cu", "sums[j] += base;"),
@@ -162,7 +156,7 @@ def program(tmp_path_factory):
     shutil.copytree(CSRC, csrc)
     plant_faults(csrc)
     compiler, objects = os.environ.get("CXX", "c++"), []
-    sources = [csrc / f"cuda/{name}.cu" for name in dict.fromkeys(PARTS.values())]
+    sources = sorted(csrc.glob("cuda/*.cu"))
     for source in (*sources, HERE / "races.cpp", HERE / "emulation.cpp"):
         objects.append(folder / f"{source.stem}.o")
         command = [compiler, *FLAGS, f"-I{csrc}", "-x", "c++", "-c", source, "-o", objects[-1]]

@@ -10,8 +10,6 @@
 #include <string>
 #include <utility>
 
-#include "tuning.h"
-
 #define MAXRL_CUDA_CHECK(call)                                                                \
   do {                                                                                        \
     const cudaError_t error_ = (call);                                                        \
@@ -19,6 +17,12 @@
       throw std::runtime_error(std::string(#call " failed at " __FILE__ ":") +                \
                                std::to_string(__LINE__) + ": " + cudaGetErrorString(error_)); \
   } while (0)
+
+// Percent of a multiprocessor's memory that a kernel with much shared memory has as that rather
+// than as cache; -1: the driver's choice.
+#ifndef MAXRL_CARVEOUT
+#define MAXRL_CARVEOUT 100
+#endif
 
 namespace maxrl::cuda {
 
@@ -98,8 +102,8 @@ void allow_shared(void (*kernel)(Parameters...)) {
     const int64_t bytes = most_shared();
     MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(bytes)));
-    MAXRL_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kCarveout));
+    MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                          MAXRL_CARVEOUT));
     return bytes;
   });
 }

@@ -8,6 +8,13 @@
 namespace maxrl::cuda {
 
 constexpr int kMaxClusterSize = 8;  // more is not portable
+// Of a row for one warp, at most: all rows at work fit into the L2 cache.
+constexpr int64_t kWarpRowBytes = 8 << 10;
+// Bytes of a row's part in a block's shared memory, at most: with 40 KiB four blocks of a
+// multiprocessor hide each other's waits.
+#ifndef MAXRL_STORAGE
+#define MAXRL_STORAGE 40960
+#endif
 
 // A launch on the present device.
 struct RowLaunch {
@@ -56,7 +63,7 @@ void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient>
   } else {
     int size = 1;
     if (plan.has_clusters)
-      while (size < kMaxClusterSize && storage_of(size) > kPreferredStorage) size *= 2;
+      while (size < kMaxClusterSize && storage_of(size) > MAXRL_STORAGE) size *= 2;
     if (gradient.data)
       for (; !is_launched && size > 0 && storage_of(size) <= most; size /= 2)
         is_launched = launch_with<kRowThreads, true>({size, storage_of(size), plan.has_clusters},

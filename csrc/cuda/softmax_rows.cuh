@@ -1,8 +1,8 @@
 // Rows of logits on a GPU. A cluster of blocks reads each row once, keeps it in shared memory until
 // the gradients of the loss are known, and then writes the gradient in the logits. Rows that do not
-// fit into a cluster (before Hopper: into a block) are read twice, the second time mostly from the
-// L2 cache; so are short rows, each of which has a warp for itself. The threads that share a row in
-// a block, all of them or a warp, are called its team.
+// fit into a cluster (before Hopper: into a block) are read twice, the second time from the
+// L2 cache if the rows at work fit into it; so are short rows, each of which has a warp for itself.
+// The threads that share a row in a block, all of them or a warp, are called its team.
 //
 // The gradient may be in the memory of the logits. Of float32 logits it may have half precision:
 // then it may be the first half of each row.
@@ -27,11 +27,15 @@
 #include "launch.h"
 #include "reduce.cuh"
 #include "softmax_layout.cuh"
-#include "tuning.h"
 
 namespace maxrl::cuda {
 
 constexpr int kRowThreads = 256;
+// Chunks of a thread on their way to shared memory.
+#ifndef MAXRL_AHEAD
+#define MAXRL_AHEAD 4
+#endif
+constexpr int kAhead = MAXRL_AHEAD;
 
 template <typename Real>
 constexpr Real kLowest = -static_cast<Real>(INFINITY);

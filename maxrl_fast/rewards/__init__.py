@@ -48,6 +48,7 @@ class Scores:
     failures: list[Failure] = field(default_factory=list)
     num_left: int = 0  # rows without a result; in the end, because too many others failed
     components: list[dict[str, float]] = field(default_factory=list)  # of each reward
+    num_late: int = 0  # responses that exceeded the time limit of a verifier, which are wrong
 
     @classmethod
     def of_rows(cls, num_rows: int) -> "Scores":
@@ -55,9 +56,7 @@ class Scores:
         return cls([0.0] * num_rows, [], num_rows, [{} for _ in range(num_rows)])
 
     def add(self, rows: range, results: Sequence[dict[str, Any]]) -> None:
-        """Keep the results (`function.py`) of these rows. One failure of a whole call is that of
-        all its rows.
-        """
+        """Keep the results (`function.py`) of these rows, or one for all."""
         self.num_left -= len(rows)
         for row, result in zip(
             rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True
@@ -117,9 +116,7 @@ class RewardSource(Protocol):
 
 
 def printable(text: str) -> str:
-    """Return text of the reward code as one short printable line: it may contain escape
-    sequences.
-    """
+    """Return text of the reward code as one short line without escape sequences."""
     return "".join(c if c.isprintable() else " " for c in text[:LONGEST_MESSAGE])
 
 

@@ -90,9 +90,7 @@ class WeightedRewards(RewardSource):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return a short name for each reward: its function or model, with its file or a number where
-    two would be the same.
-    """
+    """Return the function or model of each reward, with its file or a number if two are equal."""
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"--reward must name each function once, got {name} twice")

@@ -50,8 +50,7 @@ class _Late(BaseException):
 
 def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
     """Return how to reset the environments of a class, with "tools" (JSON schemas, as TRL makes
-    them) and "has_reward". Without schemas a tool has only its name: transformers, which makes
-    them, takes seconds to load.
+    them; without schemas, names) and "has_reward". Loading transformers, which makes them, is slow.
 
     Raises:
         LoadError: if it is not such a class.

@@ -55,10 +55,8 @@ class InvalidReward(Exception):
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Return how to call a function, by its parameters and by whether it is async.
-
-    One that names `response` is called with each response, and one that names `completions`,
-    `responses` or `prompts` with lists.
+    """Return how to call a function: one that names `response` with each response, one that names
+    `completions`, `responses` or `prompts` with lists.
     """
     import inspect  # the workers of data sets of prompts need not wait for it
 
@@ -85,10 +83,8 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 def calls_for(
     signature: Signature, rows: Rows, group: int, concurrency: int
 ) -> list[tuple[range, Any]]:
-    """Return the calls for these rows, each with the indices of its rows and its arguments: one
-    call for each row, or each group, or as many rows as run side by side.
-
-    Arguments are by name; an async function of single responses has a list of them.
+    """Return the calls for these rows, each with the indices of its rows and its arguments by name;
+    those of an async function of single responses are a list.
     """
     style = signature["style"]
     size = {ROW: 1, ROWS: concurrency, BATCH: group}[style]
@@ -125,9 +121,7 @@ def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> 
 
 
 def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
-    """Return a sentence on the first parameter that does not fit a row, with the nearest fix; "" if
-    all fit.
-    """
+    """Return a sentence on the first parameter that does not fit a row, or ""."""
     given = [*(batch_arguments([row], signature) if signature["style"] == BATCH else row)]
     extra = [name for name in given if name not in signature["names"]]
     for name in signature["required"]:
@@ -142,9 +136,7 @@ def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
 
 
 def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
-    """Return the nearest fix. A new name must be one of `extra`: those that the function has
-    already cannot be given twice.
-    """
+    """Return the nearest fix. A new name must be one of `extra`, which the function lacks."""
     if (own := RENAMED.get(name)) in extra:
         return f"rename it to `{own}`"
     if (one := name.removesuffix("s")) in extra:
@@ -161,9 +153,7 @@ def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
 
 @lru_cache(1)
 def event_loop() -> Any:
-    """Return the event loop of this process for coroutines of user code, whose clients may keep
-    it.
-    """
+    """Return the event loop of this process, which clients in user code may keep."""
     import asyncio  # only here: it delays the start of a worker
 
     return asyncio.new_event_loop()
@@ -266,11 +256,11 @@ class Caller:
 
 
 def result_of(value: Any, is_optional: bool = False) -> Result:
-    """Return what a function or a classifier gave for a response as a result: a reward
-    that is a finite float32, or a failure of kind "invalid" with its reason.
+    """Return what was given for a response as a result: a finite float32, or a failure of kind
+    "invalid" with its reason.
 
     A dict of components has its reward under "reward", else it is their sum. Components that are
-    None or NaN are left out. If the reward is optional, None and NaN mean that it does not apply.
+    None or NaN are left out. An optional reward that is None or NaN does not apply.
     """
     try:
         return _reward_of(value, is_optional)

@@ -53,10 +53,7 @@ def longest_text(tokenizer: Any, model: Any) -> int:
 
 class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the
-    second of two labels.
-
-    Its text is the conversation that the chat template writes, or the prompt and the response where
-    there is no template.
+    second of two labels, after the chat template if there is one.
 
     Args:
         name: hf:DIR.

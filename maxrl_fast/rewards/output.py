@@ -13,9 +13,8 @@ FULL = b"\n[more was printed: this file is full]\n"
 class RewardOutput:
     """The standard output and error of worker processes, a pipe that a thread reads.
 
-    It is read all the time, and dropped where the file is full or cannot be written: a function
-    that prints without end neither waits for the trainer nor fills the disk. What comes before
-    `open` is kept in memory.
+    It is read all the time, and dropped where the file is full or cannot be written: excessive
+    output cannot stop the run. What comes before `open` is kept in memory.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,7 @@
 """Reward functions and environments in worker processes, which can neither hang nor corrupt a run.
 
-This is the trainer's side; `worker.py` is the other. There is no library below it: those for pools
-of processes (multiprocessing, pebble) run the user's script again in each worker unless it has a
-__main__ guard, pickle results, and neither give a worker its own environment nor kill what it has
-started.
+This is the trainer's side; `worker.py` is the other. multiprocessing and pebble would run the
+user's script again in each worker, and do not kill what it has started.
 """
 
 import contextlib
@@ -49,8 +47,8 @@ WROTE = "the reward code wrote to the connection between worker and trainer"
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
-# Names of the environment variables that every function sees: how programs are found and how text
-# is read, but no keys, no tokens, and no proxies, whose addresses can hold passwords.
+# Names of the environment variables that every function sees: no keys, no tokens, and no proxies,
+# whose addresses can hold passwords.
 ENVIRONMENT = (
     "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD"
     "|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
@@ -205,9 +203,7 @@ class Worker(threading.Thread):
         return received
 
     def _end(self) -> int:
-        """Kill the process with its process group, wait until it has ended, and return its exit
-        code; 0 where there is none.
-        """
+        """Kill the process group, wait for the process, and return its exit code; 0 if none."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:
@@ -223,9 +219,9 @@ class Worker(threading.Thread):
 class RewardPool(RewardSource):
     """Calls a reward function in several processes.
 
-    A call that exceeds its time or memory limit or crashes its process fails alone: the process is
-    replaced while the others keep working. State that the function keeps between calls belongs to
-    one worker and is lost when that worker is replaced. Only one thread may use the pool.
+    A call that exceeds its time or memory limit or crashes its process fails alone, and its process
+    is replaced; a call of a built-in verifier that exceeds the time limit gives 0. State that the
+    function keeps between calls belongs to one worker. Only one thread may use the pool.
 
     Args:
         function: "path/to/file.py:name" or "package.module:name".
@@ -282,6 +278,7 @@ class RewardPool(RewardSource):
             "is_optional": is_optional,
         }
         self.output, self._numbers, self._is_closed = output, itertools.count(), False
+        self._is_verifier = module == "maxrl_fast.rewards.verifiers"
         self.signature: Signature = {}
         self._workers: list[Worker] = []
         try:
@@ -333,7 +330,11 @@ class RewardPool(RewardSource):
             while not scores.is_done(max_failures):
                 on_progress()
                 for number, results in self._take(PROGRESS_INTERVAL):
-                    scores.add(waiting.pop(number), results)
+                    part = waiting.pop(number)
+                    if self._is_verifier and results[0].get("kind") == "timeout":
+                        results = [{"reward": 0.0}]
+                        scores.num_late += len(part)
+                    scores.add(part, results)
                     if scores.is_done(max_failures):
                         break
         except StartError as error:
@@ -409,9 +410,7 @@ class RewardPool(RewardSource):
         return f"--reward-workers {power_of_two(self._num_workers * factor)}"
 
     def close(self) -> None:
-        """Kill all workers and what they have started in their process groups. Without `close` they
-        end with the trainer.
-        """
+        """Kill all workers and their process groups. Without it they end with the trainer."""
         self._is_closed = True
         self._end()
 
@@ -485,9 +484,7 @@ def has_ended(pid: int) -> bool:
 
 
 def place_in(stack: bytes, file: str) -> str:
-    """Return the innermost place of the main thread in a file of the user's, or anywhere; "" if
-    there is none.
-    """
+    """Return the innermost place of the main thread in the user's file, or anywhere, or ""."""
     *_, main_thread = stack.decode(errors="replace").split("Thread 0x")
     frames = FRAME.findall(main_thread)
     for path, line, function in [*(x for x in frames if x[0] == file), *frames]:
@@ -496,9 +493,7 @@ def place_in(stack: bytes, file: str) -> str:
 
 
 def describe_end(reply: bytes, code: int) -> str:
-    """Return why a process with this exit code, negative for a signal, has given no answer, but
-    perhaps something else.
-    """
+    """Return why a process with this exit code, negative for a signal, has given no answer."""
     if reply.endswith(b"\n"):
         return f"{WROTE}: {reply[:80].decode(errors='replace')}"
     if code >= 0:

@@ -1,22 +1,26 @@
 """Built-in reward functions: boxed answers compared by math-verify, and the scores of
 reasoning-gym's data sets.
 
-They run in worker processes (`pool.py`), because comparing can take long, and many data sets
-execute code or search.
+They run in worker processes (`pool.py`): comparing can take long. A response that exceeds the time
+limit there is wrong, not a failed reward.
 """
 
 import importlib
 import json
+import re
 from functools import lru_cache
 from typing import Any
 
-OPEN = "\\boxed{"
+from maxrl_fast.rewards.mathematics import equal
+
+# What a box without braces holds: to the end of the formula or the line, or to the next word.
+BARE = re.compile(
+    r"(?![A-Za-z]{2})(?:(?![$\n]|\\[\])]|[.,;]?(?:\s+[A-Za-z]{2}|\s*$)).)+", re.MULTILINE
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library of a reward function where the function is loaded, before a call and its
-    limits.
-    """
+    """Import a reward function's library where it is loaded, before the limits of a call."""
     if name == "mathematics":
         importlib.import_module("math_verify")  # with sympy, it takes a second
 
@@ -29,23 +33,28 @@ def __getattr__(name: str) -> Any:
 
 
 def boxed(text: str) -> str:
-    """Return the content of the last \\boxed{...}, stripped; "" if there is no box, or the last one
-    is not closed.
+    """Return the content of the last \\boxed{...}, or \\fbox{...} if there is none, stripped; "" if
+    there is no box, or the last one is not closed.
 
     Braces in the content are balanced, and escaped braces are not counted. A box inside another box
-    is part of its content.
+    is part of its content. A box may have no braces, such as \\boxed 5.
     """
-    found, start = "", text.find(OPEN)
-    while start >= 0:
-        i, depth = start + len(OPEN), 1
-        while i < len(text) and depth:
-            if text[i] == "\\":
-                i += 1
-            elif text[i] in "{}":
-                depth += 1 if text[i] == "{" else -1
-            i += 1
-        found = "" if depth else text[start + len(OPEN) : i - 1].strip()
-        start = text.find(OPEN, i)
+    found, end = "", 0
+    name = "boxed" if "\\boxed" in text else "fbox"
+    while box := re.compile(rf"\\{name}(?![A-Za-z])\s*(\{{)?").search(text, end):
+        end = start = box.end()
+        if not box[1]:
+            if bare := BARE.match(text, start):
+                found, end = bare[0].strip(), bare.end()
+            continue
+        depth = 1
+        while end < len(text) and depth:
+            if text[end] == "\\":
+                end += 1
+            elif text[end] in "{}":
+                depth += 1 if text[end] == "{" else -1
+            end += 1
+        found = "" if depth else text[start : end - 1].strip()
     return found
 
 
@@ -53,23 +62,8 @@ def _score_mathematics(prompt: Any, response: str, answer: str, **line: Any) -> 
     """Return 1 if the last \\boxed{} of the response equals the answer, as text or mathematically;
     else 0.
     """
-    from math_verify import verify
-
     given = boxed(response)
-    if not given:
-        return 0.0
-    if given == answer:
-        return 1.0
-    # The correct answer comes first: verify is not symmetric. math-verify's own time limits use
-    # signals; the pool has its own.
-    return float(verify(_parsed(answer), _parsed(given), timeout_seconds=None))
-
-
-@lru_cache(4096)  # the rollouts of a group share the correct answer, and often wrong ones
-def _parsed(answer: str) -> list[Any]:
-    from math_verify import parse
-
-    return parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    return float(bool(given) and equal(answer, given))
 
 
 @lru_cache(64)
@@ -77,8 +71,7 @@ def gym_dataset(name: str, config: str, seed: int) -> Any:
     """Return a data set of reasoning-gym.
 
     Args:
-        config: JSON object of its options. For the data set composite, "datasets" is a list of
-            objects, each with a name, a weight and a config.
+        config: JSON object of its options; "datasets" of composite lists name, weight and config.
     """
     import reasoning_gym
     from reasoning_gym import composite
@@ -99,9 +92,7 @@ def gym_entry(name: str, config: str, seed: int, index: int) -> dict[str, Any]:
 
 
 def gym_answer(response: str) -> str:
-    """Return the content of the last <answer>...</answer>, else of the last \\boxed{}, else the
-    whole response.
-    """
+    """Return the content of the last <answer>, else of the last box, else the whole response."""
     from reasoning_gym.utils import extract_answer
 
     tagged: str | None = extract_answer(response)
@@ -118,9 +109,7 @@ def _score_gym(
     index: int,
     **columns: Any,
 ) -> float:
-    """Return the data set's own score, in [0, 1], of the response to question `index` of a data
-    set.
-    """
+    """Return the data set's own score, in [0, 1], of the response to question `index`."""
     expected = gym_entry(name, config, seed, index)
     if expected["question"] != question:
         raise ValueError(

@@ -85,9 +85,7 @@ def load_host(settings: dict[str, Any]) -> tuple[Caller | EnvironmentHost, dict[
 
 
 def serve(connection: socket.socket, host: Caller | EnvironmentHost, limit: float) -> None:
-    """Make calls of at most `limit` seconds until the trainer closes the connection, or this
-    process can make no more.
-    """
+    """Make calls of at most `limit` seconds while the trainer is connected and this can."""
     home, own_pid = os.open(".", os.O_PATH), getpid()
     has_servers = has_children()  # which loading has started, and which may go on
     lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
@@ -98,8 +96,7 @@ def serve(connection: socket.socket, host: Caller | EnvironmentHost, limit: floa
         if getpid() != own_pid:
             _exit(0)  # this is a process that the function forked and that returned from it too
         cancel_dump_traceback_later()
-        # Undo what is cheap to undo. The descriptor of the directory is there even if a call has
-        # deleted the directory.
+        # Undo what is cheap to undo; the directory may be deleted.
         setitimer(ITIMER_REAL, 0)
         fchdir(home)
         # What the call keeps would count against the next one. An environment keeps processes while
@@ -112,10 +109,8 @@ def serve(connection: socket.socket, host: Caller | EnvironmentHost, limit: floa
 
 
 def end_with_trainer() -> None:
-    """Have the kernel kill the process group when standard input is closed, which the trainer alone
-    has open, and never writes to: a signal-driven pipe, whose signal is SIGKILL.
-
-    A call that holds the interpreter's lock cannot delay it. Programs read an empty standard input.
+    """Have the kernel kill the process group when standard input is closed, which only the trainer
+    has open: a signal-driven pipe, whose signal is SIGKILL. Programs read an empty standard input.
     """
     pipe = os.dup(0)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())

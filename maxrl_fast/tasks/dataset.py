@@ -65,10 +65,8 @@ class DatasetTask(TextTask):
                 prompt = json.dumps(line[self._key]).encode()
                 parts[zlib.crc32(prompt) % TEST_SHARE == 0].append((place, line))
             lines, test = parts
-        lines, test = (
-            [(place, self._columns(line, answer_key)) for place, line in part]
-            for part in (lines, test)
-        )
+        odd: list[str] = []
+        lines, test = (self._columns(part, answer_key, odd) for part in (lines, test))
         self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
         for split, kept in self._lines.items():
             if not kept:
@@ -89,6 +87,8 @@ class DatasetTask(TextTask):
         )
         if num_long:
             self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"
+        if odd:
+            self.name += f", {len(odd)} without an answer left out, such as {odd[0]}"
         self._demonstrations: list[tuple[list[int], list[int]]] = []
         if sft_data is not None:
             most_tokens = max_new_tokens or spec.max_new_tokens
@@ -137,11 +137,22 @@ class DatasetTask(TextTask):
             return self._text.prompt(prompt + self._suffix)
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
-    def _columns(self, line: Fields, answer_key: str | None) -> Fields:
-        """Return a line as the reward function gets it."""
-        columns = {**line, "prompt": self._asked(line[self._key])}
-        gold = self._spec.gold
-        return columns if gold is None else columns | {"answer": gold(line, answer_key)}
+    def _columns(self, lines: list[Line], answer_key: str | None, odd: list[str]) -> list[Line]:
+        """Return lines as the reward function gets them, without those whose answer cannot be read;
+        `odd` gets their errors.
+        """
+        found: list[Line] = []
+        for place, line in lines:
+            columns = {**line, "prompt": self._asked(line[self._key])}
+            try:
+                gold = self._spec.gold
+                answer = {} if gold is None else {"answer": gold(line, answer_key)}
+                found.append((place, columns | answer))
+            except InputError as error:
+                odd.append(f"{place}: {error}")
+        if lines and not found:
+            raise InputError(odd[-1])
+        return found
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
         """Leave out prompts that are too long."""

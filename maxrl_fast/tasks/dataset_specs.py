@@ -4,6 +4,7 @@ answered and scored.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from maxrl_fast.errors import InputError
@@ -17,9 +18,8 @@ class AnswerForm:
     """How a response gives its answer: its reasoning ends with `marker`, and `opening`, the answer
     and `closing` follow.
 
-    The marker stops before the punctuation that opens the answer, because tokenizers merge that
-    with the answer: the brace and the backslash of "{\\frac12}" are one token of many vocabularies.
-    VeriFree (Zhou et al. 2025) splits responses at "<answer" instead of "<answer>" for this reason.
+    `opening` is not a part of the marker, because tokenizers merge it with the answer, such as "{"
+    with the backslash of "{\\frac12}" (VeriFree, Zhou et al. 2025).
     """
 
     marker: str
@@ -37,19 +37,15 @@ class DatasetSpec:
 
     Args:
         prompt_key: the default of --prompt-key.
-        is_question: text is a question that becomes the user message of a chat template; otherwise
-            it is the whole prompt.
+        is_question: text is the user message of a chat template; otherwise the whole prompt.
         suffix: text added to prompts that are text.
         hub, test_hub: the default data sets of the Hugging Face hub, as NAME or NAME:CONFIG.
-        gold: returns the correct answer of a line; None: only the user's reward function reads
-            answers.
-        form: how a response gives the answer that `gold` returns; None where there is no `gold`.
-        reward: the function that scores responses in worker processes; None: the user must name
-            one.
+        gold: returns the correct answer of a line; None: only the user's reward reads answers.
+        form: how a response gives the answer that `gold` returns.
+        reward: the function that scores responses; None: the user must name one.
         answer: returns the answer in a response, "" if it has none.
-        answer_limit: the longest answer in characters; longer ones get reward 0 without being
-            scored. None: no limit.
-        max_new_tokens: the default limit of a response, in tokens.
+        answer_limit: the longest answer in characters that is scored; None: no limit.
+        max_new_tokens: the default limit of a response.
     """
 
     prompt_key: str = "prompt"
@@ -90,6 +86,8 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
             f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); "
             f"{keys_of(line)}"
         )
+    if isinstance(value, float):  # the shortest decimal text that reads back, never 1e-05
+        return f"{Decimal(str(value)):f}".removesuffix(".0")
     return str(value).strip()
 
 

@@ -20,8 +20,7 @@ from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
-# draws for a question of its split; all 200 miss the test split with probability 0.8^200 = 4e-20
-TRIES = 200
+TRIES = 200  # draws for a question of its split
 SEEDS = 2**31  # data sets accept seeds below this
 # These iterate over a set of words or terms: in version 0.1.25 their questions differ between two
 # values of PYTHONHASHSEED.
@@ -29,12 +28,10 @@ HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
 class GymTask(TextTask):
-    """Questions by index, generated on demand. A CRC of a question decides its split, so that no
-    test question appears in training. Question i is the first draw of its own random stream that
-    belongs to its split. Draw t is entry i mod n of a data set whose seed is a CRC of the run's
-    seed, the split, i // n and t. n is the data set's default size: n questions share one data set,
-    because some generate all entries at once. Arguments are the options of these names; `config` is
-    --gym-config."""
+    """Questions by index, generated on demand. A CRC of a question decides its split. Question i is
+    the first draw t that belongs to its split: entry i mod n of a data set of the default size n,
+    because some generate all entries at once, whose seed is a CRC of the run's seed, the split,
+    i // n and t. Arguments are the options of these names; `config` is --gym-config."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256

@@ -30,9 +30,9 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
-    """Return the demonstrations in a file of --sft-data. A line has the prompt at `prompt_key`, as
-    in `read_lines`, and text at "response"; or it has messages at `prompt_key` or at "messages", of
-    which the last is the assistant's, and is the response."""
+    """Return the demonstrations in a file of --sft-data. A line has a prompt as in `read_lines` and
+    text at "response", or messages at `prompt_key` or "messages" of which the last is the response.
+    """
     return [
         _demonstration(fields, location, prompt_key)
         for location, fields in _read_objects(path, "--sft-data")
@@ -56,8 +56,7 @@ def _read_objects(path: Path, option: str) -> list[Line]:
 
 def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
     """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
-    places. None of its code is run. Where the hub cannot be reached, they are those that `datasets`
-    has in its cache."""
+    places; where the hub cannot be reached, from the cache of `datasets`."""
     try:
         import datasets
 

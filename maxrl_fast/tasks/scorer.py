@@ -109,8 +109,8 @@ class Scorer:
     ) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
 
-        `episodes`, the environments in which the responses were sampled, end. Where there is a
-        source it gives the rewards in their place, but not of an episode that failed.
+        `episodes`, the environments of the responses, end. A source gives the rewards in their
+        place, but not of an episode that failed.
         """
         self.components = [{} for _ in range(len(rollouts))]
         if episodes is None and self._source is None:
@@ -144,11 +144,13 @@ class Scorer:
             self._source_error = str(error)
             rewards[indices] = torch.nan
             return
+        if self._answer_limit is not None:
+            self._metrics.add("answers_timed_out", scores.num_late, len(responses))
         self._keep(scores, indices, rewards)
 
     def _keep(self, scores: Scores, indices: list[int], rewards: Tensor) -> None:
-        """Put the scores of these responses into `rewards` [S], and count them; a response that has
-        failed before stays so, and counts once.
+        """Put the scores of these responses into `rewards` [S], and count them; a response that
+        failed before stays failed, and counts once.
         """
         has_failed = rewards[indices].isnan()
         self._num_scored -= scores.num_left
@@ -182,9 +184,7 @@ class Scorer:
         return columns
 
     def check(self, prompts: Prompts) -> None:
-        """Raise InputError, with the nearest fix, if a reward can take the columns of none of these
-        prompts.
-        """
+        """Raise InputError if a reward can take the columns of none of these prompts."""
         if self._source is None:
             return
         errors = []
@@ -209,16 +209,14 @@ class Scorer:
 
     def pop_metrics(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call, and with an answer
-        limit whether answers were missing or too long.
+        limit the fractions of answers that were not compared.
         """
         metrics, self._metrics = self._metrics, MetricAccumulator()
         return metrics
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
         """Return the number of failed rewards on all ranks since the last call, by kind, and a
-        warning with an example.
-
-        The warning is empty if no reward failed.
+        warning with an example, "" if none failed.
 
         Raises:
             RewardError: if more than max_error_rate of the rewards failed, or the function can no
@@ -260,9 +258,7 @@ class Scorer:
         return "" if self._source is None else "\n".join(self._source.lines())
 
     def faster(self, factor: float) -> str:
-        """Return the option that makes rewards about this many times as fast; "" if there is
-        none.
-        """
+        """Return the option that makes rewards about this many times as fast, or ""."""
         return "" if self._source is None else self._source.faster(factor)
 
     def close(self) -> None:

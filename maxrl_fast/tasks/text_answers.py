@@ -16,11 +16,9 @@ def text_answers(
     text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
 ) -> list[ReferenceAnswer]:
     """Return the reference answer, the column "answer" of each prompt, after the first marker of
-    each response. The reasoning is the sampled tokens up to the first at which the text has the
-    marker. Where this token reaches beyond the marker, its text must begin the answer, and the rest
-    of the answer follows. The tokens of the answer are the tokenizer's for the marker and the
-    answer together, without those of the marker. A response without the marker, or that continues
-    otherwise within a token, does not lead to the answer; the lead is then the marker."""
+    each response: where a token reaches beyond the marker, its text must begin the answer. The
+    answer's tokens are the tokenizer's for marker and answer together. A response without the
+    marker, or that continues otherwise within a token, has the marker as its lead."""
     num_rollouts = len(rollouts) // len(prompts)
     wholes = [f"{form.marker}{form.opening}{answer}{form.closing}" for answer in _answers(prompts)]
     ids_of_wholes = text.encode_pieces(

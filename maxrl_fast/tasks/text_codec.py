@@ -25,9 +25,9 @@ from maxrl_fast.runtime.files import read_json
 
 
 class TextCodec:
-    """Encodes prompts and responses as token ids with the tokenizer of a checkpoint, and decodes
-    them. is_plain: do not apply the chat template to prompts that are text. allow_special: encode
-    control tokens in the text of a prompt as such; otherwise they are refused."""
+    """Encodes prompts and responses with the tokenizer of a checkpoint, and decodes them. is_plain:
+    prompts that are text have no chat template. allow_special: encode control tokens in the text of
+    a prompt; otherwise they are refused."""
 
     def __init__(
         self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False

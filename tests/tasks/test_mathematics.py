@@ -43,6 +43,16 @@ GSM8K = [
     no box, {5} |
     \boxed{} |
     \boxed{\ |
+    so $\boxed 5$. | 5
+    so \boxed 5. | 5
+    \boxed -3 is it | -3
+    \[\boxed \frac{1}{2}\] | \frac{1}{2}
+    so \boxed {5}. | 5
+    so \fbox{5}. | 5
+    \boxed{5} of \fbox{6} | 5
+    \boxed{5} is \boxed. | 5
+    \boxed{5} as \boxed says | 5
+    \boxedx{5} |
     """),
 )
 def test_the_last_box_is_the_answer(text, content):
@@ -77,6 +87,9 @@ def test_the_correct_answer_is_found_in_each_line():
     assert math_answer({"answer": "\\pi", "solution": "\\boxed{3}"}, None) == "\\pi"
     assert math_answer({"solution": "as \\boxed{3}, so \\boxed{4}"}, None) == "4"
     assert math_answer({"reward_model": {"ground_truth": "5"}}, "reward_model.ground_truth") == "5"
+    numbers = {"answer": 1e-05}, {"answer": 1e16}, {"answer": 72.0}, {"answer": 2.5e-7}
+    texts = ["0.00001", "10000000000000000", "72", "0.00000025"]
+    assert [math_answer(line, None) for line in numbers] == texts
     assert look_up({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
     for line in ({}, {"answer": ""}, {"answer": True}, {"answer": [1]}):
         with refused("each line must have an answer in 'answer'"):
@@ -119,6 +132,18 @@ def test_prompts_equal_the_papers(tmp_path, policy):
         line["answer"] for line in task_of("gsm8k", path, policy).prompts("train", 0, 30).columns
     }
     assert answers <= {str(1000 + n) for n in range(40)}
+
+
+def test_a_line_without_an_answer_is_left_out_and_named(tmp_path, policy):
+    lines = [{"problem": f"{n}?", "solution": f"\\boxed {n}."} for n in range(40)]
+    lines[7]["solution"] = "it is 7"
+    task = task_of("math", written(tmp_path / "math.jsonl", lines), policy)
+    assert task.num_train_prompts + task.num_test_prompts == 39
+    assert ", 1 without an answer left out, such as" in task.name
+    assert "math.jsonl, line 8: a solution must have its answer in \\boxed{}" in task.name
+    path = written(tmp_path / "none.jsonl", [{"problem": "1?", "solution": "1"}] * 9)
+    with refused("line 9: a solution must have its answer"):
+        task_of("math", path, policy)
 
 
 def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
@@ -193,19 +218,19 @@ def test_missing_and_long_answers_are_wrong_and_counted(tmp_path, policy):
     with scored(task, 2, texts) as (scorer, rewards):
         assert rewards == [1, 0, 0, 1, 0, 0]
         assert scorer.failures(Ranks(), "now")[1] == ""
-        rates = {"answers_missing": 2 / 6, "answers_too_long": 1 / 6}
+        rates = {"answers_missing": 2 / 6, "answers_too_long": 1 / 6, "answers_timed_out": 0}
         assert scorer.pop_metrics().over(Ranks()) == rates
         assert scorer.pop_metrics().over(Ranks()) == {}
 
 
 def test_responses_without_a_box_count_as_scored(tmp_path, policy):
     task = task_of("gsm8k", written(tmp_path / "gsm8k.jsonl", GSM8K), policy)
-    # 9^9^9^9 cannot be evaluated within a second
-    texts = ["\\boxed{9^{9^{9^{9}}}+1}", *["no box"] * 15]
+    # this power takes minutes
+    texts = ["\\boxed{(x+1)^{3000}+y}", *["no box"] * 15]
     with scored(task, 1, texts, RewardOptions(reward_seconds=1.0)) as (scorer, rewards):
-        assert set(rewards[1:]) == {0}
-        assert not rewards[0] > 0
-        assert scorer.failures(Ranks(), "now")[0]["timeout"] <= 1
+        assert set(rewards) == {0}
+        assert scorer.failures(Ranks(), "now")[0]["timeout"] == 0
+        assert scorer.pop_metrics().over(Ranks())["answers_timed_out"] == 1 / 16
 
 
 def test_a_users_own_function_sees_every_response(tmp_path, policy):

@@ -164,28 +164,19 @@ def run(
         NonFiniteError, RewardError, StorageError, EngineError: if the run failed. The message names
             the last checkpoint.
     """
-    given: dict[str, Any] = (
-        dict(config)
-        if isinstance(config, Mapping)
-        else {}
-        if config is None
-        else {"config": Path(config)}
-    )
+    if not isinstance(config, Mapping):
+        config = {"config": config and os.fspath(config)}
+    given = dict(config)
+    options |= {"task": task, "reward": reward, "environment": environment}
     given |= {name: value for name, value in options.items() if value is not None}
-    of_config = {name: given.pop(name, None) for name in ("task", "reward", "environment")}
-    task = of_config["task"] if task is None else task
-    reward = of_config["reward"] if reward is None else reward
-    environment = of_config["environment"] if environment is None else environment
+    task, reward, environment = (given.pop(x, None) for x in ("task", "reward", "environment"))
     names, functions, own_task = _named(task, reward)
     own_class = None if environment is None or isinstance(environment, str) else environment
     if environment is not None:
-        name = OBJECT + getattr(own_class, "__name__", type(own_class).__name__)
-        names["environment"] = environment if own_class is None else name
-    objects = {
-        **({} if own_class is None else {"environment": own_class}),
-        **({} if own_task is None else {"task": own_task}),
-        **({"reward": reward} if functions else {}),
-    }
+        names["environment"] = _name_of(environment)
+    objects: dict[str, Any] = {"environment": own_class, "task": own_task}
+    objects = {name: x for name, x in objects.items() if x is not None}
+    objects |= {"reward": reward} if functions else {}
     parsed = parse_options({**given, **names})
     check(parsed)
     if parsed.run.dry_run is not None:
@@ -223,7 +214,7 @@ def _named(
     names: dict[str, Any] = {}
     own_task = None if task is None or isinstance(task, str) else task
     if task is not None:
-        names["task"] = task if own_task is None else OBJECT + type(own_task).__name__
+        names["task"] = _name_of(task)
     if own_task is not None:
         check_members(f"task {type(own_task).__name__}", own_task, Task)
     functions: dict[str, Callable[..., Any]] = {}
@@ -232,17 +223,18 @@ def _named(
         for given in rewards:
             if not isinstance(given, str) and not callable(given):
                 raise InputError(f"reward must be a name or a function, got {given!r:.80}")
-            name = (
-                given
-                if isinstance(given, str)
-                else OBJECT + getattr(given, "__name__", type(given).__name__)
-            )
+            name = _name_of(given)
             if functions.get(name, given) is not given:  # all lambdas have one name
                 name += f"-{len(functions) + 1}"
             names["reward"] = [*names.get("reward", []), name]
             if not isinstance(given, str):
                 functions[name] = given
     return names, functions, own_task
+
+
+def _name_of(value: Any) -> str:
+    own = getattr(value, "__name__", type(value).__name__)
+    return value if isinstance(value, str) else f"{OBJECT}{own}"
 
 
 def _screen(ranks: Ranks) -> Screen:

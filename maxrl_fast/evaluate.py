@@ -30,11 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(config)
         if (size := Ranks.of_environment().size) > 1:
             raise InputError(f"an evaluation runs in one process, got {size}")
-        return (
-            compare_evaluations(config, screen)
-            if source is None
-            else evaluate_checkpoint(config, source, screen)
-        )
+        if source is None:
+            return compare_evaluations(config, screen)
+        return evaluate_checkpoint(config, source, screen)
     except KeyboardInterrupt:
         screen.warning("stopped; nothing was kept")
         return 130

@@ -111,13 +111,8 @@ class Sweep:
                     "another --out"
                 )
             state = "finished" if _is_finished(run) else "waiting"
-            record = {
-                "group": run.group,
-                "seed": run.config.run.seed,
-                "state": state,
-                "options": options,
-            }
-            self._states[run.folder.name] = record
+            record = {"group": run.group, "seed": run.config.run.seed, "state": state}
+            self._states[run.folder.name] = {**record, "options": options}
 
     def run(self) -> int:
         """Train what is not finished, and report; return the exit code."""
@@ -128,14 +123,11 @@ class Sweep:
         start, done = time.monotonic(), len(self._runs) - len(waiting)
         for i, run in enumerate(waiting):
             if not self._stopped:
-                left = (
-                    f", about {(time.monotonic() - start) / i * (len(waiting) - i):.0f} s left"
-                    if i
-                    else ""
-                )
-                self._screen.info(
-                    f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}{left}"
-                )
+                line = f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}"
+                if i:
+                    seconds = (time.monotonic() - start) / i * (len(waiting) - i)
+                    line += f", about {seconds:.0f} s left"
+                self._screen.info(line)
                 self._write()
                 self._train(run)
         for number, handler in before.items():
@@ -156,13 +148,8 @@ class Sweep:
         if self._stopped:  # since the run before
             self._child.send_signal(self._stopped)
         code = self._child.wait()
-        state = (
-            "finished"
-            if code == 0
-            else "stopped"
-            if self._stopped
-            else f"failed with exit code {code}"
-        )
+        state = "stopped" if self._stopped else f"failed with exit code {code}"
+        state = state if code else "finished"
         self._states[run.folder.name]["state"] = state
         if state.startswith("failed"):
             self._screen.error(f"{run.folder.name} {state}; the sweep continues")
@@ -188,10 +175,8 @@ class Sweep:
                 own[state["seed"]] = self._out / name
         summary = [over_seeds(group, own) for group, own in rows.items()]
         try:
-            write_json(
-                self._out / "sweep.json",
-                {"command": sys.argv, "runs": self._states, "summary": summary},
-            )
+            content = {"command": sys.argv, "runs": self._states, "summary": summary}
+            write_json(self._out / "sweep.json", content)
         except OSError as error:
             raise StorageError(f"cannot write {self._out / 'sweep.json'}: {error}") from error
         return summary
@@ -212,15 +197,10 @@ class Sweep:
             )
         elif folders:
             code = report.main([*folders, "--out", str(self._out / "report.html")])
-        failed = [
-            run.folder.name
-            for run in self._runs
-            if self._states[run.folder.name]["state"] != "finished"
-        ]
+        names = [run.folder.name for run in self._runs]
+        failed = [name for name in names if self._states[name]["state"] != "finished"]
         if failed:
-            self._screen.error(
-                f"{len(failed)} of {len(self._runs)} runs failed: {', '.join(failed)}"
-            )
+            self._screen.error(f"{len(failed)} of {len(names)} runs failed: {', '.join(failed)}")
         return 1 if failed or code else 0
 
 

@@ -275,6 +275,22 @@ def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
     assert "step-000000, the policy after step 0 of 3" in said
 
 
+def test_a_bfloat16_model_that_was_trained_in_float32_is_reproduced(tmp_path):
+    """Its checkpoints have the weights that were evaluated, not weights rounded to bfloat16."""
+    model, task = tiny_decoder(dtype="bfloat16"), MazeTask(5)
+    files = task.tokenizer_files()
+    save_checkpoint(tmp_path / "m", model.config, model.weights(), files, task.stop_ids)
+    flags = "--task maze --maze-size 5 --eval-prompts 7 --eval-samples 6 --prompts 4 --rollouts 4 "
+    flags += f"--objective rloo --steps 2 --sft-steps 9 --sft-lr 1e-2 --model {tmp_path / 'm'}"
+    assert train.main([*RUNTIME, *flags.split(), "--out", str(tmp_path / "run")]) == 0
+    assert run(tmp_path / "run", "--out", tmp_path / "out") == 0
+    last = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
+    results = read(tmp_path / "out")
+    for name in ("num_tokens", "response_length_mean"):
+        assert results[name] == last[name]
+    assert json.loads((tmp_path / "run/latest/config.json").read_text())["dtype"] == "float32"
+
+
 def test_flags_override_the_runs_options(trained, tmp_path, capsys):
     flags = (*"--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2".split(),)
     assert run(trained, *flags, "--out", tmp_path / "out") == 0

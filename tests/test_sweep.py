@@ -88,6 +88,11 @@ def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
     ]
 
 
+def test_equal_values_are_one_run(capsys):
+    commands = printed(capsys, *"--lr 1e-4 0.0001 2e-4 --seeds 1 1".split())
+    assert [after(words, "--lr") for words in commands] == ["1e-4", "2e-4"]
+
+
 def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     words = printed(capsys, *"--task gsm8k --data x".split(), "--prompt-suffix=-- think")[0]
     assert "--prompt-suffix=-- think" in words
@@ -125,7 +130,7 @@ def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_pa
     --objective maxpo maxrl --k 4 | error: the run of objective maxrl: --k is not used by objective
         maxrl
     --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
-    --seeds 0 0 | runs/sweep/maxpo_seed-0 is of two runs of the grid
+    --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
     --lr 0.1 --lr 0.2 | --lr must be given once, with all its values after it
     --seeds 0 --seed 1 | --seed must be given once
     --resume runs/x | a sweep does not use --resume: the same command resumes it

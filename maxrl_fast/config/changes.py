@@ -1,5 +1,6 @@
 """What it means for a resumed run that an option differs from the run's before."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,24 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     return Changes(
         *(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.SEMANTIC, Resume.ROUNDING))
     )
+
+
+def in_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options `now` with the paths `before` where only a folder differs: fingerprints
+    compare the files.
+    """
+    return {
+        name: before[name]
+        if name in before and _without_folders(value) == _without_folders(before[name])
+        else value
+        for name, value in now.items()
+    }
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_without_folders, value)]
+    return re.sub(r"^(hf:)?/(?!/).*/", r"\1", value) if isinstance(value, str) else value
 
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ from maxrl_fast.config.metadata import (
 from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
 from maxrl_fast.config.options_page import show_help, split_help
 from maxrl_fast.config.parse import TASK_IS_MISSING, configure
-from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
+from maxrl_fast.config.resolve import absolute_function, num_held_out, resolve_place, response_limit
 from maxrl_fast.config.sources import convert, read_flags, read_run, refuse_unknown
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
@@ -217,11 +217,14 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         **{name: convert(options_of(Config)[name], x) for name, x in of_run.items()}
     )
     shared = {name: x for name, x in of_run.items() if name in OF_RUN}
-    if "task" in flags and flags["task"].value != run.task.task:
+    if "task" in flags and absolute_function(str(flags["task"].value)) != run.task.task:
         shared = {}  # another task uses none of its options
     config = configure(EvaluationConfig(), options, {**shared, **flags}, flags)
     limit = config.sampling.max_new_tokens
-    if limit is None and config.task == run.task:
+    # a task of another size has its own limit
+    sizes = ("maze_size", "chain_length", "gym_config", "task_args")
+    is_same = shared and all(getattr(config.task, x) == getattr(run.task, x) for x in sizes)
+    if limit is None and is_same:
         limit = run.rollout.max_new_tokens
     seed, task_seed = config.sampling.seed, config.place.task_seed
     return config.replace(

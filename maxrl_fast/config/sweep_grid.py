@@ -77,6 +77,8 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
+        if any(run.config == config for run in runs.values()):  # 1e-4 and 0.0001
+            continue
         parts = [config.objective.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
@@ -88,15 +90,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
                 f"the folder {folder} is of two runs of the grid: give every value once, under its "
                 "own name"
             )
-        command = [
-            sys.executable,
-            "-m",
-            "maxrl_fast.train",
-            *arguments,
-            "--out",
-            str(folder),
-            "--resume",
-            "auto",
-        ]
+        command = [sys.executable, "-m", "maxrl_fast.train", *arguments]
+        command += ["--out", str(folder), "--resume", "auto"]
         runs[folder] = Run(group, folder, command, config)
     return list(runs.values())

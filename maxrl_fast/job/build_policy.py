@@ -1,5 +1,6 @@
 """Builds the policy, its teacher and its rollout engine."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.checkpoint import kept_files, new_files
+from maxrl_fast.model.checkpoint import DTYPES, kept_files, new_files
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.hub import HUB, directory_of, find_model
 from maxrl_fast.model.huggingface import HuggingFacePolicy
@@ -76,6 +77,9 @@ def build_policy(
         add_adapters(
             model, options.lora_rank, options.lora_alpha, options.lora_targets, config.run.seed
         )
+    # checkpoints have the weights that were sampled from, not their rounding to a narrower dtype
+    dtype = torch.promote_types(DTYPES[model.config.dtype], dtype_of(config))
+    model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
     if config.run.compile and not is_empty:
         model.compile_layers()
@@ -145,7 +149,7 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> di
     own = (
         new_files(model.config, task.stop_ids)
         if start is None
-        else kept_files(start, task.stop_ids)
+        else kept_files(start, task.stop_ids, model.config.dtype)
     )
     return {**task.tokenizer_files(), **own}
 

@@ -156,9 +156,8 @@ def build_scorer(
     """
     names = reward_names(options, task)
     if not names:
-        return Scorer(
-            task, None, options.max_reward_error_rate, options.reward_threshold, num_ranks=num_ranks
-        )
+        limits = options.max_reward_error_rate, options.reward_threshold
+        return Scorer(task, None, *limits, num_ranks=num_ranks)
     with contextlib.ExitStack() as on_error:
         sources: list[RewardSource] = []
         for name in names:

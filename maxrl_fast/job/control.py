@@ -43,11 +43,9 @@ class StopSignal:
         self._ranks, self._device = ranks or Ranks(), device or torch.device("cpu")
 
     def __enter__(self) -> "StopSignal":
-        handled = [
-            number
-            for number in SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        ]
+        handled = [*SIGNALS]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            handled.remove(signal.SIGHUP)
         if threading.current_thread() is not threading.main_thread():
             handled = []
         self._before: dict[signal.Signals, Any] = {

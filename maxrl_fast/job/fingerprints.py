@@ -2,24 +2,32 @@
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import reward_names
-from maxrl_fast.model.hub import directory_of
+from maxrl_fast.model.hub import HUB, directory_of
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT, is_plugin
 
+if TYPE_CHECKING:
+    from maxrl_fast.job.resume import Saved
 
-def fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
+
+def fingerprints(
+    config: ResolvedConfig, task: Task, saved: "Saved | None" = None
+) -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
-    Of a function only its own file is read, not its imports.
+    Of a function only its own file is read, not its imports. A resumed run has the weights of its
+    checkpoint `saved`, and does not need --model.
     """
     contents = {
         "the prompts": task.fingerprint.encode(),
@@ -28,18 +36,35 @@ def fingerprints(config: ResolvedConfig, task: Task) -> dict[str, str]:
     for name, content in task.tokenizer_files().items():
         if isinstance(content, bytes):  # a file that was read; the task's code makes the others
             contents[f"{name} of the tokenizer"] = content
-    for option, file in _files(config, task).items():
+    files, kept = _files(config, task), {}
+    if saved is not None and saved.options["model"] == config.model.model:
+        files["model"] = None
+        kept = {name: x for name, x in saved.fingerprints.items() if name == "the file of --model"}
+    for option, file in files.items():
         if file is not None:
             try:
-                contents[f"the file of --{option}"] = file.read_bytes()
+                content = _model(file) if file.is_dir() else file.read_bytes()
+                contents[f"the file of --{option}"] = content
             except OSError as error:
                 raise InputError(f"cannot read the file of --{option}, {file}: {error}") from error
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()} | kept
+
+
+def _model(directory: Path) -> bytes:
+    """Return the configuration of a model and samples of its weights, headers included."""
+    parts = [(directory / "config.json").read_bytes()]
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for i in range(64):
+                file.seek(size * i // 64)
+                parts.append(file.read(1 << 14))
+    return b"".join(parts)
 
 
 def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
     """Return the files that the result depends on, by the option that names them."""
-    name, loss = config.task.task, config.loss
+    name, loss, model = config.task.task, config.loss, config.model.model
     files = {
         "objective": source_file(config.objective.objective),
         "loss": source_file(loss.loss),
@@ -47,16 +72,14 @@ def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
         "environment": source_file(config.task.environment or ""),
         "rollout": source_file(config.rollout.rollout),
         "teacher-prompt": source_file(loss.teacher_prompt or ""),
+        # one of the hub has its commit
+        "model": None if model is None or model.startswith(HUB) else Path(model),
     }
     if loss.reference is not None:
-        files["reference"] = directory_of(loss.reference) / "config.json"
+        files["reference"] = directory_of(loss.reference)
     for i, reward in enumerate(reward_names(config.reward, task)):
         is_model = reward.startswith(CLASSIFIER)
-        path = (
-            Path(reward.removeprefix(CLASSIFIER), "config.json")
-            if is_model
-            else source_file(reward)
-        )
+        path = Path(reward.removeprefix(CLASSIFIER)) if is_model else source_file(reward)
         # a Python object has no file
         files[f"reward {i + 1}" if i else "reward"] = None if reward.startswith(OBJECT) else path
     return files

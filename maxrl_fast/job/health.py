@@ -40,15 +40,10 @@ class Health:
         if len(self._recent) < STEPS:
             return []
         present = broken_rules(self._first, self._recent)
-        begun = [
-            HealthWarning(kind, *result)
-            for kind, result in present.items()
-            if self._absent.get(kind, STEPS) >= STEPS
-        ]
-        self._absent = {kind: steps + 1 for kind, steps in self._absent.items()} | dict.fromkeys(
-            present, 0
-        )
-        return begun
+        begun = [kind for kind in present if self._absent.get(kind, STEPS) >= STEPS]
+        self._absent = {kind: steps + 1 for kind, steps in self._absent.items()}
+        self._absent |= dict.fromkeys(present, 0)
+        return [HealthWarning(kind, *present[kind]) for kind in begun]
 
 
 # steps until slow rewards are reported, and their least seconds per step
@@ -75,21 +70,15 @@ class SlowRewards:
         for stage, seconds in after.items():
             self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds - before.get(stage, 0.0)
         total, reward = sum(self._seconds.values()), self._seconds.get("reward", 0.0)
-        if (
-            self._num_steps < SLOW_STEPS
-            or reward < SLOW_SECONDS * self._num_steps
-            or reward <= total / 2
-        ):
+        is_slow = reward >= SLOW_SECONDS * self._num_steps and reward > total / 2
+        if self._num_steps < SLOW_STEPS or not is_slow:
             return None
         cure = self.faster(min(max(reward / max(total - reward, 1e-9), 2.0), MOST_TIMES))
         self._num_steps = -1
-        if cure:
-            return HealthWarning(
-                "slow_rewards",
-                reward / total,
-                f"{reward / total:.0%} of the time is reward: {cure}",
-            )
-        return None
+        if not cure:
+            return None
+        share = reward / total
+        return HealthWarning("slow_rewards", share, f"{share:.0%} of the time is reward: {cure}")
 
 
 def _has_equal_rewards(records: list[Record]) -> bool:

@@ -91,7 +91,7 @@ class Job:
             output = held.enter_context(contextlib.closing(environments or RewardOutput()))
             config, saved = self._open_folder(held)
             config, policy, teacher = self._build_policies(config, saved)
-            prints = fingerprints(config, task)
+            prints = fingerprints(config, task, saved)
             if saved:
                 may_change = config.run.allow_changes
                 check_same(saved, config.flat(), prints, ranks, screen.warning, may_change)
@@ -292,11 +292,9 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
         return ExitStatus(128 + error.signal)
     except (NonFiniteError, RewardError, StorageError, EngineError) as error:
         _finish_saving(checkpoints, screen)
-        kept = (
-            f"the last good checkpoint is {checkpoints.newest}"
-            if checkpoints.newest
-            else "no checkpoint was written"
-        )
+        kept = "no checkpoint was written"
+        if checkpoints.newest:
+            kept = f"the last good checkpoint is {checkpoints.newest}"
         sentence = f"{error}; {kept}. {error.advice}"
         if isinstance(error, StorageError | EngineError) and not is_alone:
             raise type(error)(sentence) from error

@@ -73,12 +73,8 @@ class Log:
         return f"Log of {len(self)} rows: {', '.join(self.columns)}"
 
     def _repr_html_(self) -> str:
-        skipped = len(self) - SHOWN
-        rows = (
-            self._rows
-            if skipped <= 0
-            else [*self._rows[: SHOWN // 2], {}, *self._rows[-(SHOWN // 2) :]]
-        )
+        rows, half = self._rows, SHOWN // 2
+        rows = rows if len(rows) <= SHOWN else [*rows[:half], {}, *rows[-half:]]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
         body = "".join(
             "<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) + "</tr>"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import changes
+from maxrl_fast.config.changes import changes, in_place
 from maxrl_fast.config.run_folder import checkpoint_order, checkpoints_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.fingerprints import differences
@@ -107,7 +107,7 @@ def check_same(
 
     Warns of differences that make the numbers not bitwise identical.
     """
-    changed = changes(saved.options, options)
+    changed = changes(saved.options, in_place(saved.options, options))
     mathematics, rounding = [*changed.semantic], [*changed.rounding]
     if changed.policy:
         shape = "; ".join(changed.policy)

@@ -124,9 +124,8 @@ class RunFiles:
                 self.write_config()
             # left by a killed process
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):
-                shutil.rmtree(
-                    partial
-                ) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
+                is_folder = partial.is_dir() and not partial.is_symlink()
+                shutil.rmtree(partial) if is_folder else partial.unlink()
             marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
             self._logs = {log: LogFile(self.out / f"{log}.jsonl", marks[log]) for log in LOGS}
             self.missing = [
@@ -201,16 +200,12 @@ class RunFiles:
         return {log: file.mark() for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
-        newest, best = self.out / "latest", self.out / "best"
-        return {
-            "checkpoint": str(self.out / os.readlink(newest))
-            if newest.is_symlink()
-            else "none was written",
-            **({"best": str(self.out / os.readlink(best))} if best.is_symlink() else {}),
-            "curves": str(self.out / "curves.png"),
-            "metrics": str(self.out / "metrics.jsonl"),
-            "evaluations": str(self.out / "eval.jsonl"),
-        }
+        found, files = {"checkpoint": "none was written"}, ("curves.png", "metrics.jsonl")
+        for name, link in (("checkpoint", "latest"), ("best", "best")):
+            if (self.out / link).is_symlink():
+                found[name] = str(self.out / os.readlink(self.out / link))
+        found |= {name.partition(".")[0]: str(self.out / name) for name in files}
+        return found | {"evaluations": str(self.out / "eval.jsonl")}
 
     def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
         """Plot the curves, write timings.json, and close the files."""

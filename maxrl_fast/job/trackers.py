@@ -15,37 +15,37 @@ class Tracker:
     """A run of wandb or trackio, named after its folder `out`, also when resumed.
 
     The tracker decides how to show repeated steps (wandb ignores steps that go backwards). It has
-    the methods of TensorBoard; samples are not sent. `warn` is called once if it fails during the
-    run, whose logs have everything.
+    the methods of TensorBoard; samples are not sent. A failure during the run is a warning,
+    and the last thing that it does.
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any], warn: Callable[[str], None]):
-        self._name, self._warn, self._has_failed = name, warn, False
+        self._warn = warn
         # Folders of the same name in different places are different runs.
         identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
         own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
         try:
-            self._module = importlib.import_module(name)
-            self._module.init(project=PROJECT, name=out.name, config=options, resume="allow", **own)
+            module = importlib.import_module(name)
+            module.init(project=PROJECT, name=out.name, config=options, resume="allow", **own)
         except Exception as error:  # no API key, no network, bad settings
             raise InputError(
                 f"--log-to {name} could not be started: {type(error).__name__}: {error}"
             ) from error
+        self._module: Any = module
 
     def log(self, numbers: Mapping[str, Any], step: int) -> None:
-        if not self._has_failed:
-            self._try(lambda: self._module.log(numbers, step=step))
+        self._try("log", numbers, step=step)
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _try(self, name: str, *arguments: Any, **options: Any) -> None:
         try:
-            call()
+            if self._module is not None:
+                getattr(self._module, name)(*arguments, **options)
         except Exception as error:  # of the network, a full disk, or a process that has ended
-            if not self._has_failed:
-                self._warn(
-                    f"--log-to {self._name} failed and gets no more numbers, but the logs in the "
-                    f"run's folder have all: {type(error).__name__}: {error}"
-                )
-            self._has_failed = True
+            self._module = None
+            self._warn(
+                f"{type(error).__name__} of the tracker, which gets no more numbers (the logs have "
+                f"all): {error}"
+            )
 
     def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
         pass
@@ -55,4 +55,4 @@ class Tracker:
 
     def close(self, is_done: bool) -> None:
         """Wait until all numbers are sent."""
-        self._try(self._module.finish)
+        self._try("finish")

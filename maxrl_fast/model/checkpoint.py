@@ -104,10 +104,13 @@ def new_files(
     }
 
 
-def kept_files(directory: Path, stop_ids: Collection[int]) -> dict[str, bytes]:
+def kept_files(
+    directory: Path, stop_ids: Collection[int], dtype: str = "float32"
+) -> dict[str, bytes]:
     """Return config.json and generation_config.json for checkpoints of a policy loaded from here.
     eos_token_id of generation_config.json becomes `stop_ids` if it names other tokens."""
     config = read_json(directory / "config.json")
+    config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     generation: dict[str, Any] = {
         key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
     }

@@ -36,10 +36,10 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
         return model
     if path.is_dir():
         if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-            parent, advice = path.absolute().parent, "merge them into their model first"
-            if (parent / "progress.json").exists():
-                advice = f"{parent} has them merged"
-            raise InputError(f"{wanted}, got the adapters in {model}; {advice}")
+            raise InputError(
+                f"{wanted}, got the adapters in {model}: merge them into their model first; the "
+                "folder around a run's adapters has them merged"
+            )
         return None
     if os.path.lexists(path):
         raise InputError(f"{wanted}, got {model}, which is not a directory")

@@ -241,17 +241,13 @@ class Caller:
             InvalidReward: if it is not a list with `count` items.
         """
         listed = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(listed, (list, tuple)) or len(listed) != count:
-            wanted = (
+        is_list = isinstance(listed, (list, tuple))
+        if not is_list or len(listed) != count:
+            given = f"a list of {len(listed)}" if is_list else SHORT_REPR.repr(result)
+            raise InvalidReward(
                 "a function of `completions` must return a list with a number for each of the "
-                f"{count} completions"
+                f"{count} completions, got {given}"
             )
-            given = (
-                f"a list of {len(listed)}"
-                if isinstance(listed, (list, tuple))
-                else SHORT_REPR.repr(result)
-            )
-            raise InvalidReward(f"{wanted}, got {given}")
         return [result_of(item, self._is_optional) for item in listed]
 
 
@@ -259,8 +255,9 @@ def result_of(value: Any, is_optional: bool = False) -> Result:
     """Return what was given for a response as a result: a finite float32, or a failure of kind
     "invalid" with its reason.
 
-    A dict of components has its reward under "reward", else it is their sum. Components that are
-    None or NaN are left out. An optional reward that is None or NaN does not apply.
+    A dict of components has its reward under "reward" or, as verl's, under "score", beside which
+    some may be no numbers; else it is their sum. Components that are None or NaN are left out. An
+    optional reward that is None or NaN does not apply.
     """
     try:
         return _reward_of(value, is_optional)
@@ -272,11 +269,8 @@ def _reward_of(result: Any, is_optional: bool) -> Result:
     if not isinstance(result, dict):
         value = to_number(result)
         if value is None and not is_optional:
-            raise InvalidReward(
-                _NO_NUMBER.format("None", "NoneType")
-                if result is None
-                else _NOT_FINITE.format("nan")
-            )
+            none = _NO_NUMBER.format("None", "NoneType")
+            raise InvalidReward(none if result is None else _NOT_FINITE.format("nan"))
         return {"reward": value}
     if len(result) > MOST_COMPONENTS or not all(
         isinstance(name, str) and len(name) <= NAME_LENGTH for name in result
@@ -286,16 +280,18 @@ def _reward_of(result: Any, is_optional: bool) -> Result:
             f"{NAME_LENGTH} characters, "
             f"got {SHORT_REPR.repr(result)}"
         )
-    values = {name: to_number(value, f"component {name!r}: ") for name, value in result.items()}
+    own = "reward" if "reward" in result else "score"
+    values = {
+        name: to_number(value, f"component {name!r}: ")
+        for name, value in result.items()
+        if name == own or "score" not in result or hasattr(value, "__float__")
+    }
     components = {name: value for name, value in values.items() if value is not None}
-    if "reward" in values:
-        reward = components.pop("reward", None)
+    if own in values:
+        reward = components.pop(own, None)
     else:
-        reward = (
-            to_number(sum(components.values()), "the sum of the components: ")
-            if components
-            else None
-        )
+        reward = to_number(sum(components.values()), "the sum of the components: ")
+        reward = reward if components else None
     if reward is None and not is_optional:
         raise InvalidReward(
             f"a dict of components must have a reward, got {SHORT_REPR.repr(result)}"
@@ -308,7 +304,8 @@ _NOT_FINITE = "a reward must be a finite number of float32, got {}"
 
 
 def to_number(result: Any, where: str = "") -> float | None:
-    """Return a number, or a tensor or array of one element, as a float; None and NaN as None.
+    """Return what float() takes, but no text, or a tensor or array of one element, as a float;
+    None and NaN as None.
 
     Raises:
         InvalidReward: if it is anything else, or not finite in float32.
@@ -320,14 +317,13 @@ def to_number(result: Any, where: str = "") -> float | None:
             value = result.item()
     if value is None:
         return None
-    if not isinstance(value, (int, float)):
-        raise InvalidReward(
-            where + _NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__)
-        )
     try:
-        number = float(value)
+        number = value.__float__()
     except OverflowError:
         raise InvalidReward(where + _NOT_FINITE.format("an integer that is too large")) from None
+    except Exception:  # it has none, or more than one element
+        text = _NO_NUMBER.format(SHORT_REPR.repr(result), type(result).__name__)
+        raise InvalidReward(where + text) from None
     if math.isnan(number):
         return None
     if not abs(number) <= LARGEST_FLOAT32:

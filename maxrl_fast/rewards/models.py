@@ -124,27 +124,18 @@ class Classifier(RewardSource):
         return tokens
 
     def _forward(self, batch: list[list[int]]) -> list[float]:
-        padded = (
-            self._tokenizer.pad({"input_ids": batch}, return_tensors="pt")
-            if self._can_pad
-            else None
-        )
-        if padded is None:
+        if self._can_pad:
+            padded = self._tokenizer.pad({"input_ids": batch}, return_tensors="pt")
+        else:
             tokens = torch.tensor(batch)
             padded = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         inputs = {key: padded[key].to(self._device) for key in ("input_ids", "attention_mask")}
         logits = self._model(**inputs).logits.float().cpu()
-        values: list[float] = (
-            logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]
-        ).tolist()
+        scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]
+        values: list[float] = scores.tolist()
         return values
 
     def lines(self) -> list[str]:
-        labels = (
-            "the logit of its label"
-            if self._model.config.num_labels == 1
-            else "the probability of its second label"
-        )
-        return [
-            f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {labels}"
-        ]
+        is_one = self._model.config.num_labels == 1
+        score = "the logit of its label" if is_one else "the probability of its second label"
+        return [f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {score}"]

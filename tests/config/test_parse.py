@@ -379,7 +379,8 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
         return str(config.task.data), limit, seed, config.place.task_seed
 
     assert taken() == ("/d", 7, 3, 3)
-    assert taken("--data", "/e", "--seed", "4") == ("/e", None, 4, 3)
+    assert taken("--data", "/e", "--seed", "4") == ("/e", 7, 4, 3)
+    assert taken("--task", "gsm8k", "--test-data", "/e") == ("/d", 7, 3, 3)
     assert taken("--task", "math") == ("None", None, 3, 3)
     with refused("--data is not used by task maze"):
         taken("--task", "maze", "--data", "/e")

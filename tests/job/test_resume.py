@@ -31,7 +31,9 @@ from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
 from maxrl_fast.tasks.guess import GuessEpisodes
+from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
+from tests.models import save_checkpoint, tiny_decoder
 from tests.test_train import SMALL, base, read, without_timings
 
 pytestmark = pytest.mark.slow
@@ -892,3 +894,29 @@ def partial(out):
         if (out / "checkpoints").exists()
         else []
     )
+
+
+def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypatch, capsys):
+    task, model = MazeTask(5), tiny_decoder()
+    flags = "--model m --task maze --objective own.py:f".split()
+    folder = tmp_path / "before"
+    save_checkpoint(
+        folder / "m", model.config, model.weights(), task.tokenizer_files(), task.stop_ids
+    )
+    (folder / "own.py").write_text("def f(rewards):\n    return rewards - rewards.mean(1, True)\n")
+    monkeypatch.chdir(folder)
+    assert train.main([*base(), *flags, *"--steps 1 --lr-schedule constant --out o".split()]) == 0
+    folder = folder.rename(tmp_path / "after")
+    monkeypatch.chdir(folder)
+    resumed = ["--resume", "o", *flags, "--steps"]
+    assert train.main([*resumed, "2"]) == 0
+    other, elsewhere = tiny_decoder(seed=1), folder / "else"
+    save_checkpoint(
+        elsewhere / "m", other.config, other.weights(), task.tokenizer_files(), task.stop_ids
+    )
+    capsys.readouterr()
+    assert train.main([*resumed, "3", "--model", "else/m"]) == 2
+    assert "the file of --model: changed" in " ".join(capsys.readouterr().err.split())
+    (folder / "own.py").write_text("def f(rewards):\n    return rewards\n")
+    assert train.main([*resumed, "3"]) == 2
+    assert "the file of --objective: changed" in " ".join(capsys.readouterr().err.split())

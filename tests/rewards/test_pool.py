@@ -186,6 +186,7 @@ def test_numbers_are_rewards(patient, action, arguments, reward):
         ("", {"x": None}, "must be a number, got None of type NoneType"),
         ("", {"x": [1.0]}, "must be a number, got [1.0] of type list"),
         ("", {"x": "x" * 1_000_000}, "of type str"),
+        ("", {"x": {"score": None, "acc": True}}, "must have a reward"),
         ("array", {"values": [0.25, 0.5]}, "of type Array"),
         ("array", {"values": ["text"]}, "of type Array"),
         ("large_integer", {}, "got an integer that is too large"),

@@ -1,8 +1,13 @@
 """How reward functions are called: with one response, with lists as in TRL, and async."""
 
-import pytest
+from decimal import Decimal
+from fractions import Fraction
 
-from maxrl_fast.rewards.function import mismatch, signature_of
+import numpy
+import pytest
+import sympy
+
+from maxrl_fast.rewards.function import mismatch, result_of, signature_of
 from maxrl_fast.rewards.pool import RewardPool
 from tests.tables import refused
 
@@ -198,3 +203,21 @@ def test_the_pool_refuses_columns_that_do_not_fit(file):
         refused(r"--reward .*:client: your function does not take `level`"),
     ):
         one.check({"prompt": "p", "response": "", "level": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "result"),
+    [
+        (Decimal("0.5"), {"reward": 0.5}),
+        (Fraction(1, 4), {"reward": 0.25}),
+        (sympy.Rational(3, 4), {"reward": 0.75}),
+        (numpy.bool_(True), {"reward": 1.0}),
+        # as verl's functions return it: what is no number is not kept
+        ({"score": 1.0, "acc": True, "pred": "7"}, {"reward": 1.0, "components": {"acc": 1.0}}),
+        ({"reward": 1, "score": 2}, {"reward": 1.0, "components": {"score": 2.0}}),
+    ],
+)
+def test_numbers_of_other_types_and_dicts_of_verl_are_rewards(value, result):
+    assert result_of(value) == result
+    for text in (sympy.Symbol("x"), 1j, "1", {"a": "1", "b": 2}):
+        assert "must be a number" in result_of(text)["message"]

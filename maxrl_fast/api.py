@@ -205,12 +205,7 @@ def run(
 def _named(
     task: str | Task | None, reward: Reward | Sequence[Reward] | None
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
-    """Return the options that name task and rewards, the reward functions by name, and the task if
-    it is an object.
-
-    Raises InputError if a reward is neither a name nor callable, or the task lacks a member of
-    `Task`.
-    """
+    """Return the options that name task and rewards, the functions by name, and a task object."""
     names: dict[str, Any] = {}
     own_task = None if task is None or isinstance(task, str) else task
     if task is not None:

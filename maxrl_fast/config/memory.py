@@ -223,8 +223,7 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
     size (gate, up, silu and their product), and 4 of the heads (q and k before and after norms and
     rotation, v, and what attention makes of them). With `runs_packed`, the kernels of a CPU, one
     less of H, no silu, and q and k before rotation only where they have norms. Norms of
-    transformers keep float32 inputs of several operations (measured with Gemma 3, which has the
-    most norms). An adapter keeps its low-rank product.
+    transformers keep float32 inputs of several operations. An adapter keeps its low-rank product.
     """
     sizes = model.config
     heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim

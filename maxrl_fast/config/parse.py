@@ -36,9 +36,8 @@ def known_options() -> dict[str, Option]:
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """Return the configuration that the run of --resume, the TOML file of --config and flags give,
-    each overriding those before it. --help prints the options that this run uses, and exits.
-
+    """Return the configuration of the run of --resume, the TOML file of --config and flags, each
+    overriding those before it. --help prints the options that this run uses, and exits.
     `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
     """
     words, asks_for_help = split_help(arguments)

@@ -46,8 +46,7 @@ def resolve(
 
     Args:
         has_gpus: it is for another machine, with GPUs that compute in bfloat16.
-        warn: is called with a sentence if the policy has too few positions for the task's
-            responses, which then end earlier.
+        warn: as of `response_limit`.
     """
     ranks = ranks or Ranks()
     prompts, number = config.rollout.prompts, config.rollout.vllm_tensor_parallel
@@ -113,12 +112,8 @@ def _backend(model: ModelOptions) -> str:
 def response_limit(
     wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
 ) -> int:
-    """Return the response limit in tokens: --max-new-tokens, or the task's, or what the policy's
-    positions leave of it.
-
-    Args:
-        directory: the policy's checkpoint; None: a new policy, which has enough positions.
-        warn: is called with a sentence if it is less than the task's.
+    """Return the response limit in tokens: --max-new-tokens, or the task's, or what the positions
+    of the policy in `directory` leave of it (None: enough), after a sentence to `warn`.
     """
     limit = wanted or task.max_new_tokens
     if directory is None:
@@ -165,10 +160,8 @@ def _sft_steps(config: Config, task: Task) -> int:
 def default_rates(model: ModelOptions) -> tuple[float, float]:
     """Return the default learning rates of the warm start and of reinforcement learning.
 
-    A new policy is trained as the tests of the mazes found. A checkpoint is fine-tuned at the rate
-    of the publications (1e-6: DAPO, PACS, and MaxRL on POLARIS), and adapters at ten times that
-    ("LoRA Without Regret", Schulman et al. 2025). The critic of ppo learns by regression, at the
-    rate of the warm start: 1e-5 for a checkpoint, as in verl.
+    That of a new policy was found on mazes; a checkpoint has that of publications, and adapters ten
+    times that (docs/models.md). The critic of ppo has the rate of the warm start, as in verl.
     """
     if model.model is None:
         return 2e-3, 3e-4

@@ -25,12 +25,8 @@ def checkpoints_of(out: Path) -> list[Path]:
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
     """Return whether the run in this folder ended before its first step, so that the same command
-    may begin it again.
-
-    A run that was stopped within its warm start is not such a one: its checkpoint is resumed.
-    Neither is one that has a checkpoint, perhaps of a long warm start, and options that compute
-    something else than the options `now`, where they are
-    given: the command is another.
+    may begin it again; not within its warm start, which is resumed, nor with a checkpoint if the
+    options `now` compute something else.
     """
     found = [path.name for path in checkpoints_of(out)]
     try:

@@ -72,10 +72,9 @@ class Evaluation:
 class Evaluator:
     """Samples responses to the first prompts of a split, and scores them.
 
-    The ranks divide the prompts. The random numbers depend only on the seed, the prompt and the
-    sample, so two policies are evaluated with the same random numbers. A rank samples `chunk`
-    prompts at a time. If it `shares_engine`, a rank without prompts takes part in sampling for the
-    others.
+    The ranks divide the prompts, and each samples `chunk` prompts at a time. The random numbers
+    depend only on the seed, the prompt and the sample. If it `shares_engine`, a rank without
+    prompts takes part in sampling for the others.
     """
 
     engine: Engine

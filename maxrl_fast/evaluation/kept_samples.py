@@ -25,9 +25,8 @@ def sample_records(
     """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN
     becomes null.
 
-    The texts show special tokens, so that a wrong chat template and stray control tokens can be
-    seen. `answer` and `columns` are those of the prompt's line of the data set, cut where they are
-    long.
+    The texts show special tokens. `answer` and `columns` are of the prompt's line of the data set,
+    cut where they are long.
 
     Args:
         components: of each reward [S], by name; {} where there are none.

@@ -195,8 +195,8 @@ def build_engine(
 ) -> CheckedEngine:
     """Build a rollout engine with the model's weights: "native", "vllm", or a custom class.
 
-    vLLM samples `max_batch` responses at once, and must know at its start whether sampling
-    `filters_tokens` (top-k, top-p or min-p), for the log-probs. kv_cache_gb is in 1e9 bytes.
+    vLLM samples `max_batch` responses at once, and must know before whether sampling
+    `filters_tokens` (top-k, top-p, min-p). kv_cache_gb is in 1e9 bytes.
     """
     cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
     engine: Engine

@@ -149,10 +149,8 @@ def build_scorer(
     num_ranks: int = 1,
     output: RewardOutput | None = None,
 ) -> Scorer:
-    """Build the scorer: the task, functions in worker processes or in this one, or a reward model.
-
-    `functions` of this process are by their names among the rewards. Each of `num_ranks` processes
-    scores a part of the responses. `output` gets what worker processes print.
+    """Build the scorer: the task, functions in worker processes, whose output `output` gets, or of
+    this process (`functions`, by name), or a reward model. Each of `num_ranks` scores a part.
     """
     names = reward_names(options, task)
     if not names:

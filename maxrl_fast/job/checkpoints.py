@@ -130,10 +130,9 @@ class Checkpoints:
     def save(self, progress: Progress, learner: Learner) -> None:
         """Start to write a checkpoint, unless this step already has one.
 
-        The state is copied to the host, and a thread writes the copy while training continues. At
-        most one save is pending: the next save, a stop and the end of the run wait for it. With
-        sharded weights (FSDP2) the ranks write together, and this returns when the checkpoint is
-        written.
+        A thread writes a copy on the host while training continues; the next save, a stop and the
+        end of the run wait for it. With sharded weights (FSDP2) the ranks write together, and this
+        returns when the checkpoint is written.
 
         Raises:
             StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.

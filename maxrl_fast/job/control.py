@@ -34,8 +34,8 @@ class StopSignal:
     """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on
     all ranks.
 
-    A second signal stops immediately. A SIGHUP that is ignored at the start, as under nohup, stays
-    ignored. Outside the main thread, where Python allows no handlers, signals keep their handlers.
+    A second signal stops immediately. A SIGHUP that is ignored, as under nohup, stays ignored.
+    Outside the main thread, where Python allows no handlers, signals keep theirs.
     """
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
@@ -82,11 +82,11 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when a stage makes no progress for `limit` seconds, after its stacks have
-    been written to standard error, also those of threads that are blocked in C code.
+    """Ends this process when a stage makes no progress for `limit` seconds, after the stacks of all
+    threads have been written to standard error.
 
-    `report` sends the message to the other ranks. `ends_process` is False if the process outlives
-    the run, such as a notebook kernel.
+    `report` sends the message to the other ranks. `ends_process` is False where the process
+    outlives the run, as in a notebook.
     """
 
     def __init__(

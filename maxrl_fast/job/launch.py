@@ -65,8 +65,8 @@ class ExitStatus:
 class Job:
     """A resolved configuration, its task, and where it runs.
 
-    `watch` reports a failure to the other ranks. `functions` are by the names under which --reward
-    lists them. A run without progress for --stall-limit seconds ends its process if `ends_process`.
+    `watch` reports a failure to the other ranks. `functions` are by their names in --reward. A run
+    without progress for --stall-limit seconds ends its process if `ends_process`.
     """
 
     config: ResolvedConfig
@@ -253,10 +253,8 @@ def describe_start(context: RunContext, saved: Saved | None) -> list[str]:
 
 
 def check_rewards(collector: RolloutCollector) -> str:
-    """Score two short rollouts of each of the first two prompts, so that a broken reward fails
-    before the warm start.
-
-    Returns a warning if some rewards failed, else "". All ranks must call this.
+    """Score two short rollouts of each of the first two prompts; return a warning if some rewards
+    fail, else "". All ranks must call this.
 
     Raises:
         RewardError: if all rewards fail.

@@ -68,9 +68,8 @@ def first_groups(prompts: Prompts, count: int) -> Tensor:
     """Return the indices of `count` prompts, int64 on the host: the ones with the smallest
     checksums of their tokens.
 
-    The prompts are on the host. The choice depends only on the tokens: about half of the prompts
-    chosen in one epoch of a data set are chosen again in the next, however it is shuffled. By
-    chance it would be one in G.
+    The prompts are on the host. About half of those chosen in one epoch of a data set are chosen
+    again in the next, however it is shuffled.
     """
     checksums = [
         zlib.crc32(tokens.numpy().tobytes())

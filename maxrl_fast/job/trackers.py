@@ -14,9 +14,8 @@ PROJECT = "maxrl_fast"
 class Tracker:
     """A run of wandb or trackio, named after its folder `out`, also when resumed.
 
-    The tracker decides how to show repeated steps (wandb ignores steps that go backwards). It has
-    the methods of TensorBoard; samples are not sent. A failure during the run is a warning,
-    and the last thing that it does.
+    It has the methods of TensorBoard; samples are not sent. The tracker decides how to show steps
+    that a resumed run repeats. After a failure in the run, a warning, nothing is sent.
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any], warn: Callable[[str], None]):

@@ -14,7 +14,7 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     """Return the groups of at least two runs whose options differ in their seeds alone: their
     places and a name, from the first options in `named`.
 
-    The same seed twice is a repetition, which says nothing about other seeds and does not count.
+    The same seed twice is a repetition, which does not count.
     """
     members: dict[str, list[int]] = {}
     seeds: Counter[tuple[str, str]] = Counter()

@@ -141,6 +141,8 @@ def _fix(name: str, given: Sequence[str], extra: Sequence[str]) -> str:
         return f"rename it to `{own}`"
     if (one := name.removesuffix("s")) in extra:
         return f"rename it to `{one}`, or ask for `completions` and return a list"
+    if name == "environments":
+        return "environments live in other processes; return the reward from their get_reward(self)"
     if name in NOT_GIVEN:
         return "this trainer does not give it; leave it out, or give it a default"
     close = get_close_matches(name, extra, n=1, cutoff=0.5)

@@ -38,9 +38,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype for "float32", "bfloat16" or "auto": bfloat16 on a GPU that supports it,
     else float32.
 
-    "auto" is never bfloat16 on a CPU: even with bfloat16 instructions, which make matrix
-    multiplications faster, a small policy's whole step was slower (bench/README.md). Nothing is
-    timed, so a machine always computes the same numbers.
+    "auto" is never bfloat16 on a CPU, where a small policy's whole step was slower, even with
+    bfloat16 instructions (bench/README.md). Nothing is timed: a machine's numbers stay the same.
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

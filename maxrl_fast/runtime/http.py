@@ -26,7 +26,7 @@ def request_json(
 ) -> T:
     """Return `read` of the JSON reply to a GET request, or to a POST with a body.
 
-    A proxy is not used, because the server is near, and a redirection is not followed.
+    Proxies are not used, and redirections not followed.
 
     Raises:
         RequestError: if the whole reply has not come within `seconds`, it has more than

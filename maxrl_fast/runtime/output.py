@@ -38,9 +38,8 @@ def protect_output() -> None:
     """Make sys.stdout and sys.stderr drop what cannot be written instead of raising, also at
     interpreter exit.
 
-    Later writes succeed again if they can, as on a disk that has space again. Characters that the
-    encoding lacks are escaped. Streams that a caller has replaced, such as a notebook's, are left
-    alone.
+    Later writes are tried again. Characters that the encoding lacks are escaped. Streams that a
+    caller has replaced, such as a notebook's, are left alone.
     """
     for descriptor in range(3):
         try:

@@ -163,8 +163,7 @@ def exit_process(code: int) -> NoReturn:
     """Exit a torchrun process after its atexit functions, without tearing down the interpreter.
 
     A gloo thread may still release a Python tensor, which aborts the process during teardown
-    (pytorch issue 190489). Destroying the process group would end the thread, but FSDP2's caches
-    keep the group alive.
+    (pytorch issue 190489), and FSDP2's caches keep its process group alive.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

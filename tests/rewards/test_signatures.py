@@ -221,3 +221,8 @@ def test_numbers_of_other_types_and_dicts_of_verl_are_rewards(value, result):
     assert result_of(value) == result
     for text in (sympy.Symbol("x"), 1j, "1", {"a": "1", "b": 2}):
         assert "must be a number" in result_of(text)["message"]
+
+
+def test_a_function_of_environments_is_told_where_its_reward_goes():
+    found = signature_of(lambda environments, **columns: [])
+    assert "return the reward from their get_reward(self)" in mismatch(found, rows("a")[0])

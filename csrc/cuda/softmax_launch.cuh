@@ -10,10 +10,10 @@ namespace maxrl::cuda {
 constexpr int kMaxClusterSize = 8;  // more is not portable
 // Of a row for one warp, at most: all rows at work fit into the L2 cache.
 constexpr int64_t kWarpRowBytes = 8 << 10;
-// Bytes of a row's part in a block's shared memory, at most: with 40 KiB four blocks of a
-// multiprocessor hide each other's waits.
+// Bytes of a row's part in a block's shared memory, at most. On an H200 rows of 64 KB took 13% less
+// time in one block than in a cluster of two, and rows of 300 KB the same in clusters of 4 and 8.
 #ifndef MAXRL_STORAGE
-#define MAXRL_STORAGE 40960
+#define MAXRL_STORAGE 73728
 #endif
 
 // A launch on the present device.

@@ -111,8 +111,8 @@ class MajorityVote(RewardSource):
     """Reward 1 for the most frequent answer among the responses to a prompt, 0 for the others (SRT,
     Shafayat et al. 2025; TTRL, Zuo et al. 2025).
 
-    Answers are compared as text. Responses without an answer do not vote and get 0; of equally
-    frequent answers the one that was sampled first wins.
+    Answers are compared as text. Responses without an answer do not vote; a tie goes to the answer
+    that was sampled first.
 
     Args:
         answer: returns the answer in a response, "" if it has none, such as Task.answer.

@@ -22,6 +22,7 @@ POWER_OF_TEN = (  # 1.5 \times 10^{-7}, 1.5e-7 and 1e-05, but not 2e-1, which is
     r"(?<![\w.^])(?:(\d+(?:\.\d+)?)\s*\\(?:times|cdot)\s*)?10\^(?:\{(-?\d\d?)\}|(\d\d?)\b)"
     r"|(?<![\w.])(?:(\d+\.\d+)[eE]|(\d+)(?:E|e(?=\+|-0|\d)))([+-]?\d\d?)(?![\w.])"
 )
+SCALES = {"thousand": 3, "million": 6, "billion": 9}
 UNITS = {
     word: (kind, int(size))
     for kind, units in enumerate(
@@ -65,6 +66,9 @@ def _plain(text: str) -> str:
     text = re.sub(THOUSANDS, lambda found: re.sub(r"\D", "", found[0]), text)
     text = re.sub(rf"(?<![\w.}}^/])(\d+){SPACE}+(\d+) */ *(\d+)(?![\w.])", r"(\1+\2/\3)", text)
     text = re.sub(rf"(\d){SPACE}+(?=\\[dtc]?frac)", r"\1", text)  # both are mixed numbers
+    for scale, power in SCALES.items():
+        many = rf"\1 \\times 10^{{{power}}}\2"
+        text = re.sub(rf"(\d){SPACE}*(\\text\{{)? *{scale}\b", many, text)
     return re.sub(POWER_OF_TEN, _decimal, text)
 
 
@@ -109,6 +113,5 @@ def _parsed(answer: str) -> list[Any]:
         depth.append(depth[-1] + (c in "([{") - (c in ")]}"))
     if max(depth) > MOST_NESTED or TOO_LARGE.search(answer):
         return []
-    # 5 dollars, but not 5 million
-    answer = re.sub(r"(?<=[\d)])\s+(?!thousand|\w+illion)[a-z]{3,}(?: [a-z]+)*$", "", answer)
+    answer = re.sub(r"(?<=[\d)])\s+[a-z]{3,}(?: [a-z]+)*$", "", answer)  # 5 dollars
     return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None)

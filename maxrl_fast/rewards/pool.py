@@ -348,11 +348,7 @@ class RewardPool(RewardSource):
         return scores
 
     def _start(self) -> None:
-        """Start the workers and wait until all have loaded the function.
-
-        Raises:
-            StartError: if one cannot.
-        """
+        """Start the workers; raise StartError if one cannot load the function."""
         # Environments live in their workers: call NUMBER is for worker NUMBER modulo their number.
         num_queues = self._num_workers if self.is_environment else 1
         self._calls, self._results = [Queue() for _ in range(num_queues)], Queue()

@@ -37,9 +37,7 @@ GRACE = 1.0  # seconds for a worker to answer after its async calls have reached
 
 
 def main() -> None:
-    """Load and serve until the trainer closes the connection. `pool.py` passes the settings in
-    sys.argv.
-    """
+    """Load and serve while the trainer is connected, with the settings in sys.argv."""
     settings = loads(sys.argv.pop(1))
     del sys.argv[1:]
     connection = socket.socket(fileno=settings["connection"])
@@ -147,7 +145,7 @@ def set_soft_limit(which: int, value: int) -> None:
 
 
 def data_size() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts: private memory that can be written.
+    """Return the bytes of this process that RLIMIT_DATA counts: private writable memory.
 
     RLIMIT_AS would also count what is only reserved: 1 GB for 16 threads that do nothing.
     """
@@ -156,7 +154,7 @@ def data_size() -> int:
 
 
 def has_children() -> bool:
-    """Return whether processes that this one has started run. Those that have ended are reaped."""
+    """Return whether children of this process run, and reap those that have ended."""
     try:
         while waitid(P_ALL, 0, WEXITED | WNOHANG):
             pass

@@ -19,7 +19,7 @@ from maxrl_fast.training.learner import Learner, UpdateMetrics, frozen_copy
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.sharding import distribute
+from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 
@@ -73,7 +73,10 @@ def one_update(
     model.checkpoint_activations = options.get("checkpoint_activations", False)
     reference = frozen_copy(tiny_decoder(seed=1))
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
-    module = distribute(model, reference, ranks, dtype, sharding == "full")
+    if sharding == "full" and ranks.size > 1:
+        for policy in (model, reference):
+            shard(policy, dtype, torch.device("cpu"))
+    module = distribute(model, ranks, dtype)
     if options.get("every_pass"):  # as where its memory is short
         model.keeps_gradients = False
     samples, advantages = step_inputs(options.get("turns", False))

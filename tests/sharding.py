@@ -42,10 +42,12 @@ def run_alone(device: str, folder: Path) -> None:
 def trained(dtype, device, sharded):
     """Return the learner after two updates in several micro-batches, their samples and metrics, and
     the change of all weights."""
-    model = tiny_decoder(model_type="qwen3", **SIZES).to(device)
-    before = [weight.detach().clone() for weight in model.parameters()]
+    model = tiny_decoder(model_type="qwen3", **SIZES)
+    before = [weight.detach().to(device, copy=True) for weight in model.parameters()]
     if sharded:
-        shard(model, dtype)
+        shard(model, dtype, device)
+    else:
+        model.to(device)
     # CUDA graphs are captured while NCCL's watchdog runs
     engine = NativeEngine(model, dtype, cache_bytes=2**25)
     request = RolloutRequest(PROMPTS.to(device), 4, Sampling(1.0, 9, (3,)), 1, 1)

@@ -1,9 +1,9 @@
 """Estimates of the memory of a run: bytes of each process, by what they are for, in the phases of a
 step.
 
-The phases do not add up. "start" is before the first step: all weights are on every device, not
-sharded yet, and the rollout engine samples a few responses. In "rollout" the engine samples. In
-"update" the policy trains, and the engine has freed what it can (`Engine.sleep`).
+The phases do not add up. "start" is before the first step: weights go to the device, and the
+rollout engine samples a few responses. In "rollout" the engine samples. In "update" the policy
+trains, and the engine has freed what it can (`Engine.sleep`).
 """
 
 import torch
@@ -52,8 +52,10 @@ def estimate_memory(
     weights, trained = count(model), count(model, is_trained=True)
     needs, loss, options = objective_of(config).needs, config.loss, config.rollout
     copies_policy = loss.reference is None and loss.teacher_prompt is None
-    # the reference and the critic share the policy's frozen weights
-    reference = trained if copies_policy and (loss.kl_coef or needs.reference) else 0
+    is_sharded = config.run.sharding == "full" and machine.processes > 1
+    # the reference and the critic share the policy's frozen weights, unless sharded
+    own = weights - trained if is_sharded else 0
+    reference = trained + own if copies_policy and (loss.kl_coef or needs.reference) else 0
     critic = num_critic_weights(model) if needs.critic else 0
     frozen = sum(p.nbytes for p in teacher.parameters()) if teacher else 0
     state = {  # at the start, and from the first update on
@@ -62,16 +64,20 @@ def estimate_memory(
         "Adam moments (float32)": (0, 8 * trained),
         "reference policy (float32)": (4 * reference, 4 * reference),
         f"teacher ({config.run.dtype})": (frozen, frozen),
-        "critic (float32)": (4 * critic, 4 * critic),
+        "critic (float32)": (4 * (critic + own * needs.critic),) * 2,
         "critic's gradients and Adam moments (float32)": (0, 12 * critic),
     }
     part, sharded = 1.0, ""
-    if config.run.sharding == "full" and machine.processes > 1:
+    if is_sharded:
         part, sharded = 1 / machine.processes, f", 1/{machine.processes} of them (FSDP2)"
     memory: dict[str, Phases] = {
-        f"{name}{sharded}": (start, later * part, later * part)
+        f"{name}{sharded}": (start * part, later * part, later * part)
         for name, (start, later) in state.items()
     }
+    if is_sharded:  # of one layer, or outside the layers
+        layers = [count(block) for block in model.blocks]
+        largest = 4 * max(*layers, weights - sum(layers))
+        memory["weights that are sharded at a time (float32)"] = (largest, 0, 0)
     memory |= _of_engine(config, task, model, machine)
     # every process has all of them: a token in int64 and its log-prob in float32
     responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)

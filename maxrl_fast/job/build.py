@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.checks import correction_of
+from maxrl_fast.config.checks import correction_of, objective_of
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
@@ -40,8 +40,8 @@ NOT_OF_LOSS = ("reference", "teacher_prompt")  # of LossOptions
 class RunContext:
     """What a run consists of, made once: its configuration, and the large objects of it.
 
-    policy, teacher: on their device, the same on all ranks. teacher: the frozen checkpoint of
-    --reference, if there is one.
+    policy, teacher: on their device, the same on all ranks or sharded. teacher: the frozen
+    checkpoint of --reference, if there is one. copies: `build_copies` of a sharded policy.
     """
 
     config: ResolvedConfig
@@ -53,6 +53,7 @@ class RunContext:
     teacher: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
     clock: Stopwatch = field(default_factory=Stopwatch)
+    copies: "tuple[PolicyModel | None, PolicyModel | None] | None" = None
 
     @property
     def device(self) -> torch.device:
@@ -150,25 +151,31 @@ def build_teacher_prompts(
     return TeacherPrompts(task, source, limit)
 
 
+def build_copies(
+    config: ResolvedConfig, policy: PolicyModel, teacher: PolicyModel | None, to_shard: bool = False
+) -> tuple[PolicyModel | None, PolicyModel | None]:
+    """Return the reference policy and the critic's model, if the run needs them; on a policy that
+    is sharded next, `to_shard`, in the same memory."""
+    needs, reference = objective_of(config).needs, teacher
+    # with another prompt the policy itself, as it is at each step, is the teacher
+    needs_copy = config.loss.kl_coef or needs.reference
+    if teacher is None and needs_copy and config.loss.teacher_prompt is None:
+        reference = frozen_copy(policy, to_shard)
+    return reference, critic_model(policy, to_shard) if needs.critic else None
+
+
 def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
-    """Build the trainer and its warm start, which train one policy; with --sharding full its
-    weights and the teacher's are sharded in place.
-    """
+    """Build the trainer and its warm start, which train one policy."""
     config, task, policy, ranks = context.config, context.task, context.policy, context.ranks
     objective, teacher, options = context.objective, context.teacher, config.optimizer
-    dtype, is_sharded = dtype_of(config), config.run.sharding == "full"
+    dtype, critic = dtype_of(config), None
     correction, numbers = correction_of(config)
-    reference, critic = teacher, None
-    # with another prompt the policy itself, as it is at each step, is the teacher
-    needs_copy = config.loss.kl_coef or objective.needs.reference
-    if teacher is None and needs_copy and config.loss.teacher_prompt is None:
-        reference = frozen_copy(policy)
-    if objective.needs.critic:  # a copy of the policy, whose weights are not sharded yet
-        of_critic, trained = config.objective.options, critic_model(policy)
-        module = distribute(trained, None, ranks, dtype, is_sharded)
+    reference, trained = context.copies or build_copies(config, policy, teacher)
+    if trained is not None:
+        of_critic, module = config.objective.options, distribute(trained, ranks, dtype)
         optimizer = make_optimizer(trained, options.beta2, options.weight_decay)
         critic = Critic(trained, optimizer, of_critic["critic_lr"], of_critic["value_clip"], module)
-    module = distribute(policy, reference, ranks, dtype, is_sharded)
+    module = distribute(policy, ranks, dtype)
     learner = Learner(
         policy,
         make_optimizer(policy, options.beta2, options.weight_decay),

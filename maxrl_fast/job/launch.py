@@ -13,7 +13,13 @@ from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run, estimate
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
-from maxrl_fast.job.build import RunContext, build_collector, build_teacher_prompts, build_trainer
+from maxrl_fast.job.build import (
+    RunContext,
+    build_collector,
+    build_copies,
+    build_teacher_prompts,
+    build_trainer,
+)
 from maxrl_fast.job.build_policy import (
     build_policy,
     build_policy_files,
@@ -45,7 +51,7 @@ from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
-from maxrl_fast.training.sharding import is_sharded
+from maxrl_fast.training.sharding import is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 
 NUM_PROMPTS, NUM_ROLLOUTS, MAX_TOKENS = 2, 2, 256  # of check_rewards
@@ -162,8 +168,14 @@ class Job:
         teacher_prompts = build_teacher_prompts(config, task, teacher or policy)
         if teacher_prompts is not None and not saved:
             teacher_prompts.check()
-        policy = policy.to(device)
-        teacher = None if teacher is None else teacher.to(device)
+        copies = None
+        if config.run.sharding == "full":
+            copies = build_copies(config, policy, teacher, to_shard=True)
+            for model in filter(None, (policy, *copies)):
+                shard(model, dtype_of(config), device)
+        else:
+            policy = policy.to(device)
+            teacher = None if teacher is None else teacher.to(device)
         # before the comparison, so that it uses the attention that will run
         lines = choose(
             device, dtype_of(config), policy.head_sizes, lambda failed: ranks.any(failed, device)
@@ -186,7 +198,8 @@ class Job:
         clock = Stopwatch(saved.progress.seconds if saved else None)
         scorer.beat = clock.beat
         objective = objective_of(config)
-        context = RunContext(config, task, objective, policy, engine, scorer, teacher, ranks, clock)
+        whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
+        context = RunContext(*whole)
         return context, [*lines, f"rollout engine: {engine.describe()}"]
 
     def _check_rewards(self, context: RunContext) -> RewardError | None:

@@ -22,8 +22,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
 from maxrl_fast.model.layer_kernels import choose_rows
-from maxrl_fast.model.linear import LoraLinear, merged_weights
-from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
+from maxrl_fast.model.linear import merged_weights
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes, parameters_like
 from maxrl_fast.ops.logit_chunks import output_product
 
 
@@ -52,6 +52,7 @@ class HuggingFacePolicy(PolicyModel):
                 _mix(module, _Embedding)
             elif id(module) not in in_blocks and module is not self.body and module._parameters:
                 _mix(module, _Cast)
+        _mix(self.lm_head, _Cast)
         for i, block in enumerate(blocks):
             _mix(block, _Block)
             block.block_index = i
@@ -126,6 +127,9 @@ class HuggingFacePolicy(PolicyModel):
         change: applied to the hidden states [L, H] before the output layer.
         """
         found: list[Tensor] = []
+        if self.bare:  # the weights outside the layers, which gather theirs
+            sharded: Any = self
+            sharded.unshard()
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             found.append(change(output[0][0]))
@@ -160,14 +164,13 @@ class HuggingFacePolicy(PolicyModel):
             own[name].copy_(weight)
 
     def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """Return a frozen copy, for `copy_weights`; buffers keep their dtype."""
-        other = copy.deepcopy(self).requires_grad_(False)
+        """Return a frozen copy, for `copy_weights`; buffers keep their dtype. With sharded weights
+        all ranks must call this."""
+        device, (own,) = self.lm_head.weight.device, self.bare or (self,)
+        zeros = parameters_like(own, lambda x: torch.zeros_like(x, dtype=dtype, device=device))
+        other = copy.deepcopy(own, zeros).requires_grad_(False).to(device)
         other.checkpoint_activations = False
-        for parameter in other.parameters():
-            parameter.data, parameter.grad = parameter.data.to(dtype), None
-        for module in other.modules():
-            if isinstance(module, LoraLinear):
-                module.lora_b.zero_()
+        other.copy_weights(self)
         return other
 
 

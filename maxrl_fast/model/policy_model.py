@@ -40,6 +40,7 @@ class PolicyModel(nn.Module):
     softcap = 0.0
     checkpoint_activations = False
     keeps_gradients = False  # of a whole update on each rank, though sharded
+    bare: "tuple[PolicyModel, ...]" = ()  # of a sharded policy: itself, unsharded, without weights
 
     @property
     def head_sizes(self) -> tuple[int, int, int]:
@@ -99,6 +100,14 @@ class PolicyModel(nn.Module):
 
     def compile_layers(self) -> None:
         raise InputError("--compile is for the native decoder, got a policy of transformers")
+
+
+def parameters_like(
+    model: nn.Module, make: Callable[[Tensor], Tensor] = lambda x: x
+) -> dict[int, nn.Parameter]:
+    """Return new parameters, by default in the same memory, by the ids of the model's: with these
+    `copy.deepcopy(model, ...)` copies no weights."""
+    return {id(p): nn.Parameter(make(p.detach()), p.requires_grad) for p in model.parameters()}
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

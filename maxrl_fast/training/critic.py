@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.policy_model import PolicyModel, parameters_like
 
 
 class ValueHead(nn.Module):
@@ -17,16 +17,15 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size, device=device))
 
 
-def critic_model(policy: PolicyModel) -> PolicyModel:
+def critic_model(policy: PolicyModel, to_shard: bool = False) -> PolicyModel:
     """Copy an unsharded policy, with a value head as last layer.
 
     The critic trains what the policy trains; weights that are never trained, as under adapters, are
-    shared with the policy.
+    shared with the policy; all are if both are sharded next.
     """
-    kept = {id(p): p for p in policy.parameters() if not p.requires_grad} | {
-        id(policy.lm_head): policy.lm_head
-    }
-    critic = copy.deepcopy(policy, kept)
+    shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    shared = parameters_like(policy) if to_shard else shared
+    critic = copy.deepcopy(policy, {**shared, id(policy.lm_head): policy.lm_head})
     critic.set_output(ValueHead(policy.config.hidden_size, policy.lm_head.weight.device))
     return critic
 

@@ -12,6 +12,7 @@ from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
+from maxrl_fast.training.sharding import reshard
 
 LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
 ENGINE_LIMIT = 0.3  # nats per token on average; bfloat16 and routers account for a tenth of this
@@ -65,6 +66,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
             f"log-probs differ by up to {most:.2g} nats from the model's own forward pass"
         )
     check_head(policy, tokens)
+    reshard(policy)
     return (
         f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, "
         f"with their prompts of up to {longest} tokens)"
@@ -92,6 +94,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
         own = _logprobs(
             policy, [tokens.tolist()], [response.tolist() for response in responses], device
         )
+    reshard(policy)
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
         raise InputError(
@@ -142,7 +145,8 @@ def _logprobs(
         torch.arange(len(responses))
     )
     hidden = run_batch(policy, batch, torch.float32)
-    return linear_token_logprobs(hidden, policy.output_matrix, batch.targets, **policy.scaling())[0]
+    matrix = policy.output_matrix.float()  # sharded weights are gathered in the compute dtype
+    return linear_token_logprobs(hidden, matrix, batch.targets, **policy.scaling())[0]
 
 
 def _of(logits: Tensor, targets: Tensor) -> Tensor:

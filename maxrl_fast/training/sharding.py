@@ -1,5 +1,6 @@
 """The policy on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.linear import local_shard
+from maxrl_fast.model.policy_model import PolicyModel, parameters_like
 from maxrl_fast.runtime.device import Machine, memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
@@ -48,32 +50,23 @@ def gradients_fit(model: PolicyModel, machine: Machine) -> bool:
     return _bytes(model, 8 + 4 * part, 4 + part) <= machine.memory / 2
 
 
-def distribute(
-    model: PolicyModel,
-    reference: PolicyModel | None,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    sharded: bool,
-) -> nn.Module:
+def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
     """Return the module that all ranks run forward and backward together; its gradients are means
     over the ranks.
 
     Args:
-        model, reference: on their device, equal on all ranks; sharded in place if `sharded`.
-        dtype: of the computation; sharded weights are gathered in it.
+        model: on its device, equal on all ranks or sharded (`shard`).
+        dtype: of the computation.
     """
     if ranks.size == 1:
         return model
-    if not sharded:
+    weight = model.lm_head.weight
+    if local_shard(weight) is weight:
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         _arrange_buckets(module, model, dtype)
         return module
-    device = model.lm_head.weight.device
-    fit = gradients_fit(model, Machine.here(device, ranks.size))
-    model.keeps_gradients = not ranks.any(not fit, device)
-    for policy in (model, reference):
-        if policy is not None:
-            shard(policy, dtype)
+    fit = gradients_fit(model, Machine.here(weight.device, ranks.size))
+    model.keeps_gradients = not ranks.any(not fit, weight.device)
     return model
 
 
@@ -99,13 +92,17 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
     module.zero_grad(set_to_none=False)
 
 
-def shard(model: PolicyModel, dtype: torch.dtype) -> None:
-    """Shard every weight in place (FSDP2); a layer's are gathered while it computes."""
+def shard(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Shard every weight in place (FSDP2); a layer's are gathered in `dtype` while it computes.
+
+    From the host one layer at a time goes to the device, where only its shards stay.
+    """
     # imported here: they take most of a second
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    device = model.lm_head.weight.device
+    # FSDP2's modules cannot be copied
+    model.bare = (copy.deepcopy(model, parameters_like(model, lambda x: x.to("meta"))),)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,

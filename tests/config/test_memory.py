@@ -45,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
             for y in ((args, kwargs), out)
         )
         for key, x in made.items():
-            if key not in given and key not in self.live:
+            if key not in given and key not in self.live and not x.is_meta:
                 self.live[key] = x.untyped_storage().nbytes()
                 self.now += self.live[key]
                 self.peak = max(self.peak, self.now)
@@ -161,7 +161,7 @@ def big(*flags):
     return build_policy(resolve(config, task), task, is_empty=True)
 
 
-def test_sharding_divides_the_training_state_after_the_start():
+def test_sharding_divides_the_training_state():
     model, machine, weights = (
         big(),
         Machine("cuda", 8, 80 * 10**9),
@@ -175,8 +175,9 @@ def test_sharding_divides_the_training_state_after_the_start():
             size * weights / 8,
             size * weights / 8,
         )
-    # they are sharded after the start
-    assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == 4 * weights
+    assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == weights / 2
+    layer = sum(p.numel() for p in model.blocks[0].parameters())
+    assert sharded["weights that are sharded at a time (float32)"] == (4 * layer, 0, 0)
     assert "gathered weights" in sharded
     assert sharded["gradients before they are reduced"][2] > 4 * weights
     assert "gathered weights" not in whole

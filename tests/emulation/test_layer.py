@@ -224,7 +224,7 @@ def test_sharded_weights_have_the_same_gradients():
     try:
         for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.05)):
             sharded, names = copy.deepcopy(model), []
-            shard(sharded, dtype)
+            shard(sharded, dtype, torch.device("cpu"))
             with watched_gpu(names):
                 actual = [full_tensor(x) for x in trained(sharded, dtype)]
             assert names.count("swiglu_backward") == names.count("rotate_heads_backward") == 2

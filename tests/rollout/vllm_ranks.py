@@ -62,9 +62,9 @@ def main(tensor_parallel):
         ):
             model = policy(seed, with_adapters)
             if is_sharded:
-                shard(model, torch.float32)
+                shard(model, torch.float32, torch.device("cpu"))
             else:
-                distribute(model, None, ranks, torch.float32, sharded=False)
+                distribute(model, ranks, torch.float32)
             engine.load_weights(model)
             rollouts = engine.generate(RolloutRequest(own, NUM_SAMPLES, SAMPLING, 0, seed))
             assert len(rollouts) == NUM_SAMPLES * len(own)

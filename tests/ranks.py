@@ -15,7 +15,7 @@ from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
-from maxrl_fast.training.learner import Learner, UpdateMetrics, frozen_copy
+from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 from maxrl_fast.training.optimizer import make_optimizer
@@ -71,7 +71,7 @@ def one_update(
                     parameter, std=0.3, generator=torch.Generator().manual_seed(0)
                 )
     model.checkpoint_activations = options.get("checkpoint_activations", False)
-    reference = frozen_copy(tiny_decoder(seed=1))
+    reference = tiny_decoder(seed=1).requires_grad_(False)
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
     if sharding == "full" and ranks.size > 1:
         for policy in (model, reference):

@@ -39,8 +39,8 @@ def describe_run(
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     if ranks.size > 1:
-        weights = "a part of the weights (FSDP2)"
-        weights = weights if config.run.sharding == "full" else "all weights (DDP)"
+        is_full = config.run.sharding == "full"
+        weights = "a part of the weights (FSDP2)" if is_full else "all weights (DDP)"
         where += f", one of {ranks.size} processes, each with {weights}"
     attention = kernel_name(device, dtype, model.config.head_dim)
     called = kernel_for(device, dtype, model.config.head_dim).name

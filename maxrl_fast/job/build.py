@@ -11,7 +11,7 @@ from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import build_sampling, dtype_of
 from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward
-from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.ranks import Ranks
@@ -22,7 +22,7 @@ from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.critic import Critic, critic_model
-from maxrl_fast.training.learner import Learner, frozen_copy
+from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -152,16 +152,16 @@ def build_teacher_prompts(
 
 
 def build_copies(
-    config: ResolvedConfig, policy: PolicyModel, teacher: PolicyModel | None, to_shard: bool = False
+    config: ResolvedConfig, policy: PolicyModel, teacher: PolicyModel | None, make: Change = None
 ) -> tuple[PolicyModel | None, PolicyModel | None]:
-    """Return the reference policy and the critic's model, if the run needs them; on a policy that
-    is sharded next, `to_shard`, in the same memory."""
+    """Return the reference policy and the critic's model, if the run needs them; `make` as for
+    PolicyModel.copied."""
     needs, reference = objective_of(config).needs, teacher
     # with another prompt the policy itself, as it is at each step, is the teacher
     needs_copy = config.loss.kl_coef or needs.reference
     if teacher is None and needs_copy and config.loss.teacher_prompt is None:
-        reference = frozen_copy(policy, to_shard)
-    return reference, critic_model(policy, to_shard) if needs.critic else None
+        reference = policy.copied(make).requires_grad_(False)
+    return reference, critic_model(policy, make) if needs.critic else None
 
 
 def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:

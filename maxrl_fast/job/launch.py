@@ -168,33 +168,25 @@ class Job:
         teacher_prompts = build_teacher_prompts(config, task, teacher or policy)
         if teacher_prompts is not None and not saved:
             teacher_prompts.check()
-        copies = None
+        copies, dtype = None, dtype_of(config)
         if config.run.sharding == "full":
-            copies = build_copies(config, policy, teacher, to_shard=True)
+            # in the same memory until each is sharded
+            copies = build_copies(config, policy, teacher, lambda x: x)
             for model in filter(None, (policy, *copies)):
-                shard(model, dtype_of(config), device)
+                shard(model, dtype, device)
         else:
-            policy = policy.to(device)
-            teacher = None if teacher is None else teacher.to(device)
+            for model in filter(None, (policy, teacher)):
+                model.to(device)
         # before the comparison, so that it uses the attention that will run
-        lines = choose(
-            device, dtype_of(config), policy.head_sizes, lambda failed: ranks.any(failed, device)
-        )
+        lines = choose(device, dtype, policy.head_sizes, lambda failed: ranks.any(failed, device))
         lines.append(compare_policy(policy))
         if teacher is not None:
             compare_policy(teacher)
         engine = build_run_engine(config, policy, task, ranks)
         if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
             lines.append(compare_engine(policy, engine, config.rollout.rollout))
-        scorer = build_scorer(
-            config.reward,
-            task,
-            device,
-            dtype_of(config),
-            self.functions,
-            ranks.size,
-            output if ranks.is_first else None,
-        )
+        given = config.reward, task, device, dtype, self.functions, ranks.size
+        scorer = build_scorer(*given, output if ranks.is_first else None)
         clock = Stopwatch(saved.progress.seconds if saved else None)
         scorer.beat = clock.beat
         objective = objective_of(config)

@@ -274,21 +274,14 @@ def _add_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def _share_frozen(learner: Learner) -> None:
     """Copy frozen weights to the reference and the critic, which do not share them if sharded."""
-    frozen = {
-        name: weight
-        for name, weight in learner.model.named_parameters()
-        if not weight.requires_grad
-    }
-    copies = [
-        learner.reference if learner.copies_policy else None,
-        None if learner.critic is None else learner.critic.model,
-    ]
+    weights = dict(learner.model.named_parameters())
+    models = [learner.reference if learner.copies_policy else None]
+    models += [learner.critic.model] if learner.critic else []
     with torch.no_grad():
-        for model in (copy for copy in copies if copy is not None):
+        for model in filter(None, models):
             for name, own in model.named_parameters():
-                # skips the critic's value head, which is trained
-                if name in frozen and not own.requires_grad:
-                    own.copy_(frozen[name])
+                if not own.requires_grad and not weights[name].requires_grad:
+                    own.copy_(weights[name])
 
 
 def _names(folder: Path) -> set[str]:

@@ -5,7 +5,6 @@ Parameters are the float32 master weights; each layer casts them to the compute 
 mixtures of experts compute in float32. Dropout is off.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from maxrl_fast.model import huggingface_attention
 from maxrl_fast.model.huggingface_attention import NAME, Pass, within
 from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.linear import merged_weights
-from maxrl_fast.model.policy_model import PolicyModel, PolicySizes, parameters_like
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops.logit_chunks import output_product
 
 
@@ -167,9 +166,10 @@ class HuggingFacePolicy(PolicyModel):
         """Return a frozen copy, for `copy_weights`; buffers keep their dtype. With sharded weights
         all ranks must call this."""
         device, (own,) = self.lm_head.weight.device, self.bare or (self,)
-        zeros = parameters_like(own, lambda x: torch.zeros_like(x, dtype=dtype, device=device))
-        other = copy.deepcopy(own, zeros).requires_grad_(False).to(device)
-        other.checkpoint_activations = False
+        other: HuggingFacePolicy = own.copied(
+            lambda x: torch.zeros_like(x, dtype=dtype, device=device)
+        )
+        other.requires_grad_(False).to(device).checkpoint_activations = False
         other.copy_weights(self)
         return other
 

@@ -1,5 +1,6 @@
 """What training, rollouts and checkpoints need of a policy."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.errors import InputError
+
+Change = Callable[[Tensor], Tensor] | None  # of each weight
 
 
 @dataclass(frozen=True)
@@ -94,20 +97,23 @@ class PolicyModel(nn.Module):
         """
         raise NotImplementedError
 
+    def copied(self, make: Change = None, *shared: nn.Module) -> Any:
+        """Copy an unsharded policy with `make` of its weights; by default those that are trained
+        are copied. The others and the modules `shared` are shared."""
+        memo: dict[int, Any] = {id(x): x for x in shared}
+        for p in self.parameters():
+            if make is not None:
+                memo[id(p)] = nn.Parameter(make(p.detach()), p.requires_grad)
+            elif not p.requires_grad:
+                memo[id(p)] = p
+        return copy.deepcopy(self, memo)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] float32 of hidden states [R, H]."""
         raise NotImplementedError
 
     def compile_layers(self) -> None:
         raise InputError("--compile is for the native decoder, got a policy of transformers")
-
-
-def parameters_like(
-    model: nn.Module, make: Callable[[Tensor], Tensor] = lambda x: x
-) -> dict[int, nn.Parameter]:
-    """Return new parameters, by default in the same memory, by the ids of the model's: with these
-    `copy.deepcopy(model, ...)` copies no weights."""
-    return {id(p): nn.Parameter(make(p.detach()), p.requires_grad) for p in model.parameters()}
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

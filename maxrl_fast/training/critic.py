@@ -1,12 +1,11 @@
 """The critic of PPO: a copy of the policy with a value head, and its loss."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.model.policy_model import PolicyModel, parameters_like
+from maxrl_fast.model.policy_model import Change, PolicyModel
 
 
 class ValueHead(nn.Module):
@@ -17,15 +16,10 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size, device=device))
 
 
-def critic_model(policy: PolicyModel, to_shard: bool = False) -> PolicyModel:
-    """Copy an unsharded policy, with a value head as last layer.
-
-    The critic trains what the policy trains; weights that are never trained, as under adapters, are
-    shared with the policy; all are if both are sharded next.
-    """
-    shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
-    shared = parameters_like(policy) if to_shard else shared
-    critic = copy.deepcopy(policy, {**shared, id(policy.lm_head): policy.lm_head})
+def critic_model(policy: PolicyModel, make: Change = None) -> PolicyModel:
+    """Copy an unsharded policy (`copied`), with a value head as last layer. The critic trains what
+    the policy trains."""
+    critic: PolicyModel = policy.copied(make, policy.lm_head)
     critic.set_output(ValueHead(policy.config.hidden_size, policy.lm_head.weight.device))
     return critic
 

@@ -1,6 +1,5 @@
 """The learner makes one optimizer step on the loss of a whole batch."""
 
-import copy
 import math
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +12,7 @@ from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import full_tensor, local_shard
-from maxrl_fast.model.policy_model import PolicyModel, parameters_like
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_divergence, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
 from maxrl_fast.ops.linear_loss import loss_of_hidden
@@ -436,14 +435,6 @@ class Learner:
                 if parameter.grad is not None and not full_tensor(parameter.grad).isfinite().all():
                     return f"the gradient of {name} is not finite {where}"
         return "the gradient summed over the prompts is not finite, though each prompt's own is"
-
-
-def frozen_copy(model: PolicyModel, to_shard: bool = False) -> PolicyModel:
-    """Return a frozen copy of the policy, which shares the weights that are never trained; or all,
-    if both are sharded next."""
-    shared = {id(p): p for p in model.parameters() if not p.requires_grad}
-    shared = parameters_like(model) if to_shard else shared
-    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def _seed(*numbers: int) -> int:

@@ -1,6 +1,5 @@
 """The policy on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
-import copy
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
 from maxrl_fast.model.linear import local_shard
-from maxrl_fast.model.policy_model import PolicyModel, parameters_like
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.runtime.device import Machine, memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
@@ -22,10 +21,8 @@ def is_sharded(
     """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if
     `needs_sharding` holds on any rank.
     """
-    if ranks.size == 1 or sharding == "none":
-        return False
-    if sharding == "full" or device.type != "cuda":
-        return sharding == "full"
+    if ranks.size == 1 or sharding != "auto" or device.type != "cuda":
+        return ranks.size > 1 and sharding == "full"
     return ranks.any(needs_sharding(model, memory_bytes(device), has_critic), device)
 
 
@@ -54,9 +51,7 @@ def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Modul
     """Return the module that all ranks run forward and backward together; its gradients are means
     over the ranks.
 
-    Args:
-        model: on its device, equal on all ranks or sharded (`shard`).
-        dtype: of the computation.
+    model: on its device, equal on all ranks or sharded (`shard`). dtype: of the computation.
     """
     if ranks.size == 1:
         return model
@@ -102,7 +97,7 @@ def shard(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # FSDP2's modules cannot be copied
-    model.bare = (copy.deepcopy(model, parameters_like(model, lambda x: x.to("meta"))),)
+    model.bare = (model.copied(lambda x: x.to("meta")),)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,

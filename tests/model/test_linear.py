@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from maxrl_fast.training.learner import frozen_copy
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
@@ -103,7 +102,7 @@ def test_adapter_gradients_follow_from_the_merged_matrix():
 
 def test_the_reference_shares_frozen_weights():
     model = adapted()
-    reference = frozen_copy(model)
+    reference = model.copied().requires_grad_(False)
     assert reference.model.embed_tokens.weight is model.model.embed_tokens.weight
     assert (
         reference.model.layers[0].mlp.up_proj.lora_a is not model.model.layers[0].mlp.up_proj.lora_a

@@ -18,7 +18,7 @@ from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.learner import Learner, frozen_copy
+from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -121,7 +121,7 @@ def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, 
 
 def test_a_teacher_that_equals_the_policy_has_no_gradient():
     model = tiny_decoder()
-    trained = learner(model, FULL, frozen_copy(model))
+    trained = learner(model, FULL, model.copied().requires_grad_(False))
     samples = Samples(PROMPTS, ROLLOUTS)
     metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
     assert (metrics.kl, metrics.loss, metrics.grad_norm) == pytest.approx((0, 0, 0), abs=1e-6)

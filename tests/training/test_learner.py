@@ -13,7 +13,7 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training import passes as learner_passes
-from maxrl_fast.training.learner import Learner, frozen_copy
+from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from tests.batches import make_prompts, one_batch
@@ -471,7 +471,7 @@ def test_log_probs_of_the_reference_are_computed_once(monkeypatch, num_updates):
     """A policy that equals its reference is at 0, but for rounding."""
     model, passes, run_batch = tiny_decoder(), [], learner_passes.run_batch
     settings = LossSettings(loss="ppo", aggregation="token_mean", kl="k2", kl_coef=1.0)
-    trained = learner(model, settings, budget=20, reference=frozen_copy(model))
+    trained = learner(model, settings, budget=20, reference=model.copied().requires_grad_(False))
     samples = Samples(PROMPTS, sampled(model))
     monkeypatch.setattr(
         learner_passes,

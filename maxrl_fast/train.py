@@ -22,7 +22,7 @@ from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.output import protect_output
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
 from maxrl_fast.runtime.version import FLAG, version_text
-from maxrl_fast.training.sharding import needs_sharding
+from maxrl_fast.training.sharding import is_sharded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,12 +94,9 @@ def estimate_elsewhere(config: Config, machine: Machine, warn: Callable[[str], N
     """
     task = build_run_task(config)
     resolved = resolve(config, task, Ranks(0, machine.processes), has_gpus=True, warn=warn)
-    model, sharding = build_policy(resolved, task, is_empty=True), resolved.run.sharding
-    has_critic = objective_of(resolved).needs.critic
-    is_full = sharding == "full" or (
-        sharding == "auto" and needs_sharding(model, machine.memory, has_critic)
-    )
-    resolved = resolved.replace(sharding="full" if is_full and machine.processes > 1 else "none")
+    model, needs = build_policy(resolved, task, is_empty=True), objective_of(resolved).needs
+    is_full = is_sharded(resolved.run.sharding, model, machine, needs.critic)
+    resolved = resolved.replace(sharding="full" if is_full else "none")
     teacher = build_reference(resolved, task, is_empty=True)
     return estimate(resolved, task, model, machine, teacher)
 

@@ -108,12 +108,8 @@ def estimate(
     machine: Machine,
     teacher: PolicyModel | None = None,
 ) -> str:
-    """Return the options that the run uses, and estimates of its memory on a machine and of the
-    work of a step.
-
-    Args:
-        model, teacher: for their sizes; they may be on the meta device.
-    """
+    """Return the options that the run uses, and estimates of its memory (`estimate_memory`) on a
+    machine and of the work of a step."""
     flat, rollout, loss = config.flat(), config.rollout, config.loss
     hidden = {*inapplicable_options(Config, flat), "dry_run"}
     memory = estimate_memory(config, task, model, machine, teacher)

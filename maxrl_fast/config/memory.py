@@ -74,10 +74,9 @@ def estimate_memory(
         f"{name}{sharded}": (start * part, later * part, later * part)
         for name, (start, later) in state.items()
     }
-    if is_sharded:  # of one layer, or outside the layers
-        layers = [count(block) for block in model.blocks]
-        largest = 4 * max(*layers, weights - sum(layers))
-        memory["weights that are sharded at a time (float32)"] = (largest, 0, 0)
+    layers = [count(block) for block in model.blocks]
+    largest = 4 * max(*layers, weights - sum(layers)) * is_sharded
+    memory["weights sharded at a time (float32)"] = (largest, 0, 0)
     memory |= _of_engine(config, task, model, machine)
     # every process has all of them: a token in int64 and its log-prob in float32
     responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
@@ -133,7 +132,7 @@ def _of_engine(
         tokens = rows * options.max_new_tokens + prompts * length
         keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
         wanted = 2 * keys * dtype.itemsize * tokens
-    cache, name = min(limit, wanted), f"rollout weights ({dtype_name(dtype)})"
+    cache, name = min(limit, wanted), f"rollout weights ({dtype})".replace("torch.", "")
     if not is_vllm:
         is_kept = is_native and (not is_gpu or cache <= KEPT_SHARE * machine.memory)
         return {
@@ -189,7 +188,7 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     joined = joined_weights(model) if runs_packed else 0
     if copied := in_layers if is_half and not is_sharded else joined:
         copied_at_a_time = copied / num_layers if keeps_inputs else copied
-        needed[f"copies of weights ({dtype_name(dtype)})"] = element * copied_at_a_time
+        needed[f"copies of weights ({config.run.dtype})"] = element * copied_at_a_time
     # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below 2.6 million.
     is_gpu = machine.device == "cuda"
     of_logit = max(element, 4) if is_gpu else element
@@ -287,8 +286,3 @@ def count(module: nn.Module, is_trained: bool = False) -> int:
     return sum(
         weight.numel() for weight in module.parameters() if weight.requires_grad or not is_trained
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module."""
-    return str(dtype).removeprefix("torch.")

@@ -28,7 +28,7 @@ from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.training.logprob_parity import check_engine, check_exact
+from maxrl_fast.training.logprob_parity import check_engine
 
 CPU = torch.device("cpu")
 
@@ -132,13 +132,6 @@ def tokens_of(files: Mapping[str, Any]) -> dict[int, str]:
         vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
     tokens = {i: token for token, i in vocabulary.items()}
     return tokens | {token["id"]: token["content"] for token in fields.get("added_tokens", [])}
-
-
-def compare_policy(model: PolicyModel) -> str:
-    """Return a sentence on how close a transformers policy is to the model's own forward pass; ""
-    for the native decoder.
-    """
-    return check_exact(model) if isinstance(model, HuggingFacePolicy) else ""
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:

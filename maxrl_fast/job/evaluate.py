@@ -36,7 +36,7 @@ from maxrl_fast.evaluation.tables import (
     summary_tables,
 )
 from maxrl_fast.evaluation.tally import SampleTally
-from maxrl_fast.job.build_policy import build_engine, compare_policy
+from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
@@ -47,6 +47,7 @@ from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
@@ -195,7 +196,7 @@ def _policy(
     own = model.config
     if like is not None and dataclasses.replace(like.model.config, dtype=own.dtype) == own:
         return Policy(source, task, model, like.engine)
-    compare_policy(model.to(config.place.device))
+    check_exact(model.to(config.place.device))
     engine = build_engine(
         sampling.rollout,
         model,

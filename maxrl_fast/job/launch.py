@@ -26,7 +26,6 @@ from maxrl_fast.job.build_policy import (
     build_reference,
     build_run_engine,
     compare_engine,
-    compare_policy,
     dtype_of,
 )
 from maxrl_fast.job.build_task import build_scorer, closing_task
@@ -51,6 +50,7 @@ from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
+from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.sharding import is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -152,7 +152,9 @@ class Job:
         policy = build_policy(config, task, saved, is_empty=is_dry)
         teacher = build_reference(config, task, is_empty=is_dry)
         has_critic = objective_of(config).needs.critic
-        is_full = is_sharded(config.run.sharding, policy, ranks, self.device, has_critic)
+        machine = Machine.here(self.device, ranks.size)
+        is_full = is_sharded(config.run.sharding, policy, machine, has_critic)
+        is_full = ranks.any(is_full, self.device)
         return config.replace(sharding="full" if is_full else "none"), policy, teacher
 
     def _build(
@@ -170,7 +172,7 @@ class Job:
             teacher_prompts.check()
         copies, dtype = None, dtype_of(config)
         if config.run.sharding == "full":
-            # in the same memory until each is sharded
+            # in the same memory until sharded
             copies = build_copies(config, policy, teacher, lambda x: x)
             for model in filter(None, (policy, *copies)):
                 shard(model, dtype, device)
@@ -179,9 +181,9 @@ class Job:
                 model.to(device)
         # before the comparison, so that it uses the attention that will run
         lines = choose(device, dtype, policy.head_sizes, lambda failed: ranks.any(failed, device))
-        lines.append(compare_policy(policy))
+        lines.append(check_exact(policy))
         if teacher is not None:
-            compare_policy(teacher)
+            check_exact(teacher)
         engine = build_run_engine(config, policy, task, ranks)
         if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
             lines.append(compare_engine(policy, engine, config.rollout.rollout))
@@ -191,8 +193,7 @@ class Job:
         scorer.beat = clock.beat
         objective = objective_of(config)
         whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
-        context = RunContext(*whole)
-        return context, [*lines, f"rollout engine: {engine.describe()}"]
+        return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
 
     def _check_rewards(self, context: RunContext) -> RewardError | None:
         """Try the rewards before anything is written. Return an error if all fail; raise InputError

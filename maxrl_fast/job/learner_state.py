@@ -231,7 +231,14 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
         optimizers[f"{CRITIC}optimizer."] = learner.critic.optimizer
     for prefix, optimizer in optimizers.items():
         if any(name.startswith(prefix) for name in names):
-            _add_moments(optimizer)
+            # zeros, into which the saved ones are read
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                moments: dict[str, Tensor] = {
+                    name: torch.zeros_like(parameter, requires_grad=False)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+                step = torch.zeros((), device=parameter.device)
+                optimizer.state[parameter] = {"step": step, **moments}
     own = learner_tensors(learner)
     own_alone, saved_alone = own.keys() - names, names - own.keys()
     of_objective = {
@@ -253,23 +260,8 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
             load_state(folder, tensors)
         for tensor in tensors.values():
             ranks.from_first(tensor)
-    _start_critic(learner, names)
-
-
-def _start_critic(learner: Learner, names: set[str]) -> None:
-    """Start the critic as a copy of the policy if the checkpoint has no critic."""
     if learner.critic is not None and not any(name.startswith(CRITIC) for name in names):
         learner.critic.start_from(learner.model)
-
-
-def _add_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give AdamW zero moments, into which the saved ones are read."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        moments = {
-            name: torch.zeros_like(parameter, requires_grad=False)
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def _share_frozen(learner: Learner) -> None:

@@ -101,7 +101,10 @@ class HuggingFacePolicy(PolicyModel):
             output = self.body(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False
             )
-        hidden = choose_rows(output[0][0], rows)
+        return self.padded(choose_rows(output[0][0], rows))
+
+    def padded(self, hidden: Tensor) -> Tensor:
+        """Add a column of 1 [R, H + 1] where the output layer has a bias."""
         has_bias = getattr(self.lm_head, "bias", None) is not None
         return F.pad(hidden, (0, 1), value=1.0) if has_bias else hidden
 
@@ -126,9 +129,7 @@ class HuggingFacePolicy(PolicyModel):
         change: applied to the hidden states [L, H] before the output layer.
         """
         found: list[Tensor] = []
-        if self.bare:  # the weights outside the layers, which gather theirs
-            sharded: Any = self
-            sharded.unshard()
+        self.unshard()
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             found.append(change(output[0][0]))

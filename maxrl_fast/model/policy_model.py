@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from maxrl_fast.errors import InputError
 
-Change = Callable[[Tensor], Tensor] | None  # of each weight
+Change = Callable[[Tensor], Tensor] | None  # of weights
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ class PolicyModel(nn.Module):
             elif not p.requires_grad:
                 memo[id(p)] = p
         return copy.deepcopy(self, memo)
+
+    def unshard(self) -> None:
+        """Gather the weights outside the layers, which gather theirs. FSDP2 overrides this."""
+
+    def reshard(self) -> None:
+        """Free the weights that a forward pass without a backward pass leaves gathered."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] float32 of hidden states [R, H]."""

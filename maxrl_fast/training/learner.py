@@ -11,7 +11,7 @@ from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entr
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.linear import full_tensor, local_shard
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_divergence, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
@@ -26,7 +26,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer, least_gain, merge_cost
 from maxrl_fast.training.passes import Passes, run_batch
-from maxrl_fast.training.sharding import exchange_gradients, reshard
+from maxrl_fast.training.sharding import exchange_gradients
 
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
@@ -94,8 +94,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
-        weight = self.model.lm_head.weight
-        sizes = self.model.config, local_shard(weight).device
+        sizes = self.model.config, self.model.lm_head.weight.device
         self.passes = Passes(
             self.ranks,
             self.token_budget,
@@ -103,7 +102,7 @@ class Learner:
             self.settings.temperature,
             merge_cost(*sizes),
             least_gain(*sizes),
-            shares_weights=local_shard(weight) is not weight,
+            shares_weights=bool(self.model.bare),
         )
 
     def update(
@@ -341,7 +340,7 @@ class Learner:
         teacher = self.reference or self.model
         hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
         if self.reference is None:
-            reshard(teacher)
+            teacher.reshard()
         return hidden * teacher.logit_scale
 
     def _divergence(
@@ -366,7 +365,7 @@ class Learner:
             denominator=denominator,
         )
         if self.reference is not None:
-            reshard(teacher)  # after its output matrix has been read
+            teacher.reshard()  # after its output matrix has been read
         return loss, metrics["divergence"].mean()
 
     def _surrogate(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:

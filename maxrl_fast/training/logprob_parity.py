@@ -12,7 +12,6 @@ from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
-from maxrl_fast.training.sharding import reshard
 
 LIMIT = 1e-3  # nats; float32 rounds a log-prob by 1e-5 or so
 ENGINE_LIMIT = 0.3  # nats per token on average; bfloat16 and routers account for a tenth of this
@@ -20,15 +19,17 @@ LONGEST = 600  # tokens of a sequence, if the model's window is shorter
 MIN_TOKENS = 24
 
 
-def check_exact(policy: HuggingFacePolicy) -> str:
+def check_exact(policy: PolicyModel) -> str:
     """Compare log-probs of four responses to two prompts with the model's own eager forward pass,
-    in float32.
+    in float32. The native decoder has no other.
 
     The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST
     tokens. The output layer is also compared on hidden states so large that a soft cap would show.
 
     Returns a sentence for the first lines of a run.
     """
+    if not isinstance(policy, HuggingFacePolicy):
+        return ""
     device, sizes = policy.lm_head.weight.device, policy.config
     generator = torch.Generator().manual_seed(0)
     longest = min(_length(policy), sizes.max_position_embeddings)
@@ -66,7 +67,7 @@ def check_exact(policy: HuggingFacePolicy) -> str:
             f"log-probs differ by up to {most:.2g} nats from the model's own forward pass"
         )
     check_head(policy, tokens)
-    reshard(policy)
+    policy.reshard()
     return (
         f"log-probs equal those of the model's own forward pass to {most:.1g} nats (4 responses, "
         f"with their prompts of up to {longest} tokens)"
@@ -94,7 +95,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
         own = _logprobs(
             policy, [tokens.tolist()], [response.tolist() for response in responses], device
         )
-    reshard(policy)
+    policy.reshard()
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
         raise InputError(
@@ -107,6 +108,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
     )
 
 
+@torch.no_grad()
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     """Compare the logits of one sequence [L] with the model's own, on hidden states so large that a
     soft cap would show.
@@ -115,7 +117,7 @@ def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
     theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)
     largest = float(theirs.abs().max())
-    difference = float((_logits_of(policy, hidden) - theirs).abs().max())
+    difference = float((policy.logits(policy.padded(hidden)) - theirs).abs().max())
     if not difference <= LIMIT * max(1.0, largest):
         raise InputError(
             f"{policy.config.model_type} of transformers cannot be trained here: its logits are "
@@ -151,9 +153,3 @@ def _logprobs(
 
 def _of(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-
-
-@torch.no_grad()
-def _logits_of(policy: HuggingFacePolicy, hidden: Tensor) -> Tensor:
-    has_bias = getattr(policy.lm_head, "bias", None) is not None
-    return policy.logits(torch.nn.functional.pad(hidden, (0, 1), value=1.0) if has_bias else hidden)

@@ -15,7 +15,6 @@ from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
-from maxrl_fast.training.sharding import reshard
 
 TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # hidden [T, H] -> [T, n]
 
@@ -106,7 +105,7 @@ class Passes:
     def of_batch(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
         """Return `values` [T, n] of a micro-batch's tokens."""
         result = values(model, batch, run_batch(model, batch, self.dtype))
-        reshard(model)
+        model.reshard()
         return result
 
     def compute(

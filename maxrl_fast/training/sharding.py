@@ -8,32 +8,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
-from maxrl_fast.model.linear import local_shard
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.device import Machine, memory_bytes
+from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
 
 
 def is_sharded(
-    sharding: str, model: PolicyModel, ranks: Ranks, device: torch.device, has_critic: bool = False
+    sharding: str, model: PolicyModel, machine: Machine, has_critic: bool = False
 ) -> bool:
-    """Return whether to shard the weights, the same on all ranks. "auto" shards on GPUs if
-    `needs_sharding` holds on any rank.
-    """
-    if ranks.size == 1 or sharding != "auto" or device.type != "cuda":
-        return ranks.size > 1 and sharding == "full"
-    return ranks.any(needs_sharding(model, memory_bytes(device), has_critic), device)
-
-
-def needs_sharding(model: PolicyModel, gpu_bytes: int, has_critic: bool = False) -> bool:
-    """Return whether training would take more than half of a GPU's memory without sharding.
+    """Return whether to shard the weights; "auto" does on GPUs where training would take more than
+    half of the memory without.
 
     Counted are the float32 weights, gradients and moments of the policy and of the critic if there
     is one, and the rollout engine's copy of the policy.
     """
+    if machine.processes == 1 or sharding != "auto" or machine.device != "cuda":
+        return machine.processes > 1 and sharding == "full"
     critic = 16 * num_critic_weights(model) if has_critic else 0
-    return _bytes(model, 20, 8) + critic > gpu_bytes / 2
+    return _bytes(model, 20, 8) + critic > machine.memory / 2
 
 
 def _bytes(model: PolicyModel, trained: float, frozen: float) -> float:
@@ -55,13 +48,13 @@ def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Modul
     """
     if ranks.size == 1:
         return model
-    weight = model.lm_head.weight
-    if local_shard(weight) is weight:
+    if not model.bare:
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         _arrange_buckets(module, model, dtype)
         return module
-    fit = gradients_fit(model, Machine.here(weight.device, ranks.size))
-    model.keeps_gradients = not ranks.any(not fit, weight.device)
+    device = model.lm_head.weight.device
+    fit = gradients_fit(model, Machine.here(device, ranks.size))
+    model.keeps_gradients = not ranks.any(not fit, device)
     return model
 
 
@@ -88,10 +81,8 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
 
 
 def shard(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Shard every weight in place (FSDP2); a layer's are gathered in `dtype` while it computes.
-
-    From the host one layer at a time goes to the device, where only its shards stay.
-    """
+    """Shard every weight in place (FSDP2), from the host one layer at a time; a layer's are
+    gathered in `dtype` while it computes."""
     # imported here: they take most of a second
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,12 +99,6 @@ def shard(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # The loss reads the output matrix after the forward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-def reshard(model: Any) -> None:
-    """Free the weights that a forward pass without a backward pass leaves gathered."""
-    if hasattr(model, "reshard"):  # sharded
-        model.reshard()
 
 
 def exchange_gradients(module: Any, now: bool) -> None:

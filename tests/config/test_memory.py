@@ -177,7 +177,7 @@ def test_sharding_divides_the_training_state():
         )
     assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == weights / 2
     layer = sum(p.numel() for p in model.blocks[0].parameters())
-    assert sharded["weights that are sharded at a time (float32)"] == (4 * layer, 0, 0)
+    assert sharded["weights sharded at a time (float32)"] == (4 * layer, 0, 0)
     assert "gathered weights" in sharded
     assert sharded["gradients before they are reduced"][2] > 4 * weights
     assert "gathered weights" not in whole

@@ -604,10 +604,10 @@ def test_an_unknown_flag_is_reported_once():
 def test_shares_and_sharding():
     assert [Ranks(r, 3).part(8) for r in range(3)] == [(0, 2), (2, 3), (5, 3)]
     assert Ranks().part(5) == (0, 5)
-    cpu, model = torch.device("cpu"), tiny_decoder()
-    assert not is_sharded("auto", model, Ranks(0, 2), cpu)
-    assert is_sharded("full", model, Ranks(0, 2), cpu)
-    assert not is_sharded("full", model, Ranks(), cpu)
+    model = tiny_decoder()
+    assert not is_sharded("auto", model, Machine("cpu", 2, 1))
+    assert is_sharded("full", model, Machine("cpu", 2, 1))
+    assert not is_sharded("full", model, Machine("cpu", 1, 1))
     size = sum(p.numel() for p in model.parameters())
     assert gradients_fit(model, Machine("cuda", 2, 32 * size))
     assert not gradients_fit(model, Machine("cuda", 2, 31 * size))

@@ -26,7 +26,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.objectives.ppo import PpoObjective, state_values, update_critic
 from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.sharding import needs_sharding
+from maxrl_fast.training.sharding import is_sharded
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.tables import refused, table
@@ -401,8 +401,8 @@ def test_estimates_have_the_critic():
         ppo, task, model, machine
     )
     limit = 2 * (20 * count(model) + 8 * size)
-    assert needs_sharding(model, limit, has_critic=True)
-    assert not needs_sharding(model, limit)
+    assert is_sharded("auto", model, Machine("cuda", 2, limit), has_critic=True)
+    assert not is_sharded("auto", model, Machine("cuda", 2, limit))
 
 
 @pytest.mark.slow

@@ -340,7 +340,7 @@ def test_a_script_that_torchrun_starts_trains_on_all_ranks(tmp_path):
         "os.write(1, f'rank:{os.environ[\"RANK\"]}:{run.exit}:{len(run.metrics)}\\n'.encode())\n"
     )
     said = finished(
-        torchrun(2, str(tmp_path / "script.py"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT),
+        torchrun(2, str(tmp_path / "script.py")),
         120,
     )
     assert {line for line in said.splitlines() if line.startswith("rank:")} == {

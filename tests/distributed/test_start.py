@@ -2,7 +2,6 @@
 reference and the critic, and one layer at a time.
 """
 
-import subprocess
 import sys
 
 import pytest
@@ -24,7 +23,7 @@ RUN = "--task chain --chain-length 8 --sft-steps 0 --steps 1 --eval-prompts 4 --
 def test_a_rank_never_holds_half_of_the_weights(tmp_path):
     flags = [*RUN.split(), *SIZES, *"--kl-coef 0.1 --sharding full --out".split()]
     arguments = ["-m", "tests.distributed.test_start", *flags, str(tmp_path / "run")]
-    process = torchrun(4, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(4, *arguments)
     output = finished(process, 200)
     assert process.returncode == 0, output
     lines = [line.split()[1:] for line in output.splitlines() if line.startswith("BYTES")]

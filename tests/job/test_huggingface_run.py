@@ -4,7 +4,6 @@ does.
 
 import json
 import signal
-import subprocess
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     assert train.main([*job, "--out", str(tmp_path / "alone")]) == 0
     command = ["-m", "maxrl_fast.train", *job, "--out", str(tmp_path / "together")]
     command += ["--sharding", "full"]
-    process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(2, *command)
     output = finished(process, 300)
     assert process.returncode == 0, output
     for one, two in zip(

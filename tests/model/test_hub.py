@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import threading
 
 import pytest
@@ -215,7 +214,7 @@ def test_two_ranks_download_each_file_once(hub, tmp_path, monkeypatch):
         *job(tmp_path),
         *f"--out {tmp_path}/run --dtype float32".split(),
     ]
-    process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(2, *command)
     output = finished(process, 300)
     assert process.returncode == 0, output
     assert os.path.exists(

@@ -25,7 +25,7 @@ def test_ranks_sample_from_the_policys_weights_and_each_prompt_once(tensor_paral
     weights.
     """
     arguments = ["-m", "tests.rollout.vllm_ranks", tensor_parallel]
-    process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(2, *arguments)
     output = finished(process, 200)
     assert process.returncode == 0, output
     assert "rank 0: done" in output
@@ -36,7 +36,7 @@ def test_ranks_sample_from_the_policys_weights_and_each_prompt_once(tensor_paral
 def test_ten_steps_on_two_ranks_learn(tmp_path, flags):
     """Of 65 held-out prompts the last one is alone in its chunk, so that one rank has none."""
     arguments = ["-m", "maxrl_fast.train", *JOB, *flags, "--out", str(tmp_path / "run")]
-    process = torchrun(2, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(2, *arguments)
     output = finished(process, 200)
     assert process.returncode == 0, output
     assert ("tensor parallel over 2 processes" in output) == bool(flags)

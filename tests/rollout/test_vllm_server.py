@@ -420,9 +420,7 @@ def test_a_run_learns_with_a_real_server_and_says_when_it_is_gone(tmp_path):
             url,
             *f"--model {policy} --sharding full --out {tmp_path}/run".split(),
         ]
-        process = torchrun(
-            2, "-m", "maxrl_fast.train", *flags, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        process = torchrun(2, "-m", "maxrl_fast.train", *flags)
         output = finished(process, 200)
     finally:
         os.killpg(serving.pid, signal.SIGKILL)

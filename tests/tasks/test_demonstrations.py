@@ -3,7 +3,6 @@ processes, and resuming.
 """
 
 import json
-import subprocess
 
 import pytest
 import torch
@@ -261,7 +260,7 @@ def test_a_stopped_warm_start_resumes_bitwise(job, backend, tmp_path, monkeypatc
 def test_two_ranks_learn_what_one_does(job, tmp_path):
     assert train.main([*job, "--out", str(tmp_path / "alone")]) == 0
     command = ["-m", "maxrl_fast.train", *job, "--out", str(tmp_path / "together")]
-    process = torchrun(2, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = torchrun(2, *command)
     output = finished(process, 300)
     assert process.returncode == 0, output
     one, two = (read(tmp_path / out / "metrics.jsonl")[0] for out in ("alone", "together"))

@@ -20,8 +20,8 @@ def is_sharded(
     """Return whether to shard the weights; "auto" does on GPUs where training would take more than
     half of the memory without.
 
-    Counted are the float32 weights, gradients and moments of the policy and of the critic if there
-    is one, and the rollout engine's copy of the policy.
+    Counted are the float32 weights, gradients and moments of policy and critic, and the rollout
+    engine's copy of the policy.
     """
     if machine.processes == 1 or sharding != "auto" or machine.device != "cuda":
         return machine.processes > 1 and sharding == "full"

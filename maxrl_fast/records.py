@@ -240,14 +240,9 @@ class Inserted(Packed):
     tokens: Annotated[Tensor, INSERTED, torch.int64]  # [E], packed
     cu_seqlens: Annotated[Tensor, BOUNDS, torch.int64]  # [T+1]
 
-    @property
-    def slots(self) -> Tensor:
-        """Where each of T sampled tokens is among all T + E of the episodes: int64 [T]."""
-        return torch.arange(len(self), device=self.cu_seqlens.device) + self.cu_seqlens[1:]
-
     def interleave(self, tokens: Tensor) -> Tensor:
         """Return sampled tokens [T] with the insertions between them: [T + E]."""
-        slots = self.slots
+        slots = torch.arange(len(self), device=self.cu_seqlens.device) + self.cu_seqlens[1:]
         whole = tokens.new_empty(len(tokens) + len(self.tokens))
         is_inserted = torch.ones_like(whole, dtype=torch.bool).index_fill_(0, slots, False)
         return whole.masked_scatter_(is_inserted, self.tokens).index_copy_(0, slots, tokens)

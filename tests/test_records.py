@@ -86,7 +86,7 @@ def test_all_tokens_in_their_order():
     whole = episodes(6, 4)
     rollouts = rollouts_of(whole)
     assert rollouts.all_tokens.tolist() == [*chain(*chain(*whole))]
-    slots = rollouts.inserted.slots
+    slots = torch.arange(len(rollouts.tokens)) + rollouts.inserted.cu_seqlens[1:]
     assert torch.equal(rollouts.all_tokens[slots], rollouts.tokens)
     assert rollouts.lengths.tolist() == [sum(map(len, parts[::2])) for parts in whole]
     one_turn = dataclasses.replace(rollouts, inserted=None)

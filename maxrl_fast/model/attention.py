@@ -27,7 +27,7 @@ from torch import Tensor
 from maxrl_fast.model import attention_kernel, flash
 from maxrl_fast.model.flash import VarlenSpec
 from maxrl_fast.ops.derivatives import check_mode, first_order
-from maxrl_fast.records import cumulative, ranges
+from maxrl_fast.records import ranges
 from maxrl_fast.runtime.device import to_device
 
 
@@ -72,14 +72,19 @@ class Forest:
         return cls(on_host, torch.full_like(on_host, -1), lengths.device)
 
     @cached_property
+    def last(self) -> Tensor:
+        """[M] int64, the last segment below each one, or itself."""
+        last, has_parent = torch.arange(len(self.parents)), self.parents >= 0
+        last.scatter_reduce_(0, self.parents[has_parent], last[has_parent], "amax")
+        while not torch.equal(last, further := last[last]):
+            last = further
+        return last
+
+    @cached_property
     def ends(self) -> Tensor:
         """[M] int64, where the tokens below each segment end: token i sees token j where j <= i <
         end of j's segment."""
-        sizes, parents = self.lengths.tolist(), self.parents.tolist()
-        for segment in reversed(range(len(sizes))):
-            if parents[segment] >= 0:
-                sizes[parents[segment]] += sizes[segment]
-        return cumulative(self.lengths)[:-1] + torch.tensor(sizes, dtype=torch.int64)
+        return self.lengths.cumsum(0)[self.last]
 
     @cached_property
     def segments(self) -> VarlenSpec:
@@ -89,24 +94,21 @@ class Forest:
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, VarlenSpec]]:
         """Level d: all tokens below the segments at depth d attend to those segments. The indices
-        of these queries and keys, and their attention. It leaves out segments with nothing below:
-        FlashAttention starts blocks for the longest queries in every sequence, and the thousands
-        of segments of a batch would take nearly all of its time."""
-        starts, stops = cumulative(self.lengths).unfold(0, 2, 1).unbind(1)
+        of these queries and keys, and their attention. Segments with nothing below are left out:
+        FlashAttention starts blocks for each."""
+        stops = self.lengths.cumsum(0)
         below = self.ends - stops  # [M] tokens
-        depths: list[int] = []
-        for parent in self.parents.tolist():
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        has_below, depth = below > 0, torch.tensor(depths, dtype=torch.int64)
-        levels = []
-        for d in range(int(depth[has_below].max()) + 1 if bool(has_below.any()) else 0):
-            chosen = has_below & (depth == d)
-            of_level = below[chosen], self.lengths[chosen]
-            queries, keys = to_device(
-                self.device, ranges(stops[chosen], of_level[0]), ranges(starts[chosen], of_level[1])
-            )
-            levels.append((queries, keys, VarlenSpec(*of_level, self.device)))
-        return levels
+        # segments before each that have not ended
+        depth = torch.arange(len(below)) - (self.last + 1).bincount().cumsum(0)[:-1]
+        order = depth.argsort(stable=True)
+        order = order[below[order] > 0]
+        counts, stops = depth[order].bincount().tolist(), stops[order]
+        q, k = below[order], self.lengths[order]
+        index = to_device(self.device, ranges(stops, q), ranges(stops - k, k))
+        levels = q.split(counts), k.split(counts)
+        parts = [x.split([int(n.sum()) for n in y]) for x, y in zip(index, levels, strict=True)]
+        specs = [VarlenSpec(*x, self.device) for x in zip(*levels, strict=True)]
+        return list(zip(*parts, specs, strict=True))
 
     def copied_keys(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
         """Return the index of the keys that each segment attends to, and the attention; made once
@@ -115,23 +117,16 @@ class Forest:
         if key in self.copies:
             return self.copies[key]
         rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
-        above: list[Tensor] = []  # all tokens of the segments above
-        for parent in self.parents.tolist():
-            above.append(torch.cat([above[parent], rows[parent]]) if parent >= 0 else rows[0][:0])
-        paths = zip(above, rows, strict=True)
-        window = window if window < max((len(x) + len(y) for x, y in paths), default=0) else 0
-        above = [x[max(len(x) - window + 1, 0) :] for x in above] if window else above
-        spec = VarlenSpec(
-            self.lengths,
-            self.lengths + torch.tensor([len(x) for x in above], dtype=torch.int64),
-            self.device,
-            causal=True,
-            window=window,
-            softcap=softcap,
-        )
-        pairs = zip(above, rows, strict=True)
-        index = torch.cat([torch.arange(0), *(x for pair in pairs for x in pair)])
-        self.copies[key] = index.to(self.device), spec
+        paths: list[Tensor] = []  # the tokens of each segment after those above
+        for own, parent in zip(rows, self.parents.tolist(), strict=True):
+            paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
+        window = window if window < max(map(len, paths), default=0) else 0
+        if window:
+            pairs = zip(paths, rows, strict=True)
+            paths = [x[max(len(x) - len(own) - window + 1, 0) :] for x, own in pairs]
+        lengths = self.lengths, torch.tensor([len(x) for x in paths], dtype=torch.int64)
+        spec = VarlenSpec(*lengths, self.device, causal=True, window=window, softcap=softcap)
+        self.copies[key] = torch.cat([torch.arange(0), *paths]).to(self.device), spec
         return self.copies[key]
 
 

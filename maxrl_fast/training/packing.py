@@ -1,13 +1,12 @@
 """Packs rollouts into micro-batches in which tokens that several of them begin with appear once.
 
-Indices are computed on the host, which reads the lengths once per update. The finished indices go
-to the device in one asynchronous copy.
+Indices are computed on the host, which reads the tokens once per update, and go to the device in
+one asynchronous copy.
 """
 
-import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor
 from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.attention_kernel import has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
-from maxrl_fast.records import Inserted, Prompts, Rollouts, cumulative, gather_sequences, ranges
+from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import to_device, to_host
-from maxrl_fast.training.prefix_tree import SortedRows
+from maxrl_fast.training.prefix_tree import Integers, SortedRows
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class MicroBatch:
 
     Prompts with their responses are a forest of what several of them begin with (prefix_tree.py). A
     response's last token is left out because it predicts nothing. Every sampled token is predicted
-    at the token before it: of the prompt, of the response, or of what an environment inserted,
-    which is read and is not a target.
+    at the token before it; what an environment inserted is read and is not a target.
     """
 
     tokens: Tensor  # [U] int64
@@ -55,12 +53,11 @@ class MicroBatch:
 
 
 def merge_cost(config: PolicySizes, device: torch.device) -> float:
-    """Return the cost of merging two attention calls per response token, relative to the cost of a
+    """Return the cost of merging two attention calls per response token, relative to a
     token's forward and backward pass.
 
-    About 12 numbers are moved for every number of a query (query, output and gradients of the
-    second call, the merge of the outputs, the sum of the gradients), against 6 operations for every
-    weight of a layer. The cost is 0 if one kernel attends to all segments together.
+    About 12 numbers are moved for every number of a query, against 6 operations for every weight
+    of a layer. It is 0 where one kernel attends to all segments.
     """
     if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
         return 0.0
@@ -70,11 +67,8 @@ def merge_cost(config: PolicySizes, device: torch.device) -> float:
 
 
 def least_gain(config: PolicySizes, device: torch.device) -> float:
-    """Return how many tokens of a micro-batch a forest below the prompts must save on a GPU.
-
-    Its levels, rarely fewer than four, cost launches for any number of tokens. And a level in which
-    many queries share few keys leaves FlashAttention's backward pass to few multiprocessors.
-    """
+    """Return how many tokens of a micro-batch a forest below the prompts must save on a GPU, where
+    each of its levels, rarely fewer than four, is slow for any number of tokens."""
     if device.type != "cuda":
         return 0.0
     return tuning.FOREST_FLOPS / (6 * weights_of_layer(config))
@@ -103,16 +97,13 @@ class Packer:
 
     @cached_property
     def _on_host(self) -> list[Tensor]:
-        """cu_seqlens of prompts and of responses, advantages, the tokens of both, and the fields of
-        what was inserted, if anything was; read once."""
-        prompts, rollouts = self.prompts, self.rollouts
-        cu_seqlens = prompts.cu_seqlens, rollouts.cu_seqlens
-        inserted = [] if rollouts.inserted is None else vars(rollouts.inserted).values()
-        return to_host(*cu_seqlens, self.advantages, prompts.tokens, rollouts.tokens, *inserted)
-
-    @property
-    def _cu_seqlens(self) -> list[Tensor]:
-        return self._on_host[:2]
+        """cu_seqlens of prompts and of responses, advantages, all tokens, and how many were
+        inserted before each; read once."""
+        rollouts, inserted = self.rollouts, self.rollouts.inserted
+        none = torch.zeros(len(rollouts.tokens) + 1, dtype=torch.int64)
+        counts = [] if inserted is None else [inserted.cu_seqlens]
+        cu_seqlens = self.prompts.cu_seqlens, rollouts.cu_seqlens
+        return [*to_host(*cu_seqlens, self.advantages, self._tokens, *counts), none]
 
     @property
     def lengths(self) -> Tensor:
@@ -125,47 +116,28 @@ class Packer:
         return self._on_host[2]
 
     @cached_property
-    def _prompt_lengths(self) -> Tensor:
-        """[S], of each rollout's prompt."""
-        return self._cu_seqlens[0].diff().repeat_interleave(self.num_rollouts)
+    def _prompt_lengths(self) -> Tensor:  # [S]
+        return self._on_host[0].diff().repeat_interleave(self.num_rollouts)
 
     @cached_property
-    def _inserted(self) -> Inserted | None:
-        return Inserted(*self._on_host[5:]) if self._on_host[5:] else None
-
-    @cached_property
-    def _whole_cu_seqlens(self) -> Tensor:
-        """[S+1] of the responses with what was inserted."""
-        cu_seqlens = self._cu_seqlens[1]
-        if self._inserted is None:
-            return cu_seqlens
-        return cu_seqlens + self._inserted.cu_seqlens[cu_seqlens]
+    def _whole_cu_seqlens(self) -> Tensor:  # [S+1] of responses with what was inserted
+        return self._on_host[1] + self._on_host[4][self._on_host[1]]
 
     @cached_property
     def _read_at(self) -> Tensor:
         """[T] the position in its row that predicts each sampled token: the one before it."""
-        inserted = self._inserted
-        slots = torch.arange(len(self.rollouts.tokens)) if inserted is None else inserted.slots
+        slots = torch.arange(len(self.rollouts.tokens)) + self._on_host[4][1:]
         firsts = self._prompt_lengths - 1 - self._whole_cu_seqlens[:-1]
         return slots + firsts.repeat_interleave(self.lengths)
 
     @cached_property
-    def _index(self) -> Tensor:
-        """Of the tokens of all prompts, then of all responses, those of each rollout's row, packed:
-        its prompt, and its response without the last token."""
-        prompt_cu, response_cu = self._cu_seqlens[0], self._whole_cu_seqlens
-        prompts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
-        starts = torch.stack([prompts, prompt_cu[-1] + response_cu[:-1]], 1)
-        lengths = torch.stack([self._prompt_lengths, (response_cu.diff() - 1).clamp_min(0)], 1)
-        return ranges(starts.flatten(), lengths.flatten())
-
-    @cached_property
     def rows(self) -> SortedRows:
-        lengths = self._prompt_lengths + (self._whole_cu_seqlens.diff() - 1).clamp_min(0)
-        prompts, responses = self._on_host[3:5]
-        if self._inserted is not None:
-            responses = self._inserted.interleave(responses)
-        return SortedRows(torch.cat([prompts, responses])[self._index].numpy(), lengths.numpy())
+        """Each rollout's prompt, and its response without the last token."""
+        prompt_cu, response_cu = self._on_host[0], self._whole_cu_seqlens
+        starts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
+        starts = torch.stack([starts, prompt_cu[-1] + response_cu[:-1]], 1)
+        sizes = torch.stack([self._prompt_lengths, (response_cu.diff() - 1).clamp_min(0)], 1)
+        return SortedRows(*(x.numpy() for x in (self._on_host[3], starts, sizes)))
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
@@ -182,23 +154,17 @@ class Packer:
             target_rows   0  1  2  0  3  4  3  4  5      rows[target_rows] is "read at"
         """
         lengths, of_host = self.lengths[sequences], sequences
-        targets = ranges(self._cu_seqlens[1][:-1][sequences], lengths)  # among the sampled tokens
-        tree = self.rows.tree(
-            sequences.numpy(),
-            self._read_at[targets].numpy(),
-            lengths.numpy(),
-            self._prompt_lengths.numpy(),
-            self.merge_cost,
-            self.least_gain,
-        )
+        targets = ranges(self._on_host[1][:-1][sequences], lengths)  # among the sampled tokens
+        given = (x.numpy() for x in (sequences, self._read_at[targets], lengths))
+        tree = self.rows.tree(*given, self.merge_cost, self.least_gain)
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True
         device, target_rows = self.rollouts.tokens.device, (predicts.cumsum(0) - 1)[predicted_from]
         index, positions, rows, target_rows, *by_row, cu, target_index, sequences = to_device(
             device,
-            *(self._index[tree.index], torch.from_numpy(tree.positions)),
-            *(predicts.nonzero()[:, 0], target_rows, target_rows.argsort(stable=True)),
+            *(torch.from_numpy(tree.index), torch.from_numpy(tree.positions)),
+            *(predicts.nonzero()[:, 0], target_rows, target_rows.int().argsort(stable=True)),
             *(cumulative(target_rows.bincount()), cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
@@ -226,40 +192,32 @@ class Packer:
 
     def positions(self, sequences: Tensor) -> Tensor:
         """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
-        (positions,) = to_device(
-            self.rollouts.tokens.device, gather_sequences(self._cu_seqlens[1], sequences)[0]
-        )
-        return positions
+        positions, _ = gather_sequences(self._on_host[1], sequences)
+        return to_device(self.rollouts.tokens.device, positions)[0]
 
-    def _groups(self, sequences: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the sequences of each group, sorted by their tokens, and the tokens that each adds
-        to the group's tree."""
-        for of_group in sequences.split(
-            (sequences // self.num_rollouts).unique_consecutive(return_counts=True)[1].tolist()
-        ):
-            ranks = np.sort(self.rows.ranks[of_group.numpy()])
-            rows = self.rows.order[ranks]
-            added = self.rows.lengths[rows] - self.rows.common(ranks)
-            yield torch.from_numpy(rows), torch.from_numpy(added)
+    def _groups(self, sequences: Tensor) -> tuple[Integers, Integers, Integers]:
+        """Return sequences by group, sorted by their tokens; how many tokens each adds to its
+        group's tree; and where the groups begin and end."""
+        chosen, group = sequences.numpy(), sequences.numpy() // self.num_rollouts
+        rows = chosen[(group * len(self.rollouts) + self.rows.ranks[chosen]).argsort()]
+        firsts, common = np.flatnonzero(np.diff(group, prepend=-1)), self.rows.common(rows)
+        common[firsts] = 0
+        return rows, self.rows.lengths[rows] - common, np.append(firsts, len(rows))
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
         """Split ascending sequences into micro-batches of at most `token_budget` tokens, or of one
         longer row: between groups, and within a group that has more tokens.
 
-        What samples of a group begin with counts once, although `pack` repeats some; this adds at
-        most the fraction merge_cost of the tokens.
+        What samples of a group begin with counts once, although `pack` repeats some.
         """
-        parts: list[list[int]] = []
-        tokens = 0
-        for rows, added in self._groups(sequences):
-            is_new = not parts or tokens + int(added.sum()) > token_budget
-            for i, (row, more) in enumerate(zip(rows.tolist(), added.tolist(), strict=True)):
-                tokens += more
-                if tokens > token_budget or (is_new and i == 0):
-                    parts.append([])
-                    tokens = int(self.rows.lengths[row])
-                parts[-1].append(row)
-        return [torch.tensor(sorted(part)) for part in parts]
+        rows, added, bounds = self._groups(sequences)
+        ends, starts, room = added.cumsum(), list[int](), -1  # room: where the last part may end
+        for start, stop in pairwise(bounds.tolist()):
+            while start < stop and ends[stop - 1] > room:
+                starts.append(start)
+                room = ends[start] + token_budget - self.rows.lengths[rows[start]]
+                start = max(start + 1, int(ends.searchsorted(room, side="right")))
+        return [torch.from_numpy(np.sort(part)) for part in np.split(rows, starts)[1:]]
 
     def shortest(self, sequences: Tensor) -> Tensor:
         """Return the chosen sequence [1] with the fewest tokens, its prompt included."""
@@ -270,12 +228,12 @@ class Packer:
         """Divide sequences among the ranks by whole groups of about equal numbers of tokens."""
         if num_ranks == 1:
             return [sequences]
-        groups = [(int(added.sum()), rows) for rows, added in self._groups(sequences)]
-        # a heap; the least loaded rank comes first
-        loads = [(0, rank) for rank in range(num_ranks)]
-        shares: list[list[Tensor]] = [[sequences[:0]] for _ in loads]
-        for tokens, rows in sorted(groups, key=lambda group: -group[0]):
-            load, rank = heapq.heappop(loads)
-            shares[rank].append(rows)
-            heapq.heappush(loads, (load + tokens, rank))
-        return [torch.cat(rows).sort().values for rows in shares]
+        rows, added, bounds = self._groups(sequences)
+        of_groups = torch.from_numpy(rows).split(np.diff(bounds).tolist())
+        sizes = np.add.reduceat(added, bounds[:-1]).tolist()
+        loads, shares = [0] * num_ranks, [[sequences[:0]] for _ in range(num_ranks)]
+        for tokens, own in sorted(zip(sizes, of_groups, strict=True), key=lambda group: -group[0]):
+            rank = loads.index(min(loads))
+            loads[rank] += tokens
+            shares[rank].append(own)
+        return [torch.cat(share).sort().values for share in shares]

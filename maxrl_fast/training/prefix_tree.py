@@ -6,7 +6,6 @@ stream what it does not share with the row before it, which is the forest in dep
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,18 @@ def ranges(starts: Integers, lengths: Integers) -> Integers:
     return np.arange(len(shift)) + shift
 
 
+def beginnings(sequences: list[bytes]) -> tuple[Integers, Integers]:
+    """Return how many int64 numbers sequences [n] have, and how many each begins with like the one
+    before it; 0 for the first."""
+    lengths = np.array([len(x) // 8 for x in sequences], dtype=np.int64)
+    numbers, starts = np.frombuffer(b"".join(sequences), np.int64), lengths.cumsum() - lengths
+    both = np.minimum(lengths[1:], lengths[:-1])
+    differ = numbers[ranges(starts[1:], both)] != numbers[ranges(starts[:-1], both)]
+    at, begins = np.append(np.flatnonzero(differ), len(differ)), both.cumsum() - both
+    common = np.minimum(at[at.searchsorted(begins)] - begins, both)
+    return lengths, np.append(0, common)[: len(lengths)]
+
+
 @dataclass(frozen=True)
 class Tree:
     lengths: Integers  # [M] tokens of each segment
@@ -31,114 +42,134 @@ class Tree:
 
 @dataclass(frozen=True)
 class SortedRows:
-    """S rows of at least one token each, packed."""
+    """S rows: each a prompt of at least one token and a part of a response to it."""
 
-    tokens: NDArray[Any]  # of all rows
-    lengths: Integers  # [S]
-
-    @cached_property
-    def starts(self) -> Integers:
-        return self.lengths.cumsum() - self.lengths
+    tokens: Integers  # of all prompts and responses
+    starts: Integers  # [S, 2] where the prompt and the response of each row begin
+    sizes: Integers  # [S, 2] their tokens in the row
 
     @cached_property
-    def order(self) -> Integers:
-        """[S] rows in the order of their tokens' bytes, a beginning of another row before it."""
-        rows = [
-            self.tokens[start : start + length].tobytes()
-            for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        ]
-        return np.array(sorted(range(len(rows)), key=rows.__getitem__), dtype=np.int64)
+    def lengths(self) -> Integers:  # [S]
+        return self.sizes.sum(1)
+
+    @cached_property
+    def _sorted(self) -> tuple[Integers, Integers]:
+        """[S] rows in the order of their tokens' bytes, a beginning of another row before it; and
+        with how many tokens each begins like the one before it.
+
+        Samples of a prompt are compared only after it: a row's key is the number of the shortest
+        prompt that begins it, and what follows.
+        """
+        data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
+        of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
+        prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
+        shortest, heads = list[bytes](), dict[int, bytes]()
+        for a in sorted(prompts, key=prompts.__getitem__):
+            if not prompts[a].startswith((*shortest[-1:],)):
+                shortest.append(prompts[a])
+            heads[a] = len(shortest).to_bytes(8, "big") + prompts[a][len(shortest[-1]) :]
+        pairs = zip(of_prompt, of_response, strict=True)
+        keys = [heads[a] + data[c:d] for (a, _), (c, d) in pairs]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        sizes, common = beginnings([keys[row] for row in order])
+        is_first = common == 0  # with its shortest prompt
+        common += self.lengths[order] - sizes
+        common[is_first] = beginnings(shortest)[1]
+        return np.array(order, dtype=np.int64), common
 
     @cached_property
     def ranks(self) -> Integers:
         """[S] where each row is in the order."""
-        return self.order.argsort()
+        return self._sorted[0].argsort()
 
-    @cached_property
-    def _common(self) -> Integers:
-        """[S] tokens with which a row in the order begins like the one before it."""
-        if len(self.order) < 2:
-            return np.zeros(len(self.order), dtype=np.int64)
-        starts, lengths = self.starts[self.order], self.lengths[self.order]
-        both = np.minimum(lengths[1:], lengths[:-1])
-        differ = self.tokens[ranges(starts[1:], both)] != self.tokens[ranges(starts[:-1], both)]
-        at = np.where(differ, ranges(np.zeros_like(both), both), np.repeat(both, both))
-        return np.append(0, np.minimum.reduceat(at, both.cumsum() - both))
-
-    def common(self, ranks: Integers) -> Integers:
-        """Return the same among the rows of some ascending ranks; 0 for the first."""
-        if len(ranks) < 2:
-            return np.zeros(len(ranks), dtype=np.int64)
-        return np.append(0, np.minimum.reduceat(self._common[: ranks[-1] + 1], ranks[:-1] + 1))
+    def common(self, rows: Integers) -> Integers:
+        """Return with how many tokens each row begins like the one before it, of a lower rank; 0
+        for the first."""
+        between = np.repeat(self.ranks[rows] + 1, 2)[1:-1]
+        least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
+        return np.append(0, least)[: len(rows)]
 
     def tree(
         self,
         sequences: Integers,
         positions: Integers,
         counts: Integers,
-        prompts: Integers,
         merge_cost: float,
         least_gain: float = 0.0,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
         packed `positions` [T] in its row, are in it.
 
-        Where more than whole rows and the first `prompts` [S] tokens of each saves no more than
-        `least_gain` tokens, no more is shared; with 0, all that merge_cost allows.
+        Where more than whole rows and prompts saves no more than `least_gain` tokens, no more is
+        shared; with 0, all that merge_cost allows.
         """
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
-        lengths, whole = self.lengths[rows], self.common(self.ranks[rows])
-        of_prompt = np.where(whole < prompts[rows], 0, prompts[rows])
-        common = np.where(whole < lengths, of_prompt, whole)
+        lengths, prompts, whole = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
+        common = np.where(whole < lengths, np.where(whole < prompts, 0, prompts), whole)
         if not least_gain or (whole - common).sum() > least_gain:
-            common = shared(whole, lengths, merge_cost)
+            common = cheapest(whole, lengths, merge_cost)
         added = lengths - common
-        ends = added.cumsum()
-        stream = np.arange(ends[-1] if len(ends) else 0)
-        path = np.zeros(lengths.max(initial=0), dtype=np.int64)  # of the last row, in the stream
-        above, chosen = np.full(len(rows), -1), np.empty_like(positions)
-        bounds = np.append(0, counts.cumsum()).tolist()
-        for i, sequence in enumerate(by_rank.tolist()):
-            if common[i]:
-                above[i] = path[common[i] - 1]
-            path[common[i] : lengths[i]] = stream[ends[i] - added[i] : ends[i]]
-            own = slice(bounds[sequence], bounds[sequence + 1])
-            # All positions are in the row; the mode "raise" would copy first.
-            path.take(positions[own], out=chosen[own], mode="clip")
+        starts = added.cumsum() - added
+        above, adds = find(common, np.repeat(by_rank.argsort(), counts), positions)
+        chosen = (starts - common)[adds] + positions
         # A segment begins where a row does, and where a later row leaves the path.
-        starts, above = (ends - added)[added > 0], above[added > 0]
-        begins = np.unique(np.concatenate([starts, above[above >= 0] + 1]))
+        leaves = np.where(common, (starts - common)[above] + common, 0)[added > 0]
+        starts = starts[added > 0]
+        begins = np.unique(np.append(starts, leaves))
         parents = np.arange(len(begins)) - 1
-        parents[begins.searchsorted(starts)] = begins.searchsorted(above, side="right") - 1
+        parents[begins.searchsorted(starts)] = begins.searchsorted(leaves) - 1
+        of_prompt = np.maximum(prompts - common, 0)
+        parts = np.stack([of_prompt, added - of_prompt], 1).ravel()
         return Tree(
-            np.diff(np.append(begins, len(stream))),
+            np.diff(np.append(begins, added.sum())),
             parents,
-            ranges(self.starts[rows] + common, added),
+            ranges((self.starts + self.sizes)[rows].ravel() - parts, parts),
             ranges(common, added),
             chosen,
         )
 
 
-def shared(common: Integers, lengths: Integers, merge_cost: float) -> Integers:
+def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integers, Integers]:
+    """Return which row adds the last token that each row shares, itself if it shares none; and
+    which adds the tokens [T] at `positions` of `rows`."""
+    above, left = np.arange(len(common)) - (common > 0), np.flatnonzero(common)
+    while len(left := left[common[above[left]] >= common[left]]):
+        above[left] = above[above[left]]
+    steps = [above]  # 1, 2, 4, ... rows up
+    while common[steps[-1]].any():
+        steps.append(steps[-1][steps[-1]])
+    for step in reversed(steps):
+        rows = np.where(positions < common[step[rows]], step[rows], rows)
+    return above, np.where(positions < common[rows], above[rows], rows)
+
+
+def cheapest(common: Integers, lengths: Integers, merge_cost: float) -> Integers:
     """Return how many tokens of each row come from the row before, of `common` ones.
 
     A segment with n rows below it is shared where (n - 1) x its length exceeds merge_cost x the
     tokens below it. Others become a part of each segment directly below them.
     """
-    common = common.copy()
     if not merge_cost:
         return common
-    open_segments: list[tuple[int, int]] = []  # where each ends in its rows, and its first row
-    for i in range(1, len(common) + 1):
-        depth, first = int(common[i]) if i < len(common) else 0, i - 1
-        while open_segments and open_segments[-1][0] > depth:
-            end, first = open_segments.pop()
-            start = max(depth, open_segments[-1][0] if open_segments else 0)
-            below = lengths[first:i].sum() - common[first + 1 : i].sum() - end
-            if (i - first - 1) * (end - start) <= merge_cost * below:
-                of_segment = common[first + 1 : i]
-                of_segment[of_segment == end] = start
-        if depth and not (open_segments and open_segments[-1][0] == depth):
-            open_segments.append((depth, first))
-    return common
+    shared = np.zeros_like(common)
+    # open segments: end, first row, tokens before it less what it shares, rows that leave here
+    path: list[tuple[int, int, int, list[int]]] = [(0, 0, 0, [])]
+    tokens, before = 0, common.tolist()
+    for i, (length, depth) in enumerate(zip(lengths.tolist(), [*before[1:], 0], strict=True), 1):
+        first, base = i - 1, tokens - before[i - 1]
+        tokens = base + length
+        while path[-1][0] > depth:
+            end, first, base, rows = path.pop()
+            if path[-1][0] < depth:
+                path.append((depth, first, base, []))
+            start, *_, above = path[-1]
+            if (i - first - 1) * (end - start) > merge_cost * (tokens - base - end):
+                shared[rows] = end
+            else:
+                above += rows
+                tokens += len(rows) * (end - start)
+        if path[-1][0] < depth:
+            path.append((depth, first, base, []))
+        path[-1][3].append(i)
+    return shared

@@ -278,7 +278,7 @@ class RewardPool(RewardSource):
             "is_optional": is_optional,
         }
         self.output, self._numbers, self._is_closed = output, itertools.count(), False
-        self._is_verifier = module == "maxrl_fast.rewards.verifiers"
+        self.is_verifier = module == "maxrl_fast.rewards.verifiers"
         self.signature: Signature = {}
         self._workers: list[Worker] = []
         try:
@@ -331,7 +331,7 @@ class RewardPool(RewardSource):
                 on_progress()
                 for number, results in self._take(PROGRESS_INTERVAL):
                     part = waiting.pop(number)
-                    if self._is_verifier and results[0].get("kind") == "timeout":
+                    if self.is_verifier and results[0].get("kind") == "timeout":
                         results = [{"reward": 0.0}]
                         scores.num_late += len(part)
                     scores.add(part, results)

@@ -144,7 +144,7 @@ class Scorer:
             self._source_error = str(error)
             rewards[indices] = torch.nan
             return
-        if self._answer_limit is not None:
+        if getattr(source, "is_verifier", False):
             self._metrics.add("answers_timed_out", scores.num_late, len(responses))
         self._keep(scores, indices, rewards)
 

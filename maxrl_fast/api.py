@@ -3,6 +3,8 @@ returns its results.
 """
 
 import contextlib
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
+from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.loading import check_members
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -99,8 +102,7 @@ class Run:
             prompts, samples: number of prompts, from index `start` on, and of responses to each.
             temperature: 0 is greedy decoding; None: the run's temperature.
 
-        Returns:
-            A row per response: id of its prompt, prompt, response, truncated, tokens.
+        A row has the id of the prompt, prompt, response, truncated, tokens.
         """
         config, engine = self._context.config, self._context.engine
         sampling = build_sampling(config, self.task)
@@ -147,9 +149,9 @@ def run(
 ) -> Run:
     """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
 
-    Ctrl-C, or interrupting a notebook's kernel, stops the run after its step with a checkpoint and
-    returns; a second one raises KeyboardInterrupt at once. Signal handlers, random states and the
-    number of CPU threads are restored.
+    Ctrl-C, or interrupting a notebook's kernel, stops the run after its step with a checkpoint; a
+    second one raises KeyboardInterrupt at once. Signal handlers, random states and the number of
+    CPU threads are restored.
 
     Args:
         config: options by name, or the path of a TOML file of them; keyword options override them.
@@ -157,7 +159,9 @@ def run(
         reward: what --reward takes, or a Python function (prompt, response, **columns) -> float,
             such as a lambda. It is called in this process, without a sandbox or a time limit.
         environment: what --environment takes, or a class, whose objects live in this process.
-        options: as on the command line, with underscores: `maze_size=11`. None: not given.
+        options: as on the command line, with underscores: `maze_size=11`. None: not given. `data`,
+            `test_data` and `sft_data` may be rows: dicts, a datasets.Dataset or a DataFrame; a
+            file beside the run's folder keeps them.
 
     Raises:
         InputError: if an option is unknown or wrong, with the command line's message.
@@ -170,6 +174,10 @@ def run(
     options |= {"task": task, "reward": reward, "environment": environment}
     given |= {name: value for name, value in options.items() if value is not None}
     task, reward, environment = (given.pop(x, None) for x in ("task", "reward", "environment"))
+    for name in ("data", "test_data", "sft_data"):
+        if not isinstance(given.get(name), str | os.PathLike | None):
+            out = given.get("out") or given.get("resume") or "runs/run"
+            given[name] = _stored(name, given[name], Path(out).absolute().parent)
     names, functions, own_task = _named(task, reward)
     own_class = None if environment is None or isinstance(environment, str) else environment
     if environment is not None:
@@ -205,7 +213,7 @@ def run(
 def _named(
     task: str | Task | None, reward: Reward | Sequence[Reward] | None
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
-    """Return the options that name task and rewards, the functions by name, and a task object."""
+    """Return the options of task and rewards, the functions by name, and a task object."""
     names: dict[str, Any] = {}
     own_task = None if task is None or isinstance(task, str) else task
     if task is not None:
@@ -225,6 +233,21 @@ def _named(
             if not isinstance(given, str):
                 functions[name] = given
     return names, functions, own_task
+
+
+def _stored(option: str, rows: Any, folder: Path) -> Path:
+    """Write rows to a file that is named by its content, for a resumed run to read again."""
+    rows = rows.to_dict("records") if hasattr(rows, "iloc") else rows
+    try:
+        content = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{option} must be a file, or rows of JSON values: {error}") from error
+    path = folder / f"data-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
+    if Ranks.of_environment().is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as temporary:
+            temporary.write_bytes(content)
+    return path
 
 
 def _name_of(value: Any) -> str:

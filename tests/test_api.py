@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from maxrl_fast.train import main
 from maxrl_fast.training.learner import Learner
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.test_train import SMALL, assert_same_run, read
+from tests.tool_episodes import save_tool_policy
 
 QUICK = [*SMALL, "--sft-steps", "4"]
 OPTIONS = {
@@ -384,3 +386,19 @@ def test_a_notebook_gets_few_plain_lines(monkeypatch, capsys):
     assert len(lines) == 20
     assert lines[0].startswith("train 5/100  ")
     assert lines[0].isprintable()  # no escape sequences
+
+
+def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{i}: say", "answer": i} for i in range(40)]
+    table = SimpleNamespace(iloc=None, to_dict=lambda kind: rows)  # a DataFrame
+    model = str(save_tool_policy(tmp_path / "policy"))
+    options = {"prompts": 4, "rollouts": 4, "eval_prompts": 3, "eval_samples": 4, "threads": 1}
+    options |= {"task": "dataset", "model": model, "objective": "rloo", "max_new_tokens": 6}
+    options |= {"reward": lambda prompt, response, **columns: len(response) / 10}
+    done = maxrl_fast.run(data=rows, steps=1, lr_schedule="constant", out="o", **options)
+    assert done.resume(data=table, steps=2).exit == 0
+    [file] = tmp_path.glob("data-*.jsonl")
+    assert read(file) == rows
+    with pytest.raises(InputError, match="data must be a file, or rows of JSON values"):
+        maxrl_fast.run(data=[{"prompt": {1}}], out="other", **options)

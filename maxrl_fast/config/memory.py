@@ -96,9 +96,8 @@ def _of_engine(
     nothing for a vLLM server and for a custom engine.
 
     vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy
-    trains. The native engine keeps its weights, and a cache of at most KEPT_SHARE of a GPU: keys
-    and values of the samples that it decodes at a time, each prompt once, and on a GPU the tensors
-    of a step.
+    trains. The native engine keeps its weights and a cache of at most KEPT_SHARE of a GPU: keys and
+    values of the samples of a time, each prompt once, and on a GPU the tensors of a step.
     """
     options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
     if options.vllm_url is not None or options.rollout not in ENGINES:
@@ -154,14 +153,12 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     state.
 
     - activations: `layer_numbers` of every layer, and half of one layer's for its gradients; with
-      --checkpoint-activations the input of every layer [tokens, H], and one layer that is computed
-      again.
-    - copies of weights: without sharding a linear layer casts its weights where the compute dtype
-      is not float32; on a CPU the native decoder's layers copy `joined_weights`, always. Autograd
-      keeps those of all layers, or of one with --checkpoint-activations. FSDP2 gathers the weights
-      outside the layers and of two layers, in the compute dtype.
-    - gradients that FSDP2 reduces: of the larger of these two, in the compute dtype and in float32,
-      or all in float32.
+      --checkpoint-activations the input of every layer [tokens, H], and one layer.
+    - copies of weights: without sharding a linear layer casts its weights to the compute dtype; on
+      a CPU the native decoder's layers always copy `joined_weights`. Autograd keeps those of all
+      layers, or of one with --checkpoint-activations. FSDP2 gathers the weights outside the layers
+      and of two layers, in the compute dtype.
+    - gradients that FSDP2 reduces: of the larger of these two in both dtypes, or all in float32.
     - logits: one chunk, and a float32 copy where a CPU multiplies half precision; the output matrix
       in the compute dtype; and its gradient in float32, which a tied matrix keeps until the
       embedding's is added.

@@ -3,10 +3,8 @@ it.
 
     vllm_tensor_parallel: Annotated[Count, when.VLLM, Resume.ROUNDING] = 1
 
-A `Limit`, here that of Count, bounds its numbers; a `When` says which runs use it; a `Resume` what
-a change means for a run that resumes; a `Refusal` what it does not go with; `Default` how --help
-shows a default that is derived when the run starts; `LessMemory` how it reduces the memory; and a
-`Note` what else is special about it.
+A `Limit`, here that of Count, bounds its numbers, a `Refusal` says what it does not go with, and
+`Default` how --help shows a default that is derived when the run starts; the others are below.
 """
 
 import ast

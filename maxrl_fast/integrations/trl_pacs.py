@@ -4,10 +4,9 @@
 
     trainer = PACSTrainer(...)  # everything as for a GRPOTrainer; rewards are 0 or 1
 
-The PACS loss L is a function of the reward proxies r_i = beta sum_t (logp_t - ref_t) of whole
-groups; the reference is the sampling policy. It has the gradient of -(1/B) sum_i A_i sum_t logp_t
-with A_i = -beta B dL/dr_i. At the first update all proxies are 0, so the advantages follow from the
-rewards. Later updates on a batch recompute them from the whole groups of the micro-batch.
+The advantages have the gradient of the PACS loss (training/objectives/pacs.py); the reference is
+the sampling policy. At the first update they follow from the rewards. Later updates on a batch
+recompute them from the whole groups of the micro-batch.
 """
 
 from typing import Any

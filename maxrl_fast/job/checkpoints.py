@@ -2,14 +2,12 @@
 finds them.
 
 OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
-    config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory, in
-                                                          its dtype
-    adapter/                    with --lora-rank: the adapters in peft's format
-    state/*.safetensors         float32 weights, Adam's moments, the critic, the reference policy:
-                                with sharded weights (FSDP2) a file or more of each rank
-    progress.json               step, next prompt, random states, lengths of the logs,
-                                configuration, sizes of the decoder
-    checksums.json              size and SHA-256 of every file
+    config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory
+    adapter/              with --lora-rank: the adapters in peft's format
+    state/*.safetensors   float32 weights, Adam's moments, the critic, the reference policy: with
+                          sharded weights (FSDP2) a file or more of each rank
+    progress.json         step, next prompt, random states, lengths of the logs, options, sizes
+    checksums.json        size and SHA-256 of every file
 OUT/latest, OUT/best            links to the newest checkpoint and to the one with the best pass@1
 """
 

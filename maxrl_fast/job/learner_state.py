@@ -172,8 +172,7 @@ def save_state(folder: Path, tensors: dict[str, Tensor], rank: int = 0) -> None:
     """Write this rank's rows of the tensors into files of at most FILE_BYTES; a larger tensor gets
     its own file. The first rank writes what is not sharded.
 
-    A file's metadata says where its rows begin, as torch.distributed.checkpoint's does, which
-    itself pickles what the ranks exchange.
+    A file's metadata says where its rows begin, as torch.distributed.checkpoint's does.
     """
     folder.mkdir(exist_ok=True)
     files: list[dict[str, Tensor]] = [{}]

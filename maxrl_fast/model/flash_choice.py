@@ -1,9 +1,9 @@
 """The choice of a FlashAttention implementation at the start of a run on a GPU.
 
 torch.nn.attention can replace the aten operators that flash.py and rollout/decode_attention.py call
-by those of an installed package. These are prototypes, and some refuse a head size or a layout only
-when they are called. So each is probed on small inputs against plain PyTorch, and restored if it
-fails. So is the flash-attn package, whose functions flash.py calls and are private.
+by those of an installed package. Some refuse a head size or a layout only when they are called, so
+each is probed on small inputs against plain PyTorch, and restored if it fails. So is the flash-attn
+package, whose functions flash.py calls.
 """
 
 import importlib.util

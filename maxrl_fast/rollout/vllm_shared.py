@@ -65,8 +65,7 @@ def play(
     answers: Callable[[], tuple[Iterable[tuple[int, Sequence[int], Sequence[float]]], bool]],
     mode: str,
 ) -> Rollouts:
-    """Play episodes as requests of vLLM: one for each turn, with all tokens before it, of which
-    vLLM has the keys and values in its prefix cache.
+    """Play episodes as requests of vLLM: one for each turn, with all tokens before it.
 
     Args:
         request: of all ranks that share the engine.

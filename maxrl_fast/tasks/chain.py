@@ -25,8 +25,7 @@ class ChainTask:
     """A chain of `length` states from the start to the goal, the same in every episode. In each
     state one action leads to the next state, RIGHT in the fraction `habit` of them. The other
     action ends the episode; in half of the states it first takes a step into a dead end. The reward
-    is the number of steps, including one into a dead end, divided by `length`. A policy that always
-    takes the more frequent action earns some reward but rarely reaches the goal. Tokens after the
+    is the number of steps, including one into a dead end, divided by `length`. Tokens after the
     end of the episode are ignored."""
 
     vocab_size = VOCAB_SIZE

@@ -109,8 +109,7 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
 
     Every token before DONE must be a move, no move up to the goal may enter a wall or leave the
     grid, and the goal must be reached; without DONE the reward is 0. Moves after the goal are
-    ignored. With `strict` they must be legal too, and the last move must end on the goal. All
-    sequences are judged in one batch: positions are cumulative sums of moves.
+    ignored. With `strict` they must be legal too, and the last move must end on the goal.
     """
     device = rollouts.tokens.device
     # [G, size * size]

@@ -12,10 +12,9 @@ def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
 
 def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
     """Return the JSON files of a Hugging Face tokenizer, by file name, with one token per word; it
-    ignores spaces, and decodes without them. Every word is an added token: transformers 5 loads the
-    tokenizer of a qwen2 checkpoint as Qwen2's byte-level tokenizer, whatever its class, and a byte-
-    level tokenizer ignores a word-level vocabulary. The first words are <pad>, <bos>, <eos> and
-    <unk>; ids from len(words) on are reserved."""
+    ignores spaces, and decodes without them. Every word is an added token, because transformers 5
+    loads the tokenizer of a qwen2 checkpoint as a byte-level one, which ignores words. The first
+    are <pad>, <bos>, <eos> and <unk>; ids from len(words) on are reserved."""
     all_words = [*words, *(f"<reserved_{i}>" for i in range(len(words), vocab_size))]
     special = {
         "pad_token": "<pad>",

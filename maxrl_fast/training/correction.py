@@ -30,9 +30,8 @@ from maxrl_fast.training.learner import Learner
 class ImportanceWeights:
     """tis, tis_sequence, icepop and mis: a weight for every token, from the ratios w_t.
 
-    The policy's log-probs before the first update become the old log-probs of the loss. The loss's
-    ratio then measures only the policy's change within the step, and the weight the difference
-    between engine and policy.
+    The policy's log-probs before the first update become the old log-probs of the loss, whose ratio
+    then measures only the policy's change within the step.
 
     Args:
         low, high: bounds of a weight.
@@ -51,9 +50,8 @@ class ImportanceWeights:
         ranks must call this.
 
         The metrics are over all sampled tokens: the means `logprob_diff` and `importance_weight`,
-        `importance_bounded` (fraction of weights that were capped or set to 0) and
-        `importance_sample_size` ((sum of weights)^2 / sum of squares / number of tokens; 0 if all
-        weights are 0).
+        `importance_bounded` (fraction of weights capped or set to 0) and `importance_sample_size`
+        ((sum of weights)^2 / sum of squares / number of tokens; 0 if all are 0).
         """
         logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
         rollouts = batch.rollouts

@@ -18,10 +18,10 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a step, given its advantages [S].
 
-    Rewards are averaged over all sampled rollouts, including those of replaced groups; lengths,
-    truncation and entropy over the rollouts of the step. The loss, the gradient norm and the
-    variance from Adam's moments are means over the updates. Ratios, clip fractions and KL are means
-    over the tokens trained on; logprob_diff only over the tokens of the first update. A loss's own
+    Rewards are means over all sampled rollouts, also of replaced groups; lengths, truncation and
+    entropy over the rollouts of the step. The loss, the gradient norm and the
+    variance from Adam's moments are means over the updates; ratios, clip fractions and KL over the
+    tokens trained on; logprob_diff only over the tokens of the first update. A loss's own
     metrics are summed over the updates if they are integers, else averaged.
     """
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts

@@ -51,9 +51,8 @@ class PolicyReward:
         .9 max(0, p(z) - p(nothing)) + .1 [the response leads to an answer].
 
     "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It
-    is 0 if the response does not lead to an answer, or if its reasoning leaves no room for one. The
-    other rewards append the lead-in of an answer to such a response, and cut its reasoning if there
-    is no room.
+    is 0 if the response does not lead to an answer, or its reasoning leaves no room for one; the
+    others append the lead-in of an answer to such a response, whose reasoning is cut if needed.
 
     Args:
         kind: one of LIKELIHOODS, or PROBABILITY.

@@ -13,10 +13,9 @@ class PromptPrefetcher:
     """The training prompts of a task, always one batch ahead; `task.prompts` must be callable from
     another thread.
 
-    A task's prompts depend only on their index, so prefetching does not change them. Steps take
-    consecutive batches, also under dynamic sampling. A batch that does not follow the last one, as
-    after a resume, is made on request. On a CPU the thread would compete with the trainer's own
-    threads for the cores, so use this only with a GPU.
+    Prompts depend only on their index. A batch that does not follow the last one, as after a
+    resume, is made on request. On a CPU the thread would compete with the trainer's own threads:
+    use this only with a GPU.
     """
 
     def __init__(self, task: Task):

@@ -1,8 +1,7 @@
 """What the fuzz tests draw from: tensors in any layout, and arguments of a wrong kind.
 
 `MAXRL_FAST_FUZZ=20 python -m pytest tests/ops/test_fuzz*.py tests/config/test_config_fuzz.py` draws
-20 times as many examples, and different ones each time. Without it the examples are the same in
-every run.
+20 times as many examples, other ones each time; without it they are the same in every run.
 """
 
 import math

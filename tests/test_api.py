@@ -390,7 +390,7 @@ def test_a_notebook_gets_few_plain_lines(monkeypatch, capsys):
 
 def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"{i}: say", "answer": i} for i in range(40)]
+    rows = [{"prompt": f"{i}: say"} for i in range(40)]
     table = SimpleNamespace(iloc=None, to_dict=lambda kind: rows)  # a DataFrame
     model = str(save_tool_policy(tmp_path / "policy"))
     options = {"prompts": 4, "rollouts": 4, "eval_prompts": 3, "eval_samples": 4, "threads": 1}

@@ -276,7 +276,6 @@ def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
 
 
 def test_a_bfloat16_model_that_was_trained_in_float32_is_reproduced(tmp_path):
-    """Its checkpoints have the weights that were evaluated, not weights rounded to bfloat16."""
     model, task = tiny_decoder(dtype="bfloat16"), MazeTask(5)
     files = task.tokenizer_files()
     save_checkpoint(tmp_path / "m", model.config, model.weights(), files, task.stop_ids)

@@ -101,11 +101,8 @@ def _written(name, arguments):
 def play(task, scripts, num_samples=1, order=0):
     """Play scripted turns (token lists), one list of turns for each sample, as an engine would.
 
-    Args:
-        order: seed of the order in which turns are submitted and replies are read; 0: as they come.
-
-    Returns:
-        The tokens of each episode after its prompt, and the scores.
+    order: seed of the order in which turns are submitted and replies are read; 0: as they come.
+    Return the tokens of each episode after its prompt, and the scores.
     """
     prompts = task.prompts("train", 0, len(scripts) // num_samples)
     episodes = task.environments(prompts, num_samples)

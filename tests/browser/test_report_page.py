@@ -1,8 +1,8 @@
 """The page of `python -m maxrl_fast.report` in a real browser: it draws and shows the contents of
 the files.
 
-The tests need the `playwright` package and a Chromium: $CHROMIUM, one on the PATH, or Playwright's
-own. If REPORT_SCREENSHOTS names a folder, screenshots of the page are saved there.
+The tests need `playwright` and a Chromium: $CHROMIUM, one on the PATH, or Playwright's own. Into a
+folder REPORT_SCREENSHOTS screenshots of the page are saved.
 """
 
 import json

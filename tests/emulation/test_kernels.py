@@ -1,9 +1,8 @@
 """The CUDA kernels on an emulated GPU (see cuda_runtime.h) against the CPU kernels, as in
 tests/gpu.
 
-Half of the cases run the threads of a block in ascending order, with asynchronous copies that
-happen late, and the others in descending order, with copies that happen early; test_races.py looks
-for missing barriers in any order. Rows that are large enough for a cluster run with and without.
+Half of the cases run the threads of a block in ascending order, with late asynchronous copies, the
+others in descending order, with early ones. Rows large enough for a cluster run with and without.
 """
 
 import contextlib

@@ -3,8 +3,7 @@ access, and every one that is planted is found.
 
 The emulator (emulation.cpp) makes every CUDA thread a fiber that ThreadSanitizer takes for a
 thread, so that only barriers and fences order memory. races.cpp launches the kernels. All faults
-are planted in one copy of the kernels, each under a condition that the program reads at its start,
-because a compilation for each fault would take most of the time of these tests.
+are planted in one copy of the kernels, each under a condition that the program reads at its start.
 """
 
 import os

@@ -15,9 +15,8 @@ Every *.toml in this folder, or the one given by --file, is a list of
                                            changed; default: all
 
 A fault is caught if a test fails. A test module that cannot be imported, no test at all, a crash
-and a build that fails do not count. Before the first fault the tests must pass. Where there are
-faults in csrc/, all CPU kernels are built at the start (minutes), and what a fault changes again
-for each; these faults come last. The checkout itself is never changed.
+and a build that fails do not count. Before the first fault the tests must pass. Faults in csrc/
+come last, and need a build (minutes). The checkout itself is never changed.
 """
 
 import argparse

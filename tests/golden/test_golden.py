@@ -1,8 +1,6 @@
 """The golden runs give the numbers that were recorded: all 20 steps bitwise on a machine like the
-one that recorded them. Elsewhere float32 sums have another order, and Adam, which divides small
-gradients by their own size, makes other weights of it: with the narrowest instructions in place of
-AVX2, step 1 after the warm start differs by up to 2e-4, and later steps sample other tokens. There,
-only step 1 is compared.
+one that recorded them. Elsewhere float32 sums have another order, from which Adam makes other
+weights: step 1 after the warm start differs by up to 2e-4, and only it is compared.
 """
 
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""A GPU that does not exist: tensors that claim the device cuda:0, and the count of what their
-operations would launch.
+"""Tensors that claim the device cuda:0, and the count of what their operations would launch.
 
 PyTorch's FakeTensor knows the shape, dtype and device of a result without computing it, and refuses
 operations that mix devices. On top of it, `PretendGpu` counts kernels, and notes where the host
@@ -8,8 +7,7 @@ depends on values (nonzero, boolean indices, repeat_interleave without output_si
 memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
 which reads them goes on as on a GPU; other values read as 1.
 
-One aten operation counts as one kernel. This is exact for elementwise operations, copies, matrix
-multiplications and fused kernels; sorts, and reductions over much memory, launch a few more.
+One aten operation counts as one kernel; sorts, and reductions over much memory, launch a few more.
 """
 
 import contextlib

@@ -241,9 +241,8 @@ def test_samples_are_bitwise_independent_of_the_batch():
 
 
 def check_merged_rows(decoder, num_samples, sampling):
-    """Compare samples, which the decoder computes together as long as they are alike, with each in
-    a job of its own, and the decoded rows with the distinct beginnings of the responses. Return how
-    many tokens samples have in common where they part.
+    """Compare samples, which the decoder computes together while they are alike, with each in a job
+    of its own, and the decoded rows with the distinct beginnings. Return the tokens in common.
     """
     prompts = make_prompts([[5, 6, 7, 8], [9], [5, 6, 7, 8]])
     size = len(prompts) * num_samples

@@ -62,9 +62,8 @@ def worst_difference(a, b):
 
 @pytest.mark.parametrize("loss", ops.LOSSES)
 def test_two_armed_bandit_moves_by_the_analytic_amount(loss):
-    """Only the output matrix W is trained, by SGD, so the logits are z = W h with a fixed h. The
-    mean of A_i log p(a_i) over S one-token rollouts has the gradient (1/S) sum_i A_i (1[a_i = a] -
-    p_a) h with respect to W_a. A step therefore adds lr |h|^2 times the factor before h to z."""
+    """Only the output matrix W is trained, by SGD: z = W h with a fixed h. The gradient of the mean
+    of A_i log p(a_i) is (1/S) sum_i A_i (1[a_i = a] - p_a) h; a step adds lr |h|^2 of it to z."""
     model = tiny_decoder(tie_word_embeddings=False)
     prompts = make_prompts([[5, 6, 7]])
     z = response_logits(model, one_batch(prompts, Rollouts.given([[0]])), torch.float32)[0].detach()

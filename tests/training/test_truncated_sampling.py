@@ -1,9 +1,8 @@
 """What a policy gradient estimates when responses are sampled with top-p, by enumeration of all
 responses of two tokens.
 
-pi is the policy, q the sampler: pi of the kept tokens over their mass m. The choices for the
-probability of a sampled token in the engine's log-probs are pi itself, as ours is, or q, whose
-ratio pi/q = m is below 1 although engine and policy are equal.
+pi is the policy, q the sampler: pi of the kept tokens over their mass m. The engine's log-probs of
+sampled tokens may be of pi, as ours are, or of q, whose ratio pi/q = m is below 1.
 """
 
 import itertools

@@ -269,7 +269,8 @@ def test_six_steps_of_the_default_job_are_the_same_on_several_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["guess", "environment"])
-def test_episodes_are_the_same_on_two_ranks(tmp_path, task):
+def test_episodes_are_the_same_on_four_ranks(tmp_path, task):
+    """One has more prompts, and one has none to evaluate."""
     job = "--task guess --objective maxrl --prompts 5 --rollouts 4 --steps 4".split()
     job += "--sft-steps 60 --sft-batch 16 --sft-lr 5e-3".split()
     job += "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split()
@@ -278,11 +279,11 @@ def test_episodes_are_the_same_on_two_ranks(tmp_path, task):
         job = [*calculator_job(tmp_path), *"--reward-workers 1 --steps 2".split()]
     run_job(tmp_path / "warm", 1, *job, "--steps", "0")
     more = ["--sft-steps", "0", "--model", str(tmp_path / "warm" / "latest")]
-    for num_ranks in (1, 2):
-        run_job(tmp_path / str(num_ranks), num_ranks, *job, *more)
-    assert_same_metrics(tmp_path / "1", tmp_path / "2", abs=1e-6)
-    assert read(tmp_path / "1", "eval") == read(tmp_path / "2", "eval")
-    kept = [read(tmp_path / out, "rollouts") for out in ("1", "2")]
+    for num_ranks in (1, 4):
+        run_job(tmp_path / str(num_ranks), num_ranks, *job, *more, "--sharding", "full")
+    assert_same_metrics(tmp_path / "1", tmp_path / "4", abs=1e-6)
+    assert read(tmp_path / "1", "eval") == read(tmp_path / "4", "eval")
+    kept = [read(tmp_path / out, "rollouts") for out in ("1", "4")]
     assert sum("turns" in record for record in kept[0]) > 10
     for alone, together in zip(*kept, strict=True):
         assert together.pop("advantage") == pytest.approx(alone.pop("advantage"), rel=1e-5)
@@ -399,24 +400,20 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path):
-    """A rank is killed before the first checkpoint, and the first rank after it."""
+    """One is killed before the first checkpoint, and the first one after it."""
     (tmp_path / "killed.py").write_text(KILLED)
     job = [
         *SMALL,
-        *"--entropy-coef 0.1 --steps 5 --sft-steps 4 --save-every 3 --resume auto --out".split(),
+        *"--entropy-coef 0.1 --steps 5 --sft-steps 4 --save-every 3 --sharding full".split(),
+        *"--resume auto --out".split(),
     ]
     script = [str(tmp_path / "killed.py"), str(tmp_path), *job]
-    launch = [*"--nproc-per-node 2 --max-restarts 2 --master-port".split(), str(free_port())]
+    launch = [*"--nproc-per-node 4 --max-restarts 2 --master-port".split(), str(free_port())]
     command = [sys.executable, "-m", "torch.distributed.run", *launch, *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for name in ("restarted", "whole"):  # the second run finds the marks of the kills
-        done = subprocess.run(
-            [*command, str(tmp_path / name)],
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=300,
-        )
+        full = [*command, str(tmp_path / name)]
+        done = subprocess.run(full, env=environment, text=True, capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         # Of the ranks that have ended when it looks, torchrun names the first: the killed one, or
         # one that has noticed (1).

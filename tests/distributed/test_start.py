@@ -1,5 +1,5 @@
-"""What each of 4 ranks holds before training: with --sharding full, its shards of the policy, the
-reference and the critic, and one layer at a time.
+"""What each of 4 ranks holds before training: its shards of policy, reference and critic, and one
+layer.
 """
 
 import sys

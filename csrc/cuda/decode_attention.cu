@@ -85,7 +85,9 @@ struct OwnAttention {
   Attended<kQueries, kSize> attended;
 
   __device__ OwnAttention(const DecodeAttention<Element>& in, int lanes_of_key)
-      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads), num_queries(in.heads / in.kv_heads),
+      : in(in), row(blockIdx.x / in.num_splits / in.kv_heads),
+        // known to the compiler where it is no other number
+        num_queries(kQueries == 4 || kQueries == 7 ? in.heads / in.kv_heads : kQueries),
         head(blockIdx.x / in.num_splits % in.kv_heads), split(blockIdx.x % in.num_splits),
         lanes_of_key(lanes_of_key), part(threadIdx.x % kWarp % lanes_of_key),
         slot(threadIdx.x / lanes_of_key), has_part(part * kSize < in.head_dim),

@@ -155,8 +155,8 @@ class Packer:
         """
         lengths, of_host = self.lengths[sequences], sequences
         targets = ranges(self._on_host[1][:-1][sequences], lengths)  # among the sampled tokens
-        given = (x.numpy() for x in (sequences, self._read_at[targets], lengths))
-        tree = self.rows.tree(*given, self.merge_cost, self.least_gain)
+        of_rows = sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy()
+        tree = self.rows.tree(*of_rows, self.merge_cost, self.least_gain)
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True

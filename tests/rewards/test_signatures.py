@@ -212,7 +212,7 @@ def test_the_pool_refuses_columns_that_do_not_fit(file):
         (Fraction(1, 4), {"reward": 0.25}),
         (sympy.Rational(3, 4), {"reward": 0.75}),
         (numpy.bool_(True), {"reward": 1.0}),
-        # as verl's functions return it: what is no number is not kept
+        # as verl's functions return it: other values are not kept
         ({"score": 1.0, "acc": True, "pred": "7"}, {"reward": 1.0, "components": {"acc": 1.0}}),
         ({"reward": 1, "score": 2}, {"reward": 1.0, "components": {"score": 2.0}}),
     ],

@@ -2,7 +2,7 @@
 
 A prompt with its responses is a tree of depth 2; what several responses begin with is a segment
 between. A token attends to the segments above its own and, causally, to its segment. On a CPU one
-kernel does this (attention_kernel.py), for float32, bfloat16 and float64 and heads of at most 256.
+kernel does this (csrc/cpu/attention.cpp), for float32, bfloat16, float64 and heads of at most 256.
 Elsewhere, and for others, the segments and each level of the forest are ordinary FlashAttention
 calls that also return their log-sum-exp, and they merge exactly:
 
@@ -24,11 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.model import attention_kernel, flash
+from maxrl_fast.model import flash
 from maxrl_fast.model.flash import VarlenSpec
-from maxrl_fast.ops.derivatives import check_mode, first_order
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.derivatives import check_mode, first_order, register_backward
+from maxrl_fast.ops.dispatch import KernelLaunch, dtype_name, operator
 from maxrl_fast.records import ranges
 from maxrl_fast.runtime.device import to_device
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # of the kernel
+LARGEST_HEAD = 256
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +211,8 @@ def tree_attention(
             check_mode("tree_attention", q, k, v)
             out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
             return out
-    if _runs_own_kernel(q.device, q.dtype, q.shape[-1]):
-        own: Tensor = attention_kernel.tree_attention(q, k, v, forest.lengths, forest.parents)[0]
+    if has_kernel(q.device, q.dtype, q.shape[-1]):
+        own: Tensor = _tree_attention(q, k, v, forest.lengths, forest.parents)[0]
         return own
     return merged_attention(q, k, v, forest)
 
@@ -221,10 +226,112 @@ def merged_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return which kernel computes `tree_attention`."""
-    is_own = _runs_own_kernel(device, dtype, head_dim)
+    is_own = has_kernel(device, dtype, head_dim)
     return "C++" if is_own else flash.kernel_for(device, dtype, head_dim).name
 
 
-def _runs_own_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    is_ours = attention_kernel.has_kernel(device, dtype, head_dim)
-    return is_ours and flash.kernel_for(device, dtype, head_dim) is flash.PADDED_CPU
+def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    is_cpu = device.type == "cpu" and not dispatch.is_gpu(device)
+    return is_cpu and dtype in DTYPES and head_dim <= LARGEST_HEAD
+
+
+# On a CPU: keys above a segment and its own in one softmax. Scores, probabilities and sums are in
+# float32, in float64 for float64 inputs. Results are bitwise the same for any number of threads,
+# and outputs for any way of sharing prefixes.
+
+
+@operator()
+def _tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the attention [U, Hq, D] and its log-sum-exp to base 2 [U, Hq], without a gradient.
+
+    q [U, Hq, D], k and v [U, Hkv, D]; lengths [M] and parents [M] int64 as in Forest. Raises
+    ValueError if lengths do not add up to U or are below 1, or segments are not in depth-first
+    order.
+    """
+    call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
+    o = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    call.launch(
+        "tree_attention",
+        **_inputs(call, q, k, v, lengths, parents),
+        o=o,
+        lse=lse,
+        **dict.fromkeys(("grad", "grad_q", "grad_k", "grad_v")),
+    )
+    return o, lse
+
+
+@operator()
+def _tree_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Tensor,
+    parents: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v from the gradient of o [U, Hq, D]."""
+    call = KernelLaunch(q.device)
+    grad, q, k, v = (x.contiguous() for x in (grad, q, k, v))
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    call.launch(
+        "tree_attention_backward",
+        **_inputs(call, q, k, v, lengths, parents),
+        o=call.address("o", o, q.dtype, q.shape),
+        lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
+        grad=call.address("grad", grad, q.dtype, q.shape),
+        grad_q=grads[0],
+        grad_k=grads[1],
+        grad_v=grads[2],
+    )
+    return grads
+
+
+def _inputs(
+    call: KernelLaunch, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
+) -> Any:
+    if q.dtype not in DTYPES or q.dim() != 3 or k.dim() != 3:
+        raise ValueError(
+            f"q and k must be {', '.join(map(dtype_name, DTYPES))} [tokens, heads, head size], got "
+            f"{q.dtype} {tuple(q.shape)} and {k.dtype} {tuple(k.shape)}"
+        )
+    (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
+    shape, num_segments = (num_tokens, key_heads, head_dim), len(lengths)
+
+    def integers(name: str, x: Tensor) -> int:
+        return call.address(name, x.contiguous(), torch.int64, (num_segments,))
+
+    return {
+        "dtype": q.dtype,
+        "num_tokens": num_tokens,
+        "num_segments": num_segments,
+        "lengths": integers("lengths", lengths),
+        "parents": integers("parents", parents),
+        "heads": heads,
+        "key_heads": key_heads,
+        "head_dim": head_dim,
+        "q": call.address("q", q, q.dtype, q.shape),
+        "k": call.address("k", k, q.dtype, shape),
+        "v": call.address("v", v, q.dtype, shape),
+    }
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *forest = inputs
+    ctx.save_for_backward(q, k, v, *results, *forest)
+    ctx.mark_non_differentiable(results[1])
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None
+    q, k, v, o, lse, *forest = ctx.saved_tensors
+    grads: tuple[Tensor, ...] = _tree_attention_backward(grad, q, k, v, o, lse, *forest)
+    return grads
+
+
+register_backward(_tree_attention, "tree_attention", _backward, save=_save, num_inputs=3)

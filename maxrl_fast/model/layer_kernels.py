@@ -15,7 +15,6 @@ from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Ro
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import first_order
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, operator
-from maxrl_fast.ops.token_loss_kernel import DTYPES
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -67,14 +66,14 @@ def add_rms_norm(
     total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
     call.launch(
         "add_rms_norm",
-        dtype=DTYPES[x.dtype],
+        dtype=x.dtype,
         num_rows=num_rows,
         size=size,
         eps=eps,
         **call.addresses(x.dtype, num_rows, size, x=x, delta=delta),
         weight=call.address("weight", weight, x.dtype, (size,)),
-        sum=call.keep(total),
-        normed=call.keep(normed),
+        sum=total,
+        normed=normed,
     )
     return total, normed
 
@@ -89,7 +88,7 @@ def add_rms_norm_backward(
     partials = _empty_sums(x, _partials(x, num_rows, size), size)
     call.launch(
         "add_rms_norm_backward",
-        dtype=DTYPES[x.dtype],
+        dtype=x.dtype,
         num_rows=num_rows,
         size=size,
         eps=eps,
@@ -97,9 +96,9 @@ def add_rms_norm_backward(
             x.dtype, num_rows, size, sum=x, grad_sum=grad_sum, grad_normed=grad_normed
         ),
         weight=call.address("weight", weight, x.dtype, (size,)),
-        grad_x=call.keep(grad_x),
+        grad_x=grad_x,
         num_partials=len(partials),
-        grad_weight=call.keep(partials),
+        grad_weight=partials,
     )
     return grad_x, partials[0] if len(partials) == 1 else partials.sum(0)
 
@@ -157,7 +156,7 @@ def _rotation(
 
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)
     return {
-        "dtype": DTYPES[q.dtype],
+        "dtype": q.dtype,
         "num_rows": num_rows,
         "head_dim": dim,
         "from": [argument(name, x) for name, x in zip("qkv", heads, strict=True)],
@@ -236,7 +235,7 @@ def rotate_heads_backward(
         direction=1.0,
         grad=[call.address("grad", x, grad.dtype, x.shape) for x in grads[:2]],
         num_partials=num_partials,
-        grad_norm=call.keep(of_norms),
+        grad_norm=of_norms,
     )
     if is_gpu:
         of_norms = torch.stack([x.sum((0, 1)) for x in of_norms.split(counts[:2], 1)])
@@ -284,7 +283,7 @@ def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
     num_rows, size = packed.shape
     address = call.address("packed", packed, packed.dtype, packed.shape)
     return {
-        "dtype": DTYPES[packed.dtype],
+        "dtype": packed.dtype,
         "num_rows": num_rows,
         "size": size // 2,
         "gate": address,
@@ -298,7 +297,7 @@ def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
 def swiglu(packed: Tensor) -> Tensor:
     """Return silu(gate) up [U, F] of [gate | up] [U, 2 F]."""
     call, out = KernelLaunch(packed.device), packed.new_empty(len(packed), packed.shape[1] // 2)
-    call.launch("swiglu", **_gate_and_up(call, packed), out=call.keep(out))
+    call.launch("swiglu", **_gate_and_up(call, packed), out=out)
     return out
 
 
@@ -311,8 +310,8 @@ def swiglu_backward(grad: Tensor, packed: Tensor) -> Tensor:
         **_gate_and_up(call, packed),
         out=0,
         grad=call.address("grad", grad, packed.dtype, (len(packed), packed.shape[1] // 2)),
-        grad_gate=call.keep(grad_gate),
-        grad_up=call.keep(grad_up),
+        grad_gate=grad_gate,
+        grad_up=grad_up,
         grad_stride=packed.shape[1],
     )
     return to
@@ -345,7 +344,7 @@ def choose_rows_backward(
     to = grad.new_empty(num_rows, size)
     call.launch(
         "chosen_rows_backward",
-        dtype=DTYPES[grad.dtype],
+        dtype=grad.dtype,
         num_rows=num_rows,
         num_chosen=num_chosen,
         size=size,
@@ -353,7 +352,7 @@ def choose_rows_backward(
         order=call.address("order", order, torch.int64, (num_chosen,)),
         starts=call.address("starts", starts, torch.int64, (num_rows + 1,)),
         grad=call.address("grad", grad, grad.dtype, grad.shape),
-        to=call.keep(to),
+        to=to,
     )
     return to
 

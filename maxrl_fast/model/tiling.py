@@ -44,17 +44,12 @@ def tile(
     lengths: Tensor, chosen: Tensor | None = None, device: torch.device | None = None
 ) -> Tiling:
     """Return the tiling of the chosen sequences [B] bool (None: all); lengths [B] on the host."""
-    device = lengths.device if device is None else device
-    if chosen is None or bool(chosen.all()):
-        width = int(lengths.max())
-        return Tiling(None, padded_slots(lengths, width).to(device), len(lengths), width)
-    own = lengths[chosen]  # [B'], of the chosen sequences
+    device, tokens = lengths.device if device is None else device, None
+    own = lengths if chosen is None else lengths[chosen]  # [B']
+    if chosen is not None and int(own.sum()) < int(lengths.sum()):
+        tokens = chosen.repeat_interleave(lengths).nonzero()[:, 0].to(device)
     width = int(own.max())
-    tokens = chosen.repeat_interleave(lengths).nonzero()[:, 0]
-    has_all = len(tokens) == int(lengths.sum())
-    return Tiling(
-        None if has_all else tokens.to(device), padded_slots(own, width).to(device), len(own), width
-    )
+    return Tiling(tokens, padded_slots(own, width).to(device), len(own), width)
 
 
 def length_buckets(lengths: Tensor) -> list[Tensor]:

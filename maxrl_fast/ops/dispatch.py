@@ -14,7 +14,7 @@ if torch.__version__ < "2.11.dev":
     raise ImportError(f"maxrl_fast needs PyTorch 2.11 or later, this is {torch.__version__}")
 
 # Dtypes of the kernels that run only on a GPU, in layers and in decoding.
-DEVICE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+DEVICE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @lru_cache
@@ -51,7 +51,7 @@ def operator(
     """
 
     def register(implementation: Callable[..., Any]) -> Any:
-        name = implementation.__name__
+        name = implementation.__name__.removeprefix("_")
         inferred = schema or torch.library.infer_schema(implementation, mutates_args=())
         torch.library.define(f"maxrl_fast::{name}", inferred, tags=(torch.Tag.pt2_compliant_tag,))
         for device in ("CPU", "CUDA"):
@@ -87,6 +87,10 @@ def check_fields(record: str, fields: tuple[str, ...]) -> None:
             f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has "
             f"the fields {compiled}, Python's has {fields}; build the extension again"
         )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _described(x: Tensor) -> str:
@@ -164,8 +168,18 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def launch(self, kernel: str, **arguments: Any) -> Any:
+        """Run a kernel. Tensors among the arguments are memory that the caller made for results;
+        None is the address 0."""
         if self.is_traced:
             return None
+        for name, x in arguments.items():
+            if x is None or isinstance(x, Tensor):
+                arguments[name] = 0 if x is None else self.keep(x)
+            elif isinstance(x, torch.dtype):
+                arguments[name] = dtype_name(x)
+        return self._run(kernel, **arguments)
+
+    def _run(self, kernel: str, **arguments: Any) -> Any:
         if not is_gpu(self.device):
             return getattr(_C, f"{kernel}_cpu")(**arguments, num_threads=torch.get_num_threads())
         with torch.cuda.device(self.device):

@@ -49,7 +49,7 @@ def group_advantage(
     advantages = torch.empty_like(rewards)
     call.launch(
         "group_advantage",
-        dtype=DTYPES[rewards.dtype],
+        dtype=rewards.dtype,
         num_groups=rewards.shape[0],
         group_size=rewards.shape[1],
         rewards=call.address("rewards", rewards, rewards.dtype, rewards.shape),
@@ -60,7 +60,7 @@ def group_advantage(
         scale=kernel.scale,
         eps=given.get("eps", 0.0),
         ddof=int(given.get("ddof", 0)),
-        advantages=call.keep(advantages),
+        advantages=advantages,
     )
     return advantages
 

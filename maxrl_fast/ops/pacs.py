@@ -13,11 +13,11 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.ops.dispatch import has_kernels
-from maxrl_fast.ops.log_ratio_kernel import DTYPES, log_ratio_reward_reference
-from maxrl_fast.ops.log_ratio_kernel import log_ratio_reward as _kernel
-from maxrl_fast.ops.token_batch import check_sequences, split_denominator
+from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.dispatch import KernelLaunch, has_kernels, operator
+from maxrl_fast.ops.token_batch import check_denominator, check_sequences
 
+DTYPES = (torch.float32, torch.float64)
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
 WEIGHTS = ("balanced", "none")
 
@@ -55,8 +55,8 @@ def log_ratio_reward(
             raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {got}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    operator = _kernel if has_kernels(logprobs.device) else log_ratio_reward_reference
-    proxies: Tensor = operator(
+    has_kernel = has_kernels(logprobs.device)
+    proxies: Tensor = (_log_ratio_reward if has_kernel else log_ratio_reward_reference)(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
         cu_seqlens.to(torch.int64).contiguous(),
@@ -64,6 +64,75 @@ def log_ratio_reward(
         beta,
     )
     return proxies
+
+
+def log_ratio_reward_reference(
+    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
+) -> Tensor:
+    """For devices without kernels, and for tests."""
+    log_ratio = logprobs - ref_logprobs
+    if mask is not None:
+        log_ratio = torch.where(mask, log_ratio, 0.0)
+    sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=len(logprobs))
+    return beta * logprobs.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, log_ratio)
+
+
+@operator()
+def _log_ratio_reward(
+    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
+) -> Tensor:
+    call, dtype, size = KernelLaunch(logprobs.device), logprobs.dtype, len(logprobs)
+    proxies = logprobs.new_empty(len(cu_seqlens) - 1)
+    call.launch(
+        "log_ratio_reward",
+        dtype=dtype,
+        **_sequences(call, cu_seqlens, mask, beta, size),
+        **call.addresses(dtype, size, logprobs=logprobs, ref_logprobs=ref_logprobs),
+        proxies=proxies,
+    )
+    return proxies
+
+
+def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logprobs, _, cu_seqlens, mask, ctx.beta = inputs
+    ctx.save_for_backward(cu_seqlens, mask)
+    ctx.num_tokens = logprobs.shape[0]
+
+
+def _backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor]:
+    grad = grad_proxies.contiguous()
+    return (_log_ratio_reward_backward(grad, *ctx.saved_tensors, ctx.beta, ctx.num_tokens),)
+
+
+register_backward(_log_ratio_reward, "log_ratio_reward", _backward, save=_save_sequences)
+
+
+@operator()
+def _log_ratio_reward_backward(
+    grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
+) -> Tensor:
+    call, dtype = KernelLaunch(grad_proxies.device), grad_proxies.dtype
+    gradient = grad_proxies.new_empty(num_tokens)
+    call.launch(
+        "log_ratio_reward_backward",
+        dtype=dtype,
+        **_sequences(call, cu_seqlens, mask, beta, num_tokens),
+        grad_proxies=call.address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,)),
+        gradient=gradient,
+    )
+    return gradient
+
+
+def _sequences(
+    call: KernelLaunch, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
+) -> dict[str, Any]:
+    return {
+        "num_tokens": num_tokens,
+        "num_sequences": len(cu_seqlens) - 1,
+        "cu_seqlens": call.address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape),
+        "mask": call.address("mask", mask, torch.bool, (num_tokens,)),
+        "beta": beta,
+    }
 
 
 def pacs_loss(
@@ -118,9 +187,8 @@ def pacs_loss(
         wanted = f"a number of rollouts that divides S = {size}, or offsets"
         check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
         sizes = torch.full((size // groups,), groups, device=reward_proxy.device)
-    tensor, number = split_denominator(
-        max(size, 1) if denominator is None else denominator, reward_proxy.device
-    )
+    given = max(size, 1) if denominator is None else denominator
+    divisor = check_denominator(given, reward_proxy.device)
     r, y = reward_proxy.double(), labels.double()
     is_label = (y == 0) | (y == 1)
     if is_host_readable(is_label) and not bool(is_label.all()):
@@ -135,7 +203,7 @@ def pacs_loss(
     weights = torch.where(is_mixed & (weight == "balanced"), of_group / (2 * of_class), 1.0)
     cross_entropy = binary_cross_entropy_with_logits(psi, y, reduction="none")
     cross_entropy = torch.where(is_label, cross_entropy, torch.nan)
-    loss = (weights * cross_entropy).sum() / (number if tensor is None else tensor)
+    loss = (weights * cross_entropy).sum() / divisor
     loss = loss.to(reward_proxy.dtype)
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
         largest = float(reward_proxy.detach().abs().max())

@@ -275,18 +275,15 @@ def loss_denominator(
     mask: Tensor | None,
     device: torch.device,
 ) -> float | Tensor:
-    """Return the denominator as a number where the host knows it, or as float64 [] on the
-    device."""
     if given is None:
         if aggregation == "token_mean" and mask is not None:
             return mask.sum().clamp_min(1).double()
         given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
-    tensor, number = split_denominator(given, device)
-    return number if tensor is None else tensor
+    return check_denominator(given, device)
 
 
-def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Return float64 [] on the device, or None and a number."""
+def check_denominator(given: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return a denominator as a number where the host knows it, or as float64 [] on the device."""
     number: Any = given
     if isinstance(given, Tensor):
         check_tensor("denominator", given)
@@ -295,7 +292,7 @@ def split_denominator(given: float | Tensor, device: torch.device) -> tuple[Tens
             got = f"the shape {tuple(given.shape)} on {given.device}"
             raise ValueError(f"denominator must be {wanted}, got {got}")
         if not is_host_readable(given):
-            return given.detach().to(device, torch.float64).reshape(()), 1.0
+            return given.detach().to(device, torch.float64).reshape(())
         number = float(given.detach())
     wanted = "a finite number above 0"
-    return None, check_number("denominator", number, wanted, lambda x: 0 < x < math.inf)
+    return check_number("denominator", number, wanted, lambda x: 0 < x < math.inf)

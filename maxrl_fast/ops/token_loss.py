@@ -1,13 +1,14 @@
 """Policy-gradient losses of packed responses, and log-probs, from logits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_flag
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.derivatives import check_mode, first_order, needs_gradient
 from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.function_loss import (
     function_loss,
@@ -15,7 +16,6 @@ from maxrl_fast.ops.function_loss import (
     token_logprobs_reference,
     tokens_of,
 )
-from maxrl_fast.ops.in_place import overwrite
 from maxrl_fast.ops.loss_terms import LossTerms
 from maxrl_fast.ops.token_batch import TokenBatch, real_dtype, token_batch, token_rows
 from maxrl_fast.ops.token_loss_kernel import LossSums, shape_of
@@ -90,15 +90,7 @@ def policy_gradient_loss(
                     loss of each token
 
     plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
-
-    At rho = 1 every loss has the gradient of reinforce, except for the tokens that clip_cov, lp_reg
-    and simko choose. Log-ratios are clamped to +-20, so that no wrong log-prob makes the loss
-    infinite; a clamped ratio or KL term has gradient 0.
-
-    For reinforce, ppo, cispo and gspo a kernel reads the logits once (gspo twice) and writes their
-    gradient once; tokens with zero gradient are not read. The others are functions of
-    token_logprobs and read the logits twice. Losses that compare an update's tokens (kl_cov,
-    clip_cov, lp_reg) compare the tokens of this call.
+    docs/token_loss.md has the formulas, the clamps of log-ratios and what is computed when.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64, with any row stride, computed in
@@ -124,8 +116,9 @@ def policy_gradient_loss(
         denominator: the number, or [], that divides the sum. Give the count of the whole batch
             (tokens, or responses), so that the losses of micro-batches and ranks add up. Default:
             the count in this call.
-        in_place: overwrite the logits with their gradient instead of allocating as much memory. If
-            another operation needs the logits for its gradient, the backward pass raises an error.
+        in_place: overwrite the logits with their gradient instead of allocating as much memory, for
+            losses that a kernel computes. If another operation needs the logits for its gradient,
+            the backward pass raises an error.
 
     Returns:
         The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
@@ -135,14 +128,11 @@ def policy_gradient_loss(
 
     Raises:
         ValueError: if an argument is unknown, missing or does not fit, or a function does not
-            return a loss of each token. On a CPU also if an unmasked target is not in the
-            vocabulary, a temperature or denominator is not above 0, an importance weight is below
-            0, or cu_seqlens do not rise from 0 to T. A GPU would wait for these checks; such a
-            target or temperature makes the loss NaN.
-        TypeError: if an argument that must be a tensor is something else.
-        RuntimeError: from the backward pass, if in_place has overwritten logits that another
-            operation needs, or with create_graph=True; from forward-mode differentiation and
-            torch.func.grad. On a GPU, and with in_place, the backward pass can run only once.
+            return a loss of each token. A GPU would wait for checks of values: there such a target
+            or temperature makes the loss NaN.
+        RuntimeError: from a second derivative, forward mode or torch.func.grad; from the backward
+            pass, where in_place has overwritten logits that are needed, or where it runs again on a
+            GPU or with in_place.
     """
     shape = shape_of(logits)
     check_flag("in_place", in_place)
@@ -165,43 +155,27 @@ def policy_gradient_loss(
         mask=mask,
         denominator=denominator,
     )
+    spec, of_kernel = terms.spec, terms.of_kernel
     in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
+    if in_place and not spec.fused:
+        raise ValueError(f"in_place must be False for {spec.name}, which no kernel computes")
     if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
         raise ValueError(
             "in_place needs logits that were computed, got a leaf or a view of one, a parameter's "
             "own value"
         )
-    of_kernel = terms.of_kernel
-    if not has_kernels(logits.device) or not terms.spec.fused:
-        sums = _by_function(logits, batch, terms, in_place)
+    if not has_kernels(logits.device) or not spec.fused:
+        sums = _by_function(logits, batch, terms)
     elif in_place:
-        sums = overwrite(logits, lambda x: kernels.write_loss(x, x, batch, of_kernel))
+        sums = _overwrite(logits, batch, of_kernel)
     else:
         rows = contiguous_rows(logits)
         sums, _ = kernels.token_loss(rows, *batch, *of_kernel, needs_gradient(logits))
     return loss_and_metrics(sums, logits)
 
 
-def _by_function(logits: Tensor, batch: TokenBatch, terms: LossTerms, in_place: bool) -> Tensor:
-    spec, has_kernel = terms.spec, has_kernels(logits.device)
-    if in_place and spec.rows is not None:
-        raise ValueError(
-            f"in_place must be False for {spec.name}, which needs whole rows of logits for its "
-            "gradient"
-        )
-    rows = batch.targets, batch.temperature
-
-    def write_gradient(logits: Tensor) -> Tensor:
-        logprobs, entropy = (x.requires_grad_() for x in kernels.token_logprobs(logits, *rows))
-        with torch.enable_grad():
-            sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
-            gradients = torch.autograd.grad(sums[0], (logprobs, entropy), materialize_grads=True)
-        kernels.write_logprobs_gradient(logits, [*rows, *gradients], logits)
-        return sums.detach()
-
-    if in_place and has_kernel:
-        return overwrite(logits, write_gradient)
-    if not has_kernel or spec.rows is not None:
+def _by_function(logits: Tensor, batch: TokenBatch, terms: LossTerms) -> Tensor:
+    if not has_kernels(logits.device) or terms.spec.rows is not None:
         # masked logits may be NaN, and so their gradient
         logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
     logprobs, entropy = token_logprobs(logits, batch.targets, temperature=batch.temperature)
@@ -220,3 +194,79 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
 
 def contiguous_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _overwrite(logits: Tensor, batch: TokenBatch, terms: Sequence[Any]) -> Tensor:
+    """Return the differentiable LossSums [10], and write their gradient over the logits.
+
+    If an earlier operation saved the logits, autograd notices their changed version and raises. A
+    later operation's backward pass goes through `_ConsumedLogits`, which raises too.
+    """
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ValueError(
+            f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}"
+        )
+    if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(
+            f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}"
+        )
+    check_mode("policy_gradient_loss", logits)
+    gradient = _Gradient(logits.detach())
+    sums: Tensor = _InPlaceLoss.apply(logits, gradient, batch, terms)
+    _ConsumedLogits.apply(logits)
+    gradient.version = logits._version
+    return sums
+
+
+class _Gradient:
+    """The gradient in the memory of the logits, until the backward pass takes it."""
+
+    def __init__(self, values: Tensor):
+        self.values: Tensor | None = values
+        self.version = 0
+
+    def take(self) -> Tensor:
+        values, self.values = self.values, None
+        if values is None:
+            raise RuntimeError(
+                "backward ran already, and in_place keeps one gradient: compute the loss again "
+                "instead"
+            )
+        if values._version != self.version:
+            raise RuntimeError(
+                "the logits were changed after policy_gradient_loss(in_place=True) left their "
+                "gradient there"
+            )
+        return values
+
+
+class _InPlaceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, gradient: _Gradient, batch: TokenBatch, terms: Sequence[Any]
+    ) -> Tensor:
+        ctx.gradient = gradient
+        values = logits.detach()
+        sums = kernels.write_loss(values, values, batch, terms)
+        torch.autograd.graph.increment_version(logits)
+        return sums
+
+    @staticmethod
+    @first_order("policy_gradient_loss")
+    def backward(ctx: Any, *grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = kernels.scaled(ctx.gradient.take(), grad_sums[0][0], in_place=True)
+        return gradient, None, None, None
+
+
+class _ConsumedLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError(
+            "the logits were used after policy_gradient_loss(in_place=True) had put its gradient "
+            "in their place: use them before and without keeping them, or leave in_place out"
+        )

@@ -137,7 +137,7 @@ class Step:
 
         call.launch(
             "decode_attention",
-            dtype=DEVICE_DTYPES[q.dtype],
+            dtype=q.dtype,
             num_rows=batch,
             limit=limit,
             heads=heads,
@@ -152,12 +152,12 @@ class Step:
             **call.addresses(q.dtype, batch, limit, kv_heads, dim, k_cache=own[0], v_cache=own[1]),
             lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
             prompt_out=call.address("prompt_o", prompt_o, q.dtype, (batch, heads, dim)),
-            prompt_lse=call.keep(prompt_lse),
+            prompt_lse=prompt_lse,
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
             num_splits=splits,
-            partial=0 if partial is None else call.keep(partial),
-            out=call.keep(out),
+            partial=partial,
+            out=out,
         )
         return out
 

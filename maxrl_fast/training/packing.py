@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import Forest
-from maxrl_fast.model.attention_kernel import has_kernel
+from maxrl_fast.model.attention import Forest, has_kernel
 from maxrl_fast.model.policy_model import PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.runtime import tuning

@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.emulated, pytest.mark.usefixtures("is_reverse")]
 CPU = torch.device("cpu")
 
 
-def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: object) -> object:
-    return None if call.is_traced else getattr(_C, f"{kernel}_cuda")(**arguments, stream=0)
+def run(call: dispatch.KernelLaunch, kernel: str, **arguments: object) -> object:
+    return getattr(_C, f"{kernel}_cuda")(**arguments, stream=0)
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def emulated_gpu() -> Iterator[None]:
     """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "is_gpu", lambda device: True)
-        patch.setattr(dispatch.KernelLaunch, "launch", launch)
+        patch.setattr(dispatch.KernelLaunch, "_run", run)
         yield
 
 

@@ -290,7 +290,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(pretended))
     pretended = PretendGpu()
-    keep_on_host, launch_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch.launch
+    keep_on_host, run_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch._run
 
     def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
         if call.device.type == "cpu":
@@ -300,9 +300,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         call._kept.append(tensor)
         return 1 + len(call._kept)
 
-    def launch(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> Any:
+    def run(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> Any:
         if call.device.type == "cpu":
-            return launch_on_host(call, kernel, **arguments)
+            return run_on_host(call, kernel, **arguments)
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
             if (
@@ -314,6 +314,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         return None
 
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)
-    monkeypatch.setattr(dispatch.KernelLaunch, "launch", launch)
+    monkeypatch.setattr(dispatch.KernelLaunch, "_run", run)
     yield pretended
     group_advantage_kernel.forget_tables()

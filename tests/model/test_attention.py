@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.model import attention_kernel, flash
+from maxrl_fast.model import attention, flash
 from maxrl_fast.model.attention import AttentionVariant, Forest, merge, tree_attention
 from maxrl_fast.model.flash import (
     PADDED_REFERENCE,
@@ -98,7 +98,7 @@ def check(case, variant="plain", dtype=torch.float64, rtol=1e-11, heads=(4, 2, 2
 @pytest.fixture(params=["own kernel", "FlashAttention calls"])
 def path(request, monkeypatch):
     if request.param == "FlashAttention calls":
-        monkeypatch.setattr(attention_kernel, "has_kernel", lambda *_: False)
+        monkeypatch.setattr(attention, "has_kernel", lambda *_: False)
 
 
 @pytest.mark.usefixtures("path")
@@ -216,6 +216,7 @@ def test_torchs_kernel_gets_the_stream_and_the_window(case, variant, monkeypatch
     assert " ".join(a.name for a in schema.arguments[4:14]) == names
     calls: list[int] = []
     monkeypatch.setattr(flash.torch.ops, "aten", emulated(calls)[0])
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: False)
     monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.TORCH_VARLEN)
     check_calls(case, variant, calls)
 
@@ -228,6 +229,7 @@ def test_flash_attn_gets_the_stream_the_window_and_the_soft_cap(case, variant, m
     calls: list[int] = []
     package = emulated(calls)[1]
     monkeypatch.setattr(flash, "_flash_attn", lambda: package)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: False)
     monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.FLASH_ATTN)
     check_calls(case, variant, calls)
 

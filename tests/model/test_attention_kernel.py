@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from maxrl_fast.model import attention_kernel, flash
+from maxrl_fast.model import attention, flash
 from maxrl_fast.model.attention import Forest, kernel_name, merged_attention, tree_attention
 from tests.fuzzing import settings
 from tests.model.test_attention import CPU, ordinary_forest
@@ -44,7 +44,7 @@ def results(function, qkv, grad):
 
 
 def ours(layout, qkv, grad):
-    return results(lambda *x: attention_kernel.tree_attention(*x, *layout)[0], qkv, grad)
+    return results(lambda *x: attention._tree_attention(*x, *layout)[0], qkv, grad)
 
 
 def pytorchs(layout, qkv, grad):
@@ -149,7 +149,7 @@ def test_rounding_errors_are_at_most_twice_pytorchs(shape, dtype):
         assert 1e-9 < errors[0] <= 2 * errors[1], name
 
 
-@pytest.mark.parametrize("dtype", attention_kernel.DTYPES)
+@pytest.mark.parametrize("dtype", attention.DTYPES)
 def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
     lengths, parents = answered([600, 90, 3], [[40] * 30, [5] * 5, [5] * 4])
     parents[2:31:2] = range(1, 30, 2)  # every second response follows the one before it
@@ -184,7 +184,7 @@ def test_scores_of_any_size(dtype):
 
 def test_the_second_result_is_the_logarithm_of_the_sums_to_base_2():
     layout, (q, k, v), _ = stream([5, 3, 4], [-1, 0, 0], 2, 1, 16)
-    o, lse = attention_kernel.tree_attention(q, k, v, *layout)
+    o, lse = attention._tree_attention(q, k, v, *layout)
     # the second token of the second response
     scores = torch.einsum("hd,jd->hj", q[9], k[[0, 1, 2, 3, 4, 8, 9], 0]) / 4
     torch.testing.assert_close(
@@ -223,7 +223,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
     lengths, parents = [150, 20, 3, 70, 31, 1, 9, 100], [-1, 0, 1, 2, 2, 0, 5, 0]
     layout, (q, k, v), _ = stream(lengths, parents, 4, 2, 24, dtype=dtype)
     k = k * torch.linspace(0.1, 20, len(k))[:, None, None].to(dtype)
-    together = attention_kernel.tree_attention(q, k, v, *layout)
+    together = attention._tree_attention(q, k, v, *layout)
     rows, paths = torch.arange(len(q)).split(lengths), []
     for own, parent in zip(rows, parents, strict=True):
         path = torch.cat([paths[parent], own]) if parent >= 0 else own
@@ -231,7 +231,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
         for cut in ([len(path)], [1, len(path) - 1], [37] * (len(path) // 37) + [len(path) % 37]):
             cut = [length for length in cut if length]
             chain = torch.tensor(cut), torch.arange(len(cut)) - 1
-            alone = attention_kernel.tree_attention(q[path], k[path], v[path], *chain)
+            alone = attention._tree_attention(q[path], k[path], v[path], *chain)
             for x, y in zip(alone, together, strict=True):
                 assert torch.equal(x, y[path])
 
@@ -252,7 +252,7 @@ def test_which_streams_the_kernel_takes():
     ):
         torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="needs heads of 1 to 256"):
-        attention_kernel.tree_attention(*qkv, *layout)
+        attention._tree_attention(*qkv, *layout)
 
 
 def test_lengths_may_have_any_stride():
@@ -264,7 +264,7 @@ def test_lengths_may_have_any_stride():
 
 def test_bad_forests_are_a_sentence():
     (lengths, parents), (q, k, v), _ = stream([4, 3, 2], [-1, 0, 0], 2, 1, 16)
-    attend = attention_kernel.tree_attention
+    attend = attention._tree_attention
     with pytest.raises(ValueError, match="lengths must add up to the 9 tokens, got 12"):
         attend(q, k, v, lengths + 1, parents)
     for wrong in (
@@ -292,7 +292,7 @@ def test_the_operators_pass_opcheck():
     leaves = [x.requires_grad_() for x in qkv]
     torch.library.opcheck(torch.ops.maxrl_fast.tree_attention.default, (*leaves, *layout))
     qkv = [x.detach() for x in leaves]
-    saved = attention_kernel.tree_attention(*qkv, *layout)
+    saved = attention._tree_attention(*qkv, *layout)
     torch.library.opcheck(
         torch.ops.maxrl_fast.tree_attention_backward.default, (grad, *qkv, *saved, *layout)
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from maxrl_fast.model import linear_kernel
+from maxrl_fast.model import linear
 from maxrl_fast.model.linear import Linear, packed
 from tests.layers import numbers, with_gradients
 
@@ -52,8 +52,7 @@ def compared(rows, in_size, out_size, has_bias, has_added):
     """
     inputs = inputs_of(rows, in_size, out_size, has_bias, has_added)
     ours, definition = (
-        product_of(apply, has_bias, has_added)
-        for apply in (linear_kernel.Product.apply, by_definition)
+        product_of(apply, has_bias, has_added) for apply in (linear.Product.apply, by_definition)
     )
     return (
         with_gradients(function, inputs, dtype)
@@ -86,7 +85,7 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads():
     threads = torch.get_num_threads()
     inputs, function = (
         inputs_of(700, 48, 80, True, True),
-        product_of(linear_kernel.Product.apply, True, True),
+        product_of(linear.Product.apply, True, True),
     )
     results = []
     try:
@@ -108,7 +107,7 @@ def test_only_gradients_that_are_needed_are_computed(trained):
         x.float().requires_grad_(is_trained)
         for x, is_trained in zip(inputs_of(64, 32, 48, True, False), trained, strict=True)
     ]
-    y = linear_kernel.Product.apply(*inputs, None)
+    y = linear.Product.apply(*inputs, None)
     y.backward(torch.ones_like(y))
     x, weight, _ = (value.detach().double() for value in inputs)
     ones = torch.ones(64, 48, dtype=torch.float64)
@@ -129,10 +128,10 @@ def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
         (64, torch.float64, False),
     ):
         x, weight = torch.randn(rows, 32, dtype=dtype), layer.weight.to(dtype)
-        assert linear_kernel.has_kernel(x, weight) == is_served
+        assert linear.has_kernel(x, weight) == is_served
         torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias.to(dtype)))
     for shape in ((40, 48), (48, 40), (2048, 1024)):
-        assert not linear_kernel.has_kernel(torch.zeros(64, shape[1]), torch.zeros(shape))
+        assert not linear.has_kernel(torch.zeros(64, shape[1]), torch.zeros(shape))
 
 
 def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products():
@@ -154,7 +153,7 @@ def test_a_second_derivative_raises():
     x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="linear can be differentiated once only"):
         torch.autograd.grad(
-            linear_kernel.Product.apply(x, weight, None, None).square().sum(), x, create_graph=True
+            linear.Product.apply(x, weight, None, None).square().sum(), x, create_graph=True
         )
 
 
@@ -163,7 +162,7 @@ def test_without_rows_gradients_are_zero():
     # memory that an allocation may get again
     occupied = [torch.full((48, 32), 7.0) for _ in range(8)]
     del occupied
-    results = linear_kernel.linear_backward(grad, x, weight, True, True, True)
+    results = linear.linear_backward(grad, x, weight, True, True, True)
     assert [tuple(r.shape) for r in results] == [(0, 32), (48, 32), (48,)]
     assert not any(r.any() for r in results)
 
@@ -180,8 +179,8 @@ def test_autocast_and_transforms_get_pytorchs_products_for_any_number_of_rows():
 def test_wrong_shapes_are_refused():
     x, weight = torch.zeros(64, 32), torch.zeros(48, 32)
     with pytest.raises(ValueError, match="bias must be a contiguous"):
-        linear_kernel.linear(x, weight, torch.zeros(32), None)
+        linear.linear(x, weight, torch.zeros(32), None)
     with pytest.raises(ValueError, match="weight must be a contiguous"):
-        linear_kernel.linear(x, torch.zeros(48, 16), None, None)
+        linear.linear(x, torch.zeros(48, 16), None, None)
     with pytest.raises(ValueError, match="multiples of 16"):
-        linear_kernel.linear(torch.zeros(64, 8), torch.zeros(16, 8), None, None)
+        linear.linear(torch.zeros(64, 8), torch.zeros(16, 8), None, None)

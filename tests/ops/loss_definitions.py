@@ -386,7 +386,7 @@ def computed(how, logits, **arguments):
         weight = torch.eye(leaf.shape[1], dtype=leaf.dtype)
         loss, metrics = linear_policy_gradient_loss(leaf, weight, **arguments, chunk_tokens=4)
     else:
-        in_place = how == "in place" and find_loss(arguments.get("loss", "ppo")).rows is None
+        in_place = how == "in place" and find_loss(arguments.get("loss", "ppo")).fused
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 sys.modules[policy_gradient_loss.__module__],

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maxrl_fast import _C
-from maxrl_fast.ops import dispatch, log_ratio_kernel
+from maxrl_fast.ops import dispatch, pacs
 
 
 def test_an_operator_without_memory_launches_nothing(monkeypatch):
@@ -22,7 +22,7 @@ def test_an_operator_without_memory_launches_nothing(monkeypatch):
                 torch.zeros(9, device=device),
                 torch.zeros(4, dtype=torch.int64, device=device),
             )
-            assert log_ratio_kernel.log_ratio_reward(x, x, bounds, None, 1.0).shape == (3,)
+            assert pacs._log_ratio_reward(x, x, bounds, None, 1.0).shape == (3,)
     assert not dispatch._tracing.is_active
 
 

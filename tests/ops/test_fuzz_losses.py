@@ -229,9 +229,7 @@ def test_policy_gradient_loss_in_place(data):
             "view of a leaf": leaf[:],
         }[layout]
     values = logits.detach().clone()
-    may_refuse = (
-        layout not in ("dense", "far rows") or ops.LOSSES[arguments["loss"]].rows is not None
-    )
+    may_refuse = layout not in ("dense", "far rows") or not ops.LOSSES[arguments["loss"]].fused
 
     def in_place(**given):
         return ops.policy_gradient_loss(logits, in_place=True, **given)

@@ -22,7 +22,7 @@ def launches(monkeypatch):
     operators = Operators()
     names = []
 
-    def launch(call, name, **arguments):
+    def run_kernel(call, name, **arguments):
         names.append(name)
         if name != "scale":  # the tests scale by 1
             getattr(_C, f"{name}_cpu")(**arguments, num_threads=1)
@@ -38,7 +38,7 @@ def launches(monkeypatch):
             function.name() for function in others if not function.name().startswith(idle)
         ]
 
-    monkeypatch.setattr(dispatch.KernelLaunch, "launch", launch)
+    monkeypatch.setattr(dispatch.KernelLaunch, "_run", run_kernel)
     monkeypatch.setattr(dispatch, "is_gpu", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     for module in ("pacs", "token_batch", "group_advantage"):

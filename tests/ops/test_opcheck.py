@@ -18,7 +18,7 @@ def of_logits(**options):
     logits, targets, tau = e.pop("logits").requires_grad_(), e["targets"], e["temperature"]
     weight = torch.eye(V).requires_grad_()
     for loss in ("ppo", "gspo", "sapo"):
-        for in_place in (False, True):
+        for in_place in {False, loss != "sapo"}:
             ops.policy_gradient_loss(logits * 1, **e, loss=loss, in_place=in_place)[0].backward()
         for hidden, matrix in (
             (logits, weight),

@@ -297,7 +297,5 @@ def test_a_function_of_whole_rows(how):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert metrics["dropped_tokens"] == 0
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, z)[0], rtol=1e-9, atol=1e-13)
-    with pytest.raises(
-        ValueError, match="in_place must be False for mine, which needs whole rows of logits"
-    ):
+    with pytest.raises(ValueError, match="in_place must be False for mine, which no kernel"):
         policy_gradient_loss(**e | {"logits": z * 1, "loss": "mine"}, in_place=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, find_estimator
 from maxrl_fast.algorithms.known import explain_name
+from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
@@ -52,7 +53,8 @@ _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
         LOSSES,
         "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
         "gradient; weight: the factor of A grad logp, 1 for every loss at rho = 1, except for "
-        "tokens that clip_cov, lp_reg and simko choose.",
+        "tokens that clip_cov, lp_reg and simko choose. "
+        f"Other names: {'; '.join(map(explain_name, LOSS_ALIASES))}.",
     ),
     (
         {

@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS
-from maxrl_fast.algorithms.losses.registry import LOSSES
+from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
+from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.options import nearest
 
 METHODS = {
@@ -22,10 +24,11 @@ METHODS = {
 
 
 def explain_name(name: str) -> str:
-    """Return the name, and what it stands for where it is an alias."""
-    if name not in ALIASES:
+    """Return the name of an objective or a loss, and what it stands for where it is an alias."""
+    row: Any = (LOSS_ALIASES | ALIASES).get(name)
+    if row is None:
         return name
-    row, own = ALIASES[name], ESTIMATORS[ALIASES[name].name]
+    own: Any = (LOSSES | ESTIMATORS)[row.name]
     changes = [
         f"{key} {option.default:g}"
         for key, option in row.options.items()
@@ -44,7 +47,7 @@ def method_hint(name: str, names: Iterable[str]) -> str:
     if plain in names:
         return f"; did you mean {plain!r}?"
     flags = METHODS.get(plain, "")
-    if not flags and plain in LOSSES:
+    if not flags and plain in LOSSES | LOSS_ALIASES:
         flags = f"--objective grpo --loss {plain}"
     elif not flags and plain in ESTIMATORS | ALIASES:
         flags = f"--objective {plain}"

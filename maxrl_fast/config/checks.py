@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import learns_without_advantage
+from maxrl_fast.algorithms.losses.registry import ALIASES, learns_without_advantage
 from maxrl_fast.algorithms.options import Refusal
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.metadata import as_list, check_limits, check_refusals
@@ -144,16 +144,18 @@ def check(config: Config) -> None:
     check_limits(Config, options)
     check_refusals(Config, options)
     name, objective = config.objective.objective, objective_of(config)
-    loss = loss_of(objective.loss if config.loss.loss is None else config.loss.loss)
+    given = objective.loss if config.loss.loss is None else config.loss.loss
+    loss = loss_of(given)
+    loss_name = given if given in ALIASES else loss.name
     defaults = objective_defaults(name, config.rollout.rollouts)
     values = options | {key: x for key, x in defaults.items() if options.get(key) is None}
-    values |= {"loss": loss.name, "correction": correction_of(config)[0]}
+    values |= {"loss": loss_name, "correction": correction_of(config)[0]}
     values |= {"method": objective, "needs": objective.needs, "owns_loss": objective.owns_loss}
     values["token_loss"] = loss
     own = OBJECTIVE_CLASSES[name].refuses if name in OBJECTIVE_CLASSES else ()
     for refusal in (*_REFUSALS, *own):
         refusal.check(values)
-    fixed = [(loss.name, "aggregation", loss.aggregation)]
+    fixed = [(loss_name, "aggregation", loss.aggregation)]
     if objective.owns_loss:
         fixed += [(name, "loss", objective.loss), (name, "aggregation", objective.aggregation)]
     for owner, option, needed in fixed:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxrl_fast.algorithms.known import method_hint
-from maxrl_fast.algorithms.losses import LOSSES
+from maxrl_fast.algorithms.losses import ALIASES, LOSSES
 from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
 from maxrl_fast.config.metadata import When, as_list
 from maxrl_fast.errors import InputError
@@ -20,17 +20,18 @@ Values = Mapping[str, Any]
 
 def _token_loss(c: Values) -> TokenLoss | None:
     """Return the loss; None for a custom one, which is checked when it is loaded."""
-    return LOSSES.get(c["loss"] or objective_class(c["objective"]).loss)
+    return (LOSSES | ALIASES).get(c["loss"] or objective_class(c["objective"]).loss)
 
 
 def loss_of(name: str) -> TokenLoss:
     """Return the token loss of --loss: a name in LOSSES, or one of your own."""
-    if name in LOSSES:
-        return LOSSES[name]
+    known = LOSSES | ALIASES
+    if name in known:
+        return known[name]
     if not is_code(name):
         raise InputError(
-            f"loss must be one of {', '.join(LOSSES)}, or FILE.py:FUNCTION, got "
-            f"{name!r:.80}{method_hint(name, LOSSES)}"
+            f"loss must be one of {', '.join(known)}, or FILE.py:FUNCTION, got "
+            f"{name!r:.80}{method_hint(name, known)}"
         )
     found: TokenLoss = find_code("loss", name, find_loss)
     return found

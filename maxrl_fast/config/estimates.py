@@ -8,6 +8,7 @@ import torch
 
 import maxrl_fast
 from maxrl_fast.algorithms.known import explain_name
+from maxrl_fast.algorithms.losses import ALIASES
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
@@ -34,6 +35,8 @@ def describe_run(
     options = config.objective.options
     sizes = [f"{name}={options[name]}" for name in ("k", "order", "beta") if name in options]
     method = " ".join([explain_name(config.objective.objective), *sizes])
+    if config.loss.loss in ALIASES:
+        method += f", loss {explain_name(config.loss.loss)}"
     threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
     where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":

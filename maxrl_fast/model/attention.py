@@ -205,10 +205,10 @@ def tree_attention(
     q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `forest`; Hq is a multiple of Hkv.
     Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
     """
+    check_mode("tree_attention", q, k, v)
     if not variant.is_plain:
         index, spec = forest.copied_keys(variant.window, variant.softcap)
         if spec.window or spec.softcap or variant.sinks is not None:
-            check_mode("tree_attention", q, k, v)
             out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
             return out
     if has_kernel(q.device, q.dtype, q.shape[-1]):
@@ -219,7 +219,6 @@ def tree_attention(
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
     """Compute `tree_attention` by FlashAttention calls and a merge, on any device."""
-    check_mode("tree_attention", q, k, v)
     out: Tensor = _MergedAttention.apply(q, k, v, forest)
     return out
 

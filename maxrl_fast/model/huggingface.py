@@ -1,12 +1,15 @@
 """A policy whose layers are transformers': any decoder that calls the attention function once a
-layer.
+layer, which calls the policy's.
 
-Parameters are the float32 master weights; each layer casts them to the compute dtype. Routers of
-mixtures of experts compute in float32. Dropout is off.
+Scale, sliding window, soft cap and sinks are passed on; anything else that eager attention would
+honour is refused by name. Parameters are the float32 master weights; each layer casts them to the
+compute dtype. Routers of mixtures of experts compute in float32. Dropout is off.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -18,12 +21,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model import huggingface_attention
-from maxrl_fast.model.huggingface_attention import NAME, Pass, within
+from maxrl_fast.model.attention import AttentionVariant
 from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.linear import merged_weights
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops.logit_chunks import output_product
+
+NAME = "maxrl_fast"  # under which the functions are registered
+# Arguments that say nothing about the attention between tokens.
+_OTHER = {
+    *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("hidden_states", "layer_idx", "logits_to_keep"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class HuggingFacePolicy(PolicyModel):
         for i, block in enumerate(blocks):
             _mix(block, _Block)
             block.block_index = i
-        huggingface_attention.register()
+        _register()
         self.set_eager(False)
         self.softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
 
@@ -270,7 +280,7 @@ class _Block(_Cast):
     block_index = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = huggingface_attention.current.get()
+        outer = current.get()
         own = None if outer is None else outer.attention
         return super().__call__(*args, layer_attention=own, **kwargs)
 
@@ -289,3 +299,96 @@ def _set_checkpointing(block: Any) -> None:
     block._gradient_checkpointing_func = partial(
         checkpoint, use_reentrant=False, preserve_rng_state=False
     )
+
+
+# The attention function.
+
+
+@dataclass
+class Pass:
+    """A forward pass of one layer."""
+
+    attention: Callable[..., Tensor]  # of PolicyModel.forward
+    layer: int
+    num_calls: int = 0
+
+
+current: ContextVar[Pass | None] = ContextVar("current", default=None)
+
+
+@contextlib.contextmanager
+def within(layer_pass: Pass | None) -> Iterator[None]:
+    """Let attention inside belong to this pass."""
+    token = current.set(layer_pass)
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def _register() -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _window)
+
+
+def _window(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
+    """Return the layer's window in place of transformers' mask tensor; None: all earlier tokens."""
+    if use_vmap:
+        raise InputError(
+            "the model changes the causal mask by its own function, which is not supported"
+        )
+    return local_size
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D]."""
+    layer_pass = current.get()
+    if layer_pass is None:
+        raise InputError("the model calls attention outside its layers")
+    layer_pass.num_calls += 1
+    window = attention_mask if isinstance(attention_mask, int) else 0
+    told = [
+        x for x in others if x not in _OTHER and others[x] is not None and others[x] is not False
+    ]
+    if attention_mask is not None and not isinstance(attention_mask, int):
+        told.append("its own mask")
+    elif sliding_window is not None and sliding_window != window:
+        told.append(f"sliding_window {sliding_window}, where its mask has {window or 'none'},")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        told.append("is_causal False")
+    if dropout:
+        told.append(f"dropout {dropout}")
+    if layer_pass.num_calls > 1:
+        told.append("a second attention in one layer")
+    if told:
+        raise InputError(
+            f"{type(module).__name__} asks for {', '.join(told)}, which shared-prompt attention "
+            "does not do"
+        )
+    # they differ in multi-head latent attention
+    size, largest = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, heads, D]
+    if size != query.shape[-1]:
+        q, k, v = (F.pad(x, (0, largest - x.shape[-1])) for x in (q, k, v))
+    if scaling != largest**-0.5:
+        q = q * (scaling * largest**0.5)
+    variant = AttentionVariant(window, float(softcap or 0.0), s_aux)
+    out = layer_pass.attention(layer_pass.layer, q, k, v, *([] if variant.is_plain else [variant]))
+    return out[None, ..., :size], None

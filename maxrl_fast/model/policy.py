@@ -9,6 +9,7 @@ import torch
 from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.checkpoint import load_checkpoint, read_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.huggingface_checkpoint import load_huggingface, read_huggingface
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes, find_nonfinite
 from maxrl_fast.runtime.device import memory_bytes
 
@@ -43,8 +44,6 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
     except UnsupportedModelError as error:
         if importlib.util.find_spec("transformers") is None:
             raise InputError(f"{error}; for other models: pip install 'maxrl_fast[hf]'") from error
-        from maxrl_fast.model.huggingface_checkpoint import read_huggingface
-
         read_huggingface(directory)
         return "transformers"
     return "native"
@@ -53,8 +52,6 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
 def read_sizes(directory: Path) -> PolicySizes:
     if backend_of(directory) == "native":
         return read_config(directory / "config.json")
-    from maxrl_fast.model.huggingface_checkpoint import read_huggingface
-
     return read_huggingface(directory)[1]
 
 
@@ -78,8 +75,6 @@ def load_policy(
         else:
             model = load_checkpoint(directory)
     else:
-        from maxrl_fast.model.huggingface_checkpoint import load_huggingface
-
         model = load_huggingface(directory, longest, is_empty)
     if not is_empty and (name := find_nonfinite(dict(model.named_parameters()))):
         raise InputError(f"{directory} has NaN or infinite numbers in the weight {name}")

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
-_LIBRARY = torch.library.Library("maxrl_fast", "FRAGMENT")
 
 
 def register_backward(
@@ -22,36 +21,20 @@ def register_backward(
 ) -> None:
     """Register an operator's first derivative with respect to its first `num_inputs` arguments.
 
-    Like torch.library.register_autograd, with errors instead of silently zero derivatives.
-    function: the public function, for error messages. backward: from the context and the gradients
-    of the results to those of the arguments. save: called with the context, arguments and results.
+    Who calls the operator calls `check_mode`. function: the public function, for error messages.
+    backward: from the context and the gradients of the results to those of the arguments. save:
+    called with the context, arguments and results.
     """
-    num_others = len(op._schema.arguments) - num_inputs + 1  # includes the key set
-    below_autograd, redispatch = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
+    num_others = len(op._schema.arguments) - num_inputs
 
-    class _Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            *inputs, keys = arguments
-            with torch._C._AutoDispatchBelowAutograd():
-                results = redispatch(keys & below_autograd, *inputs)
-                save(ctx, tuple(inputs), results)
-            return results
+    @first_order(function)
+    def of_all(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *backward(ctx, *gradients), *(None,) * num_others
 
-        @staticmethod
-        @first_order(function)
-        def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            return *backward(ctx, *gradients), *(None,) * num_others
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        save(ctx, inputs, output)
 
-    _Function.__name__ = op._opname
-
-    def with_gradient(keys: Any, *arguments: Any) -> Any:
-        if check_mode(function, *arguments[:num_inputs]):
-            return _Function.apply(*arguments, keys)
-        with torch._C._AutoDispatchBelowAutograd():
-            return redispatch(keys & below_autograd, *arguments)
-
-    _LIBRARY.impl(op._opname, with_gradient, "Autograd", with_keyset=True)
+    torch.library.register_autograd(op.name(), of_all, setup_context=setup_context)
 
 
 def first_order(function: str) -> Callable[[Backward], Backward]:

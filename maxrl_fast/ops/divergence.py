@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
-from maxrl_fast.ops.derivatives import needs_gradient
+from maxrl_fast.ops.derivatives import check_mode, needs_gradient
 from maxrl_fast.ops.dispatch import operator
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden, empty_gradients
 from maxrl_fast.ops.token_batch import (
@@ -89,6 +89,7 @@ def linear_divergence(
     teacher = teacher_hidden.detach(), teacher_weight.detach()
     rows = c.detach().double() / divisor, tau, has_zeros
     options = divergence, beta, softcap, teacher_softcap, chunk
+    check_mode("linear_divergence", hidden, weight)
     needed = needs_gradient(hidden), needs_gradient(weight)
     sums, *_ = linear_divergences(hidden, weight, *teacher, *rows, *options, *needed)
     return sums[0].to(real), {"divergence": sums.detach()[1:]}

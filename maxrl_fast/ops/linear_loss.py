@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops.derivatives import needs_gradient, register_backward
+from maxrl_fast.ops.derivatives import check_mode, needs_gradient, register_backward
 from maxrl_fast.ops.dispatch import has_kernels, is_gpu, operator
 from maxrl_fast.ops.function_loss import (
     function_loss,
@@ -103,6 +103,7 @@ def loss_of_hidden(
             rows = linear_rows(hidden, weight, batch.targets, reads, **scale)
         sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy, rows))
         return loss_and_metrics(sums, hidden)
+    check_mode("linear_policy_gradient_loss", hidden, weight)
     # On a GPU the host waits for the number of rows that are left out.
     leaves_out = has_mask or not is_gpu(hidden.device)
     needed = needs_gradient(hidden), needs_gradient(weight)
@@ -130,6 +131,7 @@ def linear_token_logprobs(
     rows = token_rows((len(hidden), size), targets, temperature, hidden.device)
     if not has_kernels(hidden.device):
         return token_logprobs_reference(capped_logits(hidden, weight, softcap), *rows)
+    check_mode("linear_token_logprobs", hidden, weight)
     logprobs, entropy = linear_logprobs(hidden, weight, *rows, chunk, softcap)
     return logprobs, entropy
 

@@ -48,7 +48,7 @@ class LossTerms:
         learns_without_advantage(spec, self.options)  # raises if the function fails
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         if self.aggregation != (needed := spec.aggregation or self.aggregation):
-            wanted = f"{needed} for {spec.name}, whose loss it is a part of"
+            wanted = f"{needed} for {self.loss}, whose loss it is a part of"
             raise ValueError(f"aggregation must be {wanted}, got {self.aggregation}")
         check_choice("kl", self.kl, KL_ESTIMATORS)
         numbers = {

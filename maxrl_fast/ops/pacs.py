@@ -13,7 +13,7 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.ops.derivatives import register_backward
+from maxrl_fast.ops.derivatives import check_mode, register_backward
 from maxrl_fast.ops.dispatch import KernelLaunch, has_kernels, operator
 from maxrl_fast.ops.token_batch import check_denominator, check_sequences
 
@@ -55,6 +55,7 @@ def log_ratio_reward(
             raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {got}")
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
+    check_mode("log_ratio_reward", logprobs)
     has_kernel = has_kernels(logprobs.device)
     proxies: Tensor = (_log_ratio_reward if has_kernel else log_ratio_reward_reference)(
         logprobs.contiguous(),

@@ -47,6 +47,7 @@ def token_logprobs(
     rows = token_rows(shape_of(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
         return token_logprobs_reference(logits, *rows)
+    check_mode("token_logprobs", logits)
     logprobs, entropy = kernels.token_logprobs(contiguous_rows(logits), *rows)
     return logprobs, entropy
 
@@ -136,6 +137,7 @@ def policy_gradient_loss(
     """
     shape = shape_of(logits)
     check_flag("in_place", in_place)
+    check_mode("policy_gradient_loss", logits)
     terms = LossTerms(
         loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options
     )
@@ -210,7 +212,6 @@ def _overwrite(logits: Tensor, batch: TokenBatch, terms: Sequence[Any]) -> Tenso
         raise ValueError(
             f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}"
         )
-    check_mode("policy_gradient_loss", logits)
     gradient = _Gradient(logits.detach())
     sums: Tensor = _InPlaceLoss.apply(logits, gradient, batch, terms)
     _ConsumedLogits.apply(logits)

@@ -35,7 +35,7 @@ OTHER = {
     "simko": {"alpha": 0.3, "k": 2, "tau": 0.4, "penalty": 1.7},
 }
 # The definitions of these have one advantage for a response.
-OF_RESPONSES = ("luspo", "gmpo", "vespo")
+OF_RESPONSES = ("gmpo", "vespo")
 
 
 def limited(x):
@@ -140,13 +140,6 @@ def of_sequence(value, n, low=False, high=False):
     return [(value / n, low, high)] * n
 
 
-def luspo(r, o):
-    """Liu et al. 2026: the length times GSPO's clipped ratio of the sequence."""
-    n, mean = len(r.a), (r.logp - r.old).mean()
-    value, low, high = clipped(r.a[0], limited(mean).exp(), *o["clips"])
-    return of_sequence(n * value, n, low, high), mean
-
-
 def gmpo(r, o):
     """Zhao et al. 2025, algorithm 1: a geometric mean of ratios that are clipped where the
     advantage pushes them.
@@ -185,7 +178,7 @@ def topr(r, o):
     ], total
 
 
-BY_RESPONSE = {f.__name__: f for f in (gspo, luspo, gmpo, vespo, topr)}
+BY_RESPONSE = {f.__name__: f for f in (gspo, gmpo, vespo, topr)}
 BY_TOKEN = {
     f.__name__: f
     for f in (reinforce, ppo, cispo, topr_token, sapo, dppo, dispo, kl_cov, clip_cov, lp_reg, simko)

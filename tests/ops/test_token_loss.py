@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from maxrl_fast import _C
+from maxrl_fast.algorithms.known import explain_name
+from maxrl_fast.algorithms.losses import ALIASES
 from maxrl_fast.ops import LOSSES, policy_gradient_loss
 from maxrl_fast.ops.dispatch import check_fields
 from maxrl_fast.ops.loss_terms import KL_ESTIMATORS
@@ -298,6 +300,19 @@ META = {
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         policy_gradient_loss(**example() | {"mask": None} | options)
+
+
+def test_luspo_is_gspo_with_a_sum_over_each_response():
+    results = []
+    for loss in ("luspo", "gspo"):
+        e = example() | {"aggregation": "seq_mean_token_sum"}
+        value, metrics = policy_gradient_loss(**e, loss=loss)
+        results.append((value, metrics["ratio"]))
+    assert results[0] == results[1]
+    assert ALIASES["luspo"].name == "gspo"
+    assert explain_name("luspo") == (
+        "luspo is gspo, by default with aggregation seq_mean_token_sum"
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -17,7 +17,7 @@ from tests.models import response_logits, tiny_decoder
 from tests.tables import refused
 from tests.training.test_learner import PROMPTS, learner, sampled
 
-OF_SEQUENCES = ("gspo", "luspo", "gmpo", "vespo", "topr")
+OF_SEQUENCES = ("gspo", "gmpo", "vespo", "topr")
 REWARDS = torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1]])
 
 

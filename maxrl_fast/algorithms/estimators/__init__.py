@@ -24,7 +24,6 @@ from maxrl_fast.algorithms.estimator import (
 from maxrl_fast.algorithms.estimators import (
     max_at_k,
     moments,
-    of_batch,
     off_policy,
     several_rewards,
     with_inputs,
@@ -32,7 +31,7 @@ from maxrl_fast.algorithms.estimators import (
 from maxrl_fast.algorithms.group import Group
 
 __all__ = ["ALIASES", "ESTIMATORS", "Estimator", "Group", "Kernel", "Size", "estimator"]
-__all__ += ["find_estimator", "max_at_k", "moments", "of_batch", "off_policy", "several_rewards"]
+__all__ += ["find_estimator", "max_at_k", "moments", "off_policy", "several_rewards"]
 __all__ += ["with_inputs"]
 
 # Other names: each runs as the estimator that it stands for, with these options and this way to

@@ -1,4 +1,5 @@
-"""Estimators that shift and scale the rewards, or S_i, by moments or a quantile of their group."""
+"""Estimators that shift and scale the rewards, or S_i, by moments or a quantile of their group or
+the batch."""
 
 from typing import Annotated
 
@@ -7,15 +8,14 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.estimator import Ddof, Eps, K, Kernel, estimator
 from maxrl_fast.algorithms.estimators.max_at_k import shortfall
-from maxrl_fast.algorithms.group import Group, ratio
-from maxrl_fast.algorithms.options import Help, Limit, Share
+from maxrl_fast.algorithms.group import BATCH, Group, ratio
+from maxrl_fast.algorithms.options import BelowOne, Help, Share
 
-_RATE = Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
 FalsePositiveRate = Annotated[
-    float, _RATE, Help("Probability that the verifier accepts a wrong rollout.")
+    BelowOne, Help("Probability that the verifier accepts a wrong rollout.")
 ]
 FalseNegativeRate = Annotated[
-    float, _RATE, Help("Probability that the verifier rejects a correct rollout.")
+    BelowOne, Help("Probability that the verifier rejects a correct rollout.")
 ]
 
 
@@ -77,6 +77,42 @@ def reinforce_raw(g: Group) -> Tensor:
 def grpo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
     """(r - mean)/(std + eps); eps 1e-6, ddof 1."""
     return ratio(g.centre(g.rewards), g.std(g.rewards, ddof) + eps)
+
+
+@estimator(
+    source="Lite PPO, Liu et al. 2025, arXiv:2508.08221, as ROLL computes it; TRL's "
+    "scale_rewards=batch has eps 1e-4",
+    weight="depends on the batch",
+    over_batch=True,
+)
+def lite_ppo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
+    """(r - mean)/(std of r over the batch + eps); eps 1e-6, ddof 1."""
+    return ratio(g.centre(g.rewards), g.std(g.rewards, ddof, over=BATCH) + eps)
+
+
+@estimator(
+    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262",
+    weight="depends on the batch",
+    over_batch=True,
+)
+def reinforce_pp(g: Group, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
+    """x = r - mean, then x/(std of x over the batch + eps); eps 1e-8, ddof 1."""
+    x = g.centre(g.rewards)
+    return ratio(x, g.std(x, ddof, over=BATCH) + eps)
+
+
+@estimator(
+    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262, as verl and OpenRLHF "
+    "compute it",
+    weight="depends on the batch",
+    over_batch=True,
+)
+def reinforce_pp_tokens(g: Group, lengths: Tensor, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
+    """x = r - mean, then (x - m)/(s + eps), m and s: mean and std of x over all tokens of the
+    batch; eps 1e-8, ddof 1.
+    """
+    x = g.centre(g.rewards)
+    return ratio(g.centre(x, lengths, over=BATCH), g.std(x, ddof, lengths, over=BATCH) + eps)
 
 
 @estimator(source="The Best of N Worlds, Bagirov et al. 2025, eq. 9, BoN mean", centred=True)

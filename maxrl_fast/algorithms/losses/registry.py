@@ -87,7 +87,7 @@ class TokenLoss(Method):
 
 
 _REGISTRY = Registry(TokenLoss)
-LOSSES, find_loss = _REGISTRY.methods, _REGISTRY.find
+LOSSES, ALIASES, find_loss = _REGISTRY.methods, _REGISTRY.aliases, _REGISTRY.find
 
 
 def token_loss(

@@ -1,33 +1,12 @@
 """Losses by the ratio of each response: a mean or a sum over its tokens that are not masked."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.losses.core import gspo
 from maxrl_fast.algorithms.losses.registry import token_loss
 from maxrl_fast.algorithms.losses.token_ratios import tapered
 from maxrl_fast.algorithms.options import NotNegative
 from maxrl_fast.algorithms.tokens import Tokens
-
-
-@token_loss(
-    "Liu et al. 2026, arXiv:2602.05261, compared with TRL; the authors' code (murphy4122/LUSPO) "
-    "was not at hand",
-    weight="gspo's times the response's length",
-    by_sequence=True,
-    aggregation="seq_mean_token_sum",
-)
-def luspo(
-    t: Tokens,
-    *,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: NotNegative = math.inf,
-) -> Tensor:
-    """gspo times the number of the response's tokens: aggregation seq_mean_token_sum."""
-    return gspo(t, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 @token_loss(

@@ -1,11 +1,11 @@
 """The console script `maxrl-fast`, or `python -m maxrl_fast`: one entry for all commands."""
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from maxrl_fast.runtime.output import protect_output
-from maxrl_fast.runtime.version import FLAG, version_text
+from maxrl_fast.runtime.output import command
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
     "train": ("maxrl_fast.train", "train a policy"),
@@ -17,31 +17,30 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
         "print objectives, token losses and corrections, and the weights of estimators",
     ),
 }
-USAGE = "usage: maxrl-fast COMMAND [OPTIONS]\n\n" + "\n".join(
-    f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items()
-)
-USAGE += (
-    "\n\nmaxrl-fast COMMAND --help lists the command's options.\nmaxrl-fast --version prints the "
-    "versions."
+USAGE = "\n".join(
+    [
+        "usage: maxrl-fast COMMAND [OPTIONS]\n",
+        *(f"  {name:<12}{what}" for name, (_, what) in COMMANDS.items()),
+        "\nmaxrl-fast COMMAND --help lists the command's options.",
+        "maxrl-fast --version prints the versions.",
+    ]
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names. Return its exit code, or 2 for an unknown
-    command.
+@command
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names, or print the commands. Return its exit code,
+    or 2 for an unknown command.
     """
-    protect_output()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name = arguments[0] if arguments else "none"
+    name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(USAGE)
         return 0
-    if name == FLAG:
-        print(version_text())
-        return 0
     if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
         print(
-            f"error: the command must be train, sweep, evaluate, report or objectives, got {name}",
+            "error: the command must be train, sweep, evaluate, report or objectives, got "
+            f"{name}{f'; did you mean {close[0]}?' if close else ''}",
             file=sys.stderr,
         )
         return 2

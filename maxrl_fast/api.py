@@ -205,7 +205,7 @@ def run(
     # SIGTERM or SIGHUP: everything is saved, so let this process handle it
     if ending.code not in (0, 128 + signal.SIGINT):
         signal.raise_signal(ending.code - 128)
-    assert context is not None  # None only after a dry run or an error
+    assert context is not None  # None only after an error
     context.policy.eval()
     return Run(context.config.run.out, ending.code, found, context, objects)
 

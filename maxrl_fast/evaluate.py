@@ -11,20 +11,16 @@ from maxrl_fast.config.evaluation import check, parse
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.evaluate import compare_evaluations, evaluate_checkpoint
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.version import FLAG, version_text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Run the command line. Return 0; 1 on failing rewards, a failing engine, non-finite values or
     a full disk; 2 on bad input; 130 on Ctrl-C.
     """
-    protect_output()
-    screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
-    if FLAG in arguments:
-        screen.info(version_text())
-        return 0
+    screen = Screen()
     try:
         config, source = parse(arguments)
         check(config)

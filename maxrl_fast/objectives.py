@@ -21,8 +21,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.job.plots import draw_weights
 from maxrl_fast.job.screen import wrapped
 from maxrl_fast.ops.effective_weight import effective_weight
-from maxrl_fast.runtime.output import CommandParser, protect_output
-from maxrl_fast.runtime.version import FLAG, version_text
+from maxrl_fast.runtime.output import CommandParser, command
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
 
@@ -72,9 +71,9 @@ _SHOWN = ("maxrl", "maxpo:4", "grpo", "rloo")
 _PASS_RATES = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Run the command. Return 0, or 2 on bad input."""
-    protect_output()
     parser = CommandParser(
         prog="python -m maxrl_fast.objectives",
         description="Print every objective: the formula of its advantage, its effective weight, "
@@ -104,10 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="rollouts per prompt (default: %(default)s)",
     )
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if FLAG in arguments:
-        print(version_text())
-        return 0
     try:
         return _show(parser.parse_args(arguments))
     except InputError as error:

@@ -2,86 +2,162 @@
 one report on them.
 """
 
-import argparse
+import itertools
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from maxrl_fast.config.changes import changes
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.help_page import print_help, split_help
+from maxrl_fast.config.metadata import options_of
 from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.sweep_grid import Run, sweep_grid, values_of
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
 from maxrl_fast.job.control import SIGNALS
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report import command as report
 from maxrl_fast.runtime.files import locked, read_json, write_json
-from maxrl_fast.runtime.output import protect_output
+from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.version import FLAG, version_text
 
 HELP = """Train one run for every combination of values, one after another, and report mean and
 standard error over seeds. All options of maxrl_fast.train are accepted: one with several values is
 a side of the grid, except --reward and --reward-weights, whose values all belong to every run. The
 same command resumes a sweep: finished runs are skipped, stopped ones resumed. Example:
 python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --objective maxrl grpo"""
+OPTIONS = (
+    ("--seeds INT ...", "the seeds of every combination, as --seed INT ..."),
+    ("--config FILE", "TOML file of options that all runs share"),
+    ("--out DIR", "folder of the sweep (default: runs/sweep, or runs/sweep-NAME of the file)"),
+    ("--dry-run", "print the commands of the runs, and stop"),
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Run the sweep. Return 0; 1 if a run failed; 2 on bad input; 128 and the signal's number if it
     was stopped.
     """
-    protect_output()
-    screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
-    if FLAG in arguments:
-        screen.info(version_text())
-        return 0
-    parser = argparse.ArgumentParser(
-        prog="python -m maxrl_fast.sweep", description=HELP, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        metavar="INT",
-        help="the seeds of every combination, as --seed INT ...",
-    )
-    parser.add_argument("--config", metavar="FILE", help="TOML file of options that all runs share")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder of the sweep (default: runs/sweep-NAME of the file)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the commands of the runs, and stop"
-    )
-    own, rest = parser.parse_known_args(arguments)
-    out = own.out or Path("runs", f"sweep-{Path(own.config).stem}" if own.config else "sweep")
-    rest += [] if own.config is None else ["--config", own.config]
-    rest += [] if own.seeds is None else ["--seed", *own.seeds]
+    screen, (words, asks_for_help) = Screen(), split_help(arguments)
+    if asks_for_help:
+        print_help("python -m maxrl_fast.sweep", HELP, [("options", "", OPTIONS)])
     try:
+        options = values_of(words)
+        file = options.get("config", [""])
+        out = options.pop("out", ["-".join(["runs/sweep", *[Path(x).stem for x in file if x]])])
+        is_dry = options.pop("dry_run", None) is not None
+        if len(out) != 1:
+            raise InputError(f"--out must be one folder, got {' '.join(out) or 'none'}")
         if Ranks.of_environment().size > 1:
-            wanted = "a sweep starts its runs itself and cannot run under torchrun"
             raise InputError(
-                f"{wanted}; --dry-run prints the commands of its runs, each of which torchrun can "
-                "start"
+                "a sweep starts its runs itself and cannot run under torchrun; --dry-run prints "
+                "the commands of its runs, each of which torchrun can start"
             )
-        runs = sweep_grid(values_of(rest), out)
-        if own.dry_run:
+        runs = sweep_grid(options, Path(*out))
+        if is_dry:
             for run in runs:
                 screen.info(shlex.join(run.command))
             return 0
-        with locked(out):
-            return Sweep(out, runs, screen).run()
+        with locked(Path(*out)):
+            return Sweep(Path(*out), runs, screen).run()
     except (InputError, StorageError) as error:
         screen.error(str(error))
         return 2 if isinstance(error, InputError) else 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the grid."""
+
+    group: str  # its name without the seed; runs of one group are averaged
+    folder: Path
+    command: list[str]
+    config: Config
+
+    @property
+    def has_begun(self) -> bool:  # else it had ended by a mistake in its options
+        return (self.folder / "config.json").exists()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its last evaluation and its last checkpoint."""
+        steps = self.config.optimizer.steps
+        is_saved = (self.folder / "latest").resolve().name == f"step-{steps:06d}"
+        return is_saved and last_record(self.folder / "eval.jsonl").get("step") == steps
+
+
+def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of every option by name."""
+    options: dict[str, list[str]] = {}
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        name = "seed" if name == "seeds" else name
+        if not argument.startswith("--"):
+            if not options:
+                raise InputError(f"a sweep takes --option VALUE [VALUE ...], got {argument}")
+            options[list(options)[-1]].append(argument)
+        elif name in options:
+            raise InputError(f"{flag} must be given once, with all its values after it")
+        elif name in ("resume", "allow_changes"):
+            raise InputError(f"a sweep does not use {flag}: the same command resumes it")
+        else:
+            options[name] = [value] if equals else []
+    return options
+
+
+def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
+    """Return the runs of all combinations of values, the seeds of one combination one after
+    another.
+    """
+    several = {option.name for option in options_of(Config).values() if option.takes_several}
+    sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
+    sides.sort(key=lambda name: name == "seed")
+    runs: dict[Path, Run] = {}
+    for values in itertools.product(*(options[name] for name in sides)):
+        chosen = options | {name: [value] for name, value in zip(sides, values, strict=True)}
+        arguments = []
+        for name, texts in chosen.items():
+            flag = f"--{name.replace('_', '-')}"
+            # a value like "-- think" would be an option as a separate word
+            is_one_word = len(texts) == 1 and texts[0].startswith("-")
+            arguments += [f"{flag}={texts[0]}"] if is_one_word else [flag, *texts]
+        try:
+            config = parse(arguments)
+            check(config)
+            if config.run.dry_run is not None or config.run.resume is not None:
+                raise InputError("the file of --config must not have dry_run or resume")
+        except InputError as error:
+            said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
+            raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
+        if any(run.config == config for run in runs.values()):  # 1e-4 and 0.0001
+            continue
+        parts = [config.objective.short_name]
+        for name in sides:
+            if name not in ("objective", "seed"):
+                parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")
+        group = "_".join(re.sub(r"[^\w.+-]+", "-", part) for part in parts)
+        folder = out / f"{group}_seed-{config.run.seed}"
+        if folder in runs:
+            raise InputError(
+                f"the folder {folder} is of two runs of the grid: give every value once, under its "
+                "own name"
+            )
+        train = [sys.executable, "-m", "maxrl_fast.train", *arguments]
+        train += ["--out", str(folder), "--resume", "auto"]
+        runs[folder] = Run(group, folder, train, config)
+    return list(runs.values())
 
 
 class Sweep:
@@ -95,24 +171,21 @@ class Sweep:
         self._stopped = 0  # the signal
         self._states = _states_in(out / "sweep.json")
         for run in runs:
-            if run.folder.name not in self._states and (run.folder / "config.json").exists():
+            name = run.folder.name
+            if run.has_begun and name not in self._states:
                 raise InputError(
                     f"{run.folder} holds a run that is not of this sweep; use another --out"
                 )
-            options = {
-                name: value for name, value in run.config.flat().items() if name not in OF_ONE_START
-            }
-            # else the run had ended by a mistake in its options
-            has_begun = (run.folder / "config.json").exists()
-            found = changes(self._states[run.folder.name]["options"] if has_begun else {}, options)
+            options = {x: value for x, value in run.config.flat().items() if x not in OF_ONE_START}
+            found = changes(self._states[name]["options"] if run.has_begun else {}, options)
             if changed := [*found.policy, *found.semantic]:
                 raise InputError(
                     f"{run.folder} was begun with other options ({'; '.join(changed)}); use "
                     "another --out"
                 )
-            state = "finished" if _is_finished(run) else "waiting"
+            state = "finished" if run.is_finished else "waiting"
             record = {"group": run.group, "seed": run.config.run.seed, "state": state}
-            self._states[run.folder.name] = {**record, "options": options}
+            self._states[name] = {**record, "options": options}
 
     def run(self) -> int:
         """Train what is not finished, and report; return the exit code."""
@@ -219,13 +292,6 @@ def _states_in(file: Path) -> dict[str, Any]:
                 "another --out"
             )
     return dict(runs)
-
-
-def _is_finished(run: Run) -> bool:
-    """Return whether a run has its last evaluation and its last checkpoint."""
-    steps = run.config.optimizer.steps
-    is_saved = (run.folder / "latest").resolve().name == f"step-{steps:06d}"
-    return is_saved and last_record(run.folder / "eval.jsonl").get("step") == steps
 
 
 if __name__ == "__main__":

@@ -49,14 +49,17 @@ def test_a_command_gets_its_arguments_and_returns_its_exit_code(capsys):
     assert "prompts must be" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["--steps", "3"]])
-def test_an_unknown_command_exits_with_2(arguments, capsys):
-    assert console.main(arguments) == 2
-    got = arguments[0] if arguments else "none"
+@pytest.mark.parametrize("got", ["trian; did you mean train?", "--steps"])
+def test_an_unknown_command_exits_with_2(got, capsys):
+    assert console.main([got.partition(";")[0], "3"]) == 2
     assert capsys.readouterr() == (
         "",
         f"error: the command must be train, sweep, evaluate, report or objectives, got {got}\n",
     )
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert (console.main([]), capsys.readouterr().out) == (0, f"{console.USAGE}\n")
 
 
 def test_help_lists_the_commands_and_imports_none():

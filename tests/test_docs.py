@@ -20,7 +20,6 @@ import torch
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.metadata import Note, names_with
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.options_page import page
 from maxrl_fast.config.parse import parse
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES
@@ -36,6 +35,7 @@ OTHER_PAGES = (
 )
 PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
+WRITER = runpy.run_path(str(ROOT / "docs" / "pages.py"))
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Commands with a name in capitals, "...", or an objective or task that a guide adds are not parsed.
@@ -283,18 +283,16 @@ def test_the_experiment_of_a_page_leaves_the_tree_as_it_was(
 
 
 def test_the_options_page_is_current() -> None:
-    is_current = (ROOT / "docs" / "options.md").read_text() == page()
-    assert is_current, (
-        "docs/options.md is out of date: python -m maxrl_fast.config.options_page > docs/options.md"
-    )
+    is_current = (ROOT / "docs" / "options.md").read_text() == WRITER["options_page"]()
+    assert is_current, "docs/options.md is out of date: python docs/pages.py"
 
 
 @pytest.mark.parametrize(
     "path", sorted(set(OBJECTIVE_PAGES.glob("*.md")) - {OBJECTIVE_PAGES / "README.md"}), ids=name_of
 )
 def test_the_facts_of_an_objectives_page_are_the_registrys(path: Path) -> None:
-    with_facts = runpy.run_path(str(ROOT / "docs" / "pages.py"))["with_facts"]
-    assert path.read_text() == with_facts(path.read_text()), "out of date: python docs/pages.py"
+    text = path.read_text()
+    assert text == WRITER["with_facts"](text), "out of date: python docs/pages.py"
 
 
 def test_the_options_page_has_the_order_of_help(
@@ -304,7 +302,8 @@ def test_the_options_page_has_the_order_of_help(
     monkeypatch.setenv("COLUMNS", "80")  # wider terminals get two columns of options
     (tmp_path / "DIR").mkdir()
     (tmp_path / "DIR" / "config.json").write_text("{}")
-    listed = re.findall(r"^\| `(--[a-z][\w-]*)`", page(), re.MULTILINE)
+    page = WRITER["options_page"]()
+    listed = re.findall(r"^\| `(--[a-z][\w-]*)`", page, re.MULTILINE)
     shown: set[str] = set()
     for flags in CHOICES:
         with pytest.raises(SystemExit):
@@ -316,4 +315,4 @@ def test_the_options_page_has_the_order_of_help(
     seldom = {f"--{name.replace('_', '-')}" for name in names_with(Config, Note.ADVANCED)}
     assert shown.isdisjoint(seldom)
     assert shown | seldom == set(listed)
-    assert "| `--k` | `k` | `INT` | 4, or the largest that fits N | Size of max@k" in page()
+    assert "| `--k` | `k` | `INT` | 4, or the largest that fits N | Size of max@k" in page

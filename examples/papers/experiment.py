@@ -27,9 +27,9 @@ from rich.progress import (
 )
 from torch import Tensor
 
+from maxrl_fast.config.help_page import help_row, print_help, split_help
 from maxrl_fast.config.metadata import read_options
-from maxrl_fast.config.options_page import help_row, print_help, split_help
-from maxrl_fast.config.sources import convert, read_flags, refuse_unknown
+from maxrl_fast.config.parse import convert, read_flags, refuse_unknown
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file
@@ -109,7 +109,6 @@ def read_settings(
     if asks_for_help:
         rows = [help_row(option, {}) for option in options.values()]
         print_help(f"{name}.py", inspect.getdoc(settings_type) or "", [("options", "", rows)])
-        sys.exit(0)
     flags, others = read_flags(words, options)
     refuse_unknown(flags, others, options)
     return settings_type(**{key: convert(options[key], x) for key, x in flags.items()})

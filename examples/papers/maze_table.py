@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from training_runs import records
 
 import maxrl_fast
-from maxrl_fast.config.run_folder import checkpoints_of
+from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxrl_fast.algorithms.losses.registry import ALIASES, learns_without_advantage
@@ -27,6 +27,14 @@ from maxrl_fast.training.policy_reward import LIKELIHOODS
 def _is_likelihood(c: Mapping[str, Any]) -> bool:
     return c["reward_source"] in LIKELIHOODS
 
+
+def _only(option: str, value: Any, message: str, holds: Callable[[Any], Any]) -> Refusal:
+    """Return the refusal of other values of an option where `holds`."""
+    return Refusal(f"{message}, got {{{option}}}", lambda c: holds(c) and c[option] != value)
+
+
+_CHANGES_NONE = "{objective} needs each reward separately, so that %s would change none of them"
+_NO_TOKEN_WEIGHTS = "{objective} does not support %s: its loss does not use token weights"
 
 # What the properties of the objective and the token loss exclude. Besides the options by name, `c`
 # has both as "method" and "token_loss", what the objective needs, whether it owns the loss, and the
@@ -58,49 +66,38 @@ _REFUSALS = (
         "verifree learns from them",
         lambda c: _is_likelihood(c) and c["task"] in ("maze", "chain"),
     ),
-    Refusal(
-        "reward_source must be given for {objective}, which computes its own reward, got "
-        "{reward_source}",
-        lambda c: c["needs"].answers and c["reward_source"] != "given",
+    _only(
+        "reward_source",
+        "given",
+        "reward_source must be given for {objective}, which computes its own reward",
+        lambda c: c["needs"].answers,
     ),
-    Refusal(
-        "{objective} does not support --overlong-buffer: its reward is a probability, got "
-        "{overlong_buffer}",
-        lambda c: c["needs"].answers and c["overlong_buffer"],
+    _only(
+        "overlong_buffer",
+        0,
+        "{objective} does not support --overlong-buffer: its reward is a probability",
+        lambda c: c["needs"].answers,
     ),
     Refusal(
         "{objective} needs each reward separately: --reward needs 2 or more, got {reward}",
         lambda c: c["needs"].parts and len(as_list(c["reward"])) < 2,
     ),
-    Refusal(
-        "{objective} needs each reward separately, so that reward_threshold would change none of "
-        "them, got {reward_threshold}",
-        lambda c: c["needs"].parts and c["reward_threshold"] is not None,
-    ),
-    Refusal(
-        "{objective} needs each reward separately, so that overlong_buffer would change none of "
-        "them, got {overlong_buffer}",
-        lambda c: c["needs"].parts and c["overlong_buffer"],
+    *(
+        _only(name, unset, _CHANGES_NONE % name, lambda c: c["needs"].parts)
+        for name, unset in (("reward_threshold", None), ("overlong_buffer", 0))
     ),
     Refusal(
         "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}",
         lambda c: c["objective"] == "hero" and as_list(c["reward_weights"])[:1] not in ([], [1.0]),
     ),
-    Refusal(
-        "overlong_buffer makes rewards other than 0 and 1, which {objective} does not support, got "
-        "{overlong_buffer}",
-        lambda c: c["needs"].binary and c["overlong_buffer"],
+    _only(
+        "overlong_buffer",
+        0,
+        "overlong_buffer makes rewards other than 0 and 1, which {objective} does not support",
+        lambda c: c["needs"].binary,
     ),
-    Refusal(
-        "{objective} does not support --top-entropy: its loss does not use token weights, got "
-        "{top_entropy}",
-        lambda c: c["owns_loss"] and c["top_entropy"] != 1,
-    ),
-    Refusal(
-        "{objective} does not support --correction: its loss does not use token weights, got "
-        "{correction}",
-        lambda c: c["owns_loss"] and c["correction"] != "none",
-    ),
+    _only("top_entropy", 1, _NO_TOKEN_WEIGHTS % "--top-entropy", lambda c: c["owns_loss"]),
+    _only("correction", "none", _NO_TOKEN_WEIGHTS % "--correction", lambda c: c["owns_loss"]),
     Refusal(
         "{objective} weights single tokens by either sign, so correction cannot be {correction}",
         lambda c: c["needs"].token_weights and c["correction"] == "sequence_mask",
@@ -138,11 +135,13 @@ def _has_full_kl(c: Mapping[str, Any]) -> bool:
 def check(config: Config) -> None:
     """Refuse everything that can be known to be wrong before any work."""
     options = config.flat()
-    check_task(options["task"])
-    check_engine_name(options["rollout"])
-    check_tracker(options["log_to"])
-    check_limits(Config, options)
-    check_refusals(Config, options)
+    check_options(Config, options)
+    tracker = options["log_to"]
+    # a folder of this name, such as one that wandb leaves, has no origin
+    if tracker and not getattr(importlib.util.find_spec(tracker), "origin", None):
+        raise InputError(
+            f"--log-to {tracker} is not installed: pip install 'maxrl_fast[{tracker}]'", "log_to"
+        )
     name, objective = config.objective.objective, objective_of(config)
     given = objective.loss if config.loss.loss is None else config.loss.loss
     loss = loss_of(given)
@@ -180,20 +179,15 @@ def check(config: Config) -> None:
         )
 
 
-def check_task(name: str) -> None:
-    """Refuse the name of no task."""
-    if not is_known(name):
-        raise InputError(unknown_task(name), "task")
-
-
-def check_tracker(name: str | None) -> None:
-    """Refuse a tracker that is not installed."""
-    spec = None if name is None else importlib.util.find_spec(name)
-    # a folder of this name, such as one that wandb leaves, has no origin
-    if name is not None and (spec is None or spec.origin is None):
-        raise InputError(
-            f"--log-to {name} is not installed: pip install 'maxrl_fast[{name}]'", "log_to"
-        )
+def check_options(config: type, options: Mapping[str, Any]) -> None:
+    """Refuse options by name, of runs or of evaluations, that are wrong by themselves or do not go
+    together, and names of nothing.
+    """
+    if not is_known(options["task"]):
+        raise InputError(unknown_task(options["task"]), "task")
+    check_engine_name(options["rollout"])
+    check_limits(config, options)
+    check_refusals(config, options)
 
 
 def objective_of(config: Config) -> Objective:

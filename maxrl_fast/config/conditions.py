@@ -16,22 +16,21 @@ from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import find_code, objective_class
 
 Values = Mapping[str, Any]
+_LOSSES = LOSSES | ALIASES
 
 
-def _token_loss(c: Values) -> TokenLoss | None:
-    """Return the loss; None for a custom one, which is checked when it is loaded."""
-    return (LOSSES | ALIASES).get(c["loss"] or objective_class(c["objective"]).loss)
+def _loss_name(c: Values) -> str:
+    return c["loss"] or objective_class(c["objective"]).loss
 
 
 def loss_of(name: str) -> TokenLoss:
     """Return the token loss of --loss: a name in LOSSES, or one of your own."""
-    known = LOSSES | ALIASES
-    if name in known:
-        return known[name]
+    if name in _LOSSES:
+        return _LOSSES[name]
     if not is_code(name):
         raise InputError(
-            f"loss must be one of {', '.join(known)}, or FILE.py:FUNCTION, got "
-            f"{name!r:.80}{method_hint(name, known)}"
+            f"loss must be one of {', '.join(_LOSSES)}, or FILE.py:FUNCTION, got "
+            f"{name!r:.80}{method_hint(name, _LOSSES)}"
         )
     found: TokenLoss = find_code("loss", name, find_loss)
     return found
@@ -39,9 +38,8 @@ def loss_of(name: str) -> TokenLoss:
 
 def numbers_of_loss(c: Values) -> str:
     """Return the options of the loss with their defaults."""
-    loss = loss_of(c["loss"] or objective_class(c["objective"]).loss)
-    beta = ["beta=0.5"] if c["divergence"] == "jsd" else []
-    return " ".join([f"{name}={option.default}" for name, option in loss.options.items()] + beta)
+    shown = [f"{name}={x.default}" for name, x in loss_of(_loss_name(c)).options.items()]
+    return " ".join(shown + ["beta=0.5"] * (c["divergence"] == "jsd"))
 
 
 def numbers_of_correction(c: Values) -> str:
@@ -49,23 +47,13 @@ def numbers_of_correction(c: Values) -> str:
     return CORRECTIONS[c["correction"]].shown_options
 
 
-def _takes_clips(c: Values) -> bool:
-    loss = _token_loss(c)
-    return loss is None or loss.clips
-
-
 def _takes_loss_options(c: Values) -> bool:
-    loss = _token_loss(c)
+    loss = _LOSSES.get(_loss_name(c))  # None: a custom one, which is checked when it is loaded
     return loss is None or bool(loss.options) or c["divergence"] == "jsd"
 
 
 def _reads_text(c: Values) -> bool:
     return dataset_spec(c["task"]) is not None or c["task"].startswith(GYM)
-
-
-def _has_answers(c: Values) -> bool:
-    dataset = dataset_spec(c["task"])
-    return dataset is not None and dataset.gold is not None
 
 
 def _has_reward_processes(c: Values) -> bool:
@@ -78,10 +66,12 @@ def _has_reward_processes(c: Values) -> bool:
 
 
 def _not_by_loss(c: Values) -> str:
-    return f"is not used by loss {c['loss'] or objective_class(c['objective']).loss}"
+    return f"is not used by loss {_loss_name(c)}"
 
 
-TAKES_CLIPS = When(_not_by_loss, _takes_clips)
+TAKES_CLIPS = When(
+    _not_by_loss, lambda c: (loss := _LOSSES.get(_loss_name(c))) is None or loss.clips
+)
 TAKES_LOSS_OPTIONS = When(_not_by_loss, _takes_loss_options)
 WITH_KL = When("needs --kl-coef", lambda c: c["kl_coef"])
 WITH_FULL_KL = When("needs --kl full", lambda c: c["kl_coef"] and c["kl"] == "full")
@@ -96,7 +86,9 @@ CHAIN = When(_NOT_BY_TASK, lambda c: c["task"] == "chain")
 GYM_TASK = When(_NOT_BY_TASK, lambda c: c["task"].startswith(GYM))
 CUSTOM_TASK = When(_NOT_BY_TASK, lambda c: is_plugin(c["task"]))
 DATASET = When(_NOT_BY_TASK, lambda c: dataset_spec(c["task"]) is not None)
-WITH_ANSWERS = When(_NOT_BY_TASK, _has_answers)
+WITH_ANSWERS = When(
+    _NOT_BY_TASK, lambda c: (data := dataset_spec(c["task"])) is not None and data.gold is not None
+)
 READS_TEXT = When(_NOT_BY_TASK, _reads_text)
 
 TASK_IS_NO_REWARD = When(_NOT_BY_TASK, lambda c: not is_reward(c["task"]))

@@ -125,9 +125,9 @@ def estimate(
     ]
     lines += [f"policy: {_parameters(model)}", *_describe_critic(config, model), *table]
     if rollout.rollout not in ENGINES:
-        lines += [
+        lines.append(
             f"  The memory of the engine {rollout.rollout} is not known and not in the table."
-        ]
+        )
     needs, prompt_tokens = objective_of(config).needs, rollout.prompts * task.prompt_length
     response_tokens = rollout.prompts * rollout.rollouts * rollout.max_new_tokens
     more_passes = (

@@ -18,30 +18,36 @@ from maxrl_fast.algorithms.options import (
     CountOrZero,
     Default,
     NotNegative,
-    Positive,
     Refusal,
     Seed,
-    Share,
     UnitInterval,
 )
-from maxrl_fast.config.checks import check_task
-from maxrl_fast.config.metadata import (
-    Groups,
-    Note,
-    check_limits,
-    check_refusals,
-    options_of,
-    read_options,
+from maxrl_fast.config.checks import check_options
+from maxrl_fast.config.help_page import show_help, split_help
+from maxrl_fast.config.metadata import Groups, Note, options_of, read_options
+from maxrl_fast.config.options import (
+    CacheLimit,
+    Config,
+    Device,
+    Dtype,
+    EngineName,
+    RewardOptions,
+    TaskOptions,
+    Threads,
+    TopP,
 )
-from maxrl_fast.config.options import Config, RewardOptions, TaskOptions
-from maxrl_fast.config.options_page import show_help, split_help
-from maxrl_fast.config.parse import TASK_IS_MISSING, configure
+from maxrl_fast.config.parse import (
+    TASK_IS_MISSING,
+    configure,
+    convert,
+    read_flags,
+    read_run,
+    refuse_unknown,
+)
 from maxrl_fast.config.resolve import absolute_function, num_held_out, resolve_place, response_limit
-from maxrl_fast.config.sources import convert, read_flags, read_run, refuse_unknown
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
-from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks import Task
 
 PROG = "python -m maxrl_fast.evaluate"
@@ -105,25 +111,15 @@ class SamplingOptions:
     """Sampling temperature; 0: greedy decoding, with one sample."""
     top_k: CountOrZero = 0
     """Top-k sampling: sample from this many of the most probable tokens; 0: from all."""
-    top_p: Share = 1.0
-    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
-    probability; 1: from all.
-    """
+    top_p: TopP = 1.0
     min_p: UnitInterval = 0.0
     """Min-p sampling: sample from tokens with at least this fraction of the most probable token's
     probability.
     """
     max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = DERIVED
     """Response limit, in tokens."""
-    rollout: str = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
-    your own.
-    """
-    kv_cache_gb: Annotated[
-        Positive | None, Default("an eighth of the memory, a quarter of a GPU's")
-    ] = None
-    """KV-cache limit, in 1e9 bytes, on a GPU with the tensors of a decoding step; samples that do
-    not fit wait for others to end."""
+    rollout: EngineName = "native"
+    kv_cache_gb: CacheLimit = None
     seed: Annotated[Seed, Default("the run's, else 0")] = DERIVED
     """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number
     alone (vllm: on the batch).
@@ -138,12 +134,9 @@ class PlaceOptions:
     """Folder of results, new or empty."""
     task_seed: Annotated[Seed, Default("the run's, else 0")] = DERIVED
     """Seed of the mazes and of the order of training prompts."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
-    threads: Annotated[Count, Default("those this process may use")] = DERIVED
-    """Number of CPU threads."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    threads: Threads = DERIVED
 
 
 @dataclass(frozen=True)
@@ -220,27 +213,19 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     if "task" in flags and absolute_function(str(flags["task"].value)) != run.task.task:
         shared = {}  # another task uses none of its options
     config = configure(EvaluationConfig(), options, {**shared, **flags}, flags)
-    limit = config.sampling.max_new_tokens
+    defaults: dict[str, Any] = dict.fromkeys(("seed", "task_seed"), run.run.seed)
     # a task of another size has its own limit
     sizes = ("maze_size", "chain_length", "gym_config", "task_args")
-    is_same = shared and all(getattr(config.task, x) == getattr(run.task, x) for x in sizes)
-    if limit is None and is_same:
-        limit = run.rollout.max_new_tokens
-    seed, task_seed = config.sampling.seed, config.place.task_seed
-    return config.replace(
-        checkpoint=str(source.checkpoint),
-        max_new_tokens=limit,
-        seed=run.run.seed if seed is None else seed,
-        task_seed=run.run.seed if task_seed is None else task_seed,
-    ), source
+    if shared and all(getattr(config.task, x) == getattr(run.task, x) for x in sizes):
+        defaults["max_new_tokens"] = run.rollout.max_new_tokens
+    flat = config.flat()
+    defaults = {name: value for name, value in defaults.items() if flat[name] is None}
+    return config.replace(checkpoint=str(source.checkpoint), **defaults), source
 
 
 def check(config: EvaluationConfig) -> None:
     """Refuse everything that can be known to be wrong before any work."""
-    check_limits(EvaluationConfig, config.flat())
-    check_refusals(EvaluationConfig, config.flat())
-    check_task(config.task.task)
-    check_engine_name(config.sampling.rollout)
+    check_options(EvaluationConfig, config.flat())
 
 
 def resolve(

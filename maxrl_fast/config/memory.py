@@ -6,6 +6,8 @@ rollout engine samples a few responses. In "rollout" the engine samples. In "upd
 trains, and the engine has freed what it can (`Engine.sleep`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -43,11 +45,7 @@ def estimate_memory(
     teacher: PolicyModel | None = None,
 ) -> dict[str, Phases]:
     """Return the bytes of one process in each of PHASES, by what they are for; responses and passes
-    are at their limits.
-
-    Args:
-        config: with --sharding resolved to "none" or "full".
-        model, teacher: for their sizes; they may be on the meta device.
+    are at their limits. --sharding is resolved, and the models may be on the meta device.
     """
     weights, trained = count(model), count(model, is_trained=True)
     needs, loss, options = objective_of(config).needs, config.loss, config.rollout
@@ -96,8 +94,7 @@ def _of_engine(
     nothing for a vLLM server and for a custom engine.
 
     vLLM allocates --kv-cache-gb at once, and on a GPU frees weights and cache while the policy
-    trains. The native engine keeps its weights and a cache of at most KEPT_SHARE of a GPU: keys and
-    values of the samples of a time, each prompt once, and on a GPU the tensors of a step.
+    trains. The native engine keeps its weights and a cache of at most KEPT_SHARE of a GPU.
     """
     options, sizes, is_gpu = config.rollout, model.config, machine.device == "cuda"
     if options.vllm_url is not None or options.rollout not in ENGINES:
@@ -151,17 +148,6 @@ def _of_engine(
 def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> dict[str, float]:
     """Return what a forward and backward pass over --token-budget tokens needs besides the training
     state.
-
-    - activations: `layer_numbers` of every layer, and half of one layer's for its gradients; with
-      --checkpoint-activations the input of every layer [tokens, H], and one layer.
-    - copies of weights: without sharding a linear layer casts its weights to the compute dtype; on
-      a CPU the native decoder's layers always copy `joined_weights`. Autograd keeps those of all
-      layers, or of one with --checkpoint-activations. FSDP2 gathers the weights outside the layers
-      and of two layers, in the compute dtype.
-    - gradients that FSDP2 reduces: of the larger of these two in both dtypes, or all in float32.
-    - logits: one chunk, and a float32 copy where a CPU multiplies half precision; the output matrix
-      in the compute dtype; and its gradient in float32, which a tied matrix keeps until the
-      embedding's is added.
     """
     sizes, tokens = model.config, config.optimizer.token_budget
     is_sharded = config.run.sharding == "full"
@@ -171,28 +157,33 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
     # layer_kernels.py
     runs_packed = machine.device == "cpu" and model.backend == "native" and not config.run.compile
     layer = layer_numbers(model, dtype, runs_packed)
+    # every layer's numbers or input [tokens, H], one layer that is computed again, and half of one
+    # layer's for its gradients
     kept = num_layers * (sizes.hidden_size if keeps_inputs else layer) + layer * keeps_inputs
     needed = {f"activations of {tokens} tokens": tokens * element * (kept + layer / 2)}
     in_layers = sum(count(block) for block in model.blocks)
     if is_sharded:
         trained = sum(count(block, is_trained=True) for block in model.blocks)
         two = 2 / num_layers
+        # in the compute dtype: the weights outside the layers, and of two layers
         needed["gathered weights"] = element * (count(model) - in_layers + two * in_layers)
         of_all = count(model, is_trained=True)
         largest = max(of_all - trained, two * trained)
         in_float32 = of_all if gradients_fit(model, machine) else largest
         needed["gradients before they are reduced"] = element * largest + 4 * in_float32
+    # A linear layer casts its weights to the compute dtype. Autograd keeps the copies of all
+    # layers, or of one with --checkpoint-activations.
     joined = joined_weights(model) if runs_packed else 0
     if copied := in_layers if is_half and not is_sharded else joined:
         copied_at_a_time = copied / num_layers if keeps_inputs else copied
         needed[f"copies of weights ({config.run.dtype})"] = element * copied_at_a_time
-    # At least 128 tokens, which is more than 1.25 GiB for no vocabulary below 2.6 million.
     is_gpu = machine.device == "cuda"
     of_logit = max(element, 4) if is_gpu else element
     chunk = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * of_logit)
-    chunk *= 1 if is_gpu or not is_half else 3
+    chunk *= 1 if is_gpu or not is_half else 3  # with a copy in float32
     matrix = sizes.vocab_size * sizes.hidden_size
     output = 0 if is_sharded or not is_half else element * matrix
+    # in float32, which a tied matrix keeps until the embedding's gradient is added
     of_matrix = 4 * matrix if model.lm_head.weight.requires_grad else 0
     # the exact divergence has a chunk of each policy, and its gradient of the output matrix waits
     # with the token loss's for the backward pass
@@ -205,35 +196,28 @@ def joined_weights(model: PolicyModel) -> int:
     """Return how many weights the native decoder's layers copy on a CPU, to multiply several
     matrices at once.
     """
-    joined = 0
+    groups: list[Sequence[nn.Module]] = []
     for layer in model.blocks:
         assert isinstance(layer, Layer)
         attention, mlp = layer.self_attn, layer.mlp
-        for group in (
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (mlp.gate_proj, mlp.up_proj),
-        ):
-            joined += sum(map(count, group)) if can_join(group) else 0
-    return joined
+        groups += [(attention.q_proj, attention.k_proj, attention.v_proj)]
+        groups += [(mlp.gate_proj, mlp.up_proj)]
+    return sum(count(module) for group in groups if can_join(group) for module in group)
 
 
 def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = False) -> int:
     """Return how many numbers of the compute dtype a layer keeps for each token for its backward
     pass.
-
-    The native decoder: 5 of H (input and output of both norms, and one more), 4 of the feed-forward
-    size (gate, up, silu and their product), and 4 of the heads (q and k before and after norms and
-    rotation, v, and what attention makes of them). With `runs_packed`, the kernels of a CPU, one
-    less of H, no silu, and q and k before rotation only where they have norms. Norms of
-    transformers keep float32 inputs of several operations. An adapter keeps its low-rank product.
     """
     sizes = model.config
     heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+    # of H: input and output of both norms, and one more; of the feed-forward size: gate, up, silu
+    # and their product; of the heads: q and k before and after norms and rotation, v, and attention
     hidden, feed_forward, of_heads = 5, 4, 4
-    if runs_packed:
+    if runs_packed:  # no silu, and q and k before rotation only where they have norms
         assert isinstance(sizes, DecoderConfig)
         hidden, feed_forward, of_heads = 4, 3, 3 if sizes.has_qk_norm else 2
-    elif model.backend != "native":
+    elif model.backend != "native":  # norms keep float32 inputs of several operations
         hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)
     adapters = [x.rank for x in model.blocks[0].modules() if isinstance(x, LoraLinear)]
     return (
@@ -257,12 +241,10 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
         cells = (f"{value / scale:9.1f}" if value else f"{'-':>9}" for value in phases)
         lines += [f"  {name:{width}}{''.join(cells)}"]
     phase = list(PHASES)[totals.index(most)]
-    needed, limit = f"{most / 1e9:.1f} GB {PHASES[phase]}", f"{usable / 1e9:.1f} GB"
+    needed = f"{most / 1e9:.1f} GB {PHASES[phase]}"
+    limit = f"{usable / 1e9:.1f} GB, nine tenths of the memory"
     if most <= usable:
-        return [
-            *lines,
-            f"It fits: it needs at most {needed}, within {limit}, nine tenths of the memory.",
-        ]
+        return [*lines, f"It fits: it needs at most {needed}, within {limit}."]
     hidden = inapplicable_options(ResolvedConfig, config.flat())
     advice = [
         note.advice.format(option.flag)
@@ -272,10 +254,7 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
     ]
     said = " or ".join(filter(None, [", ".join(advice[:-1]), *advice[-1:]]))
     less = f"; {said} needs less" if said else ""
-    return [
-        *lines,
-        f"It does not fit: it needs {needed}, more than {limit}, nine tenths of the memory{less}.",
-    ]
+    return [*lines, f"It does not fit: it needs {needed}, more than {limit}{less}."]
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

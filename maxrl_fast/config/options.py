@@ -16,6 +16,7 @@ from maxrl_fast.algorithms.options import (
     CountOrZero,
     Default,
     Finite,
+    Help,
     NotNegative,
     Option,
     Positive,
@@ -34,6 +35,38 @@ from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_option
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]
+# options of runs and of evaluations
+Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device to compute on."), Resume.ROUNDING]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    Help("Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."),
+]
+Threads = Annotated[
+    Count, Help("Number of CPU threads."), Default("those this process may use"), Resume.ROUNDING
+]
+EngineName = Annotated[
+    str,
+    Help(
+        "Rollout engine: native; vllm where that is installed; FILE.py:CLASS or "
+        "package.module:CLASS, your own."
+    ),
+    Note.MAY_NAME_CODE,
+]
+CacheLimit = Annotated[
+    Positive | None,
+    Help(
+        "KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a "
+        "decoding step; samples that do not fit wait for others to end."
+    ),
+    Default("an eighth of the memory, a quarter of a GPU's"),
+]
+TopP = Annotated[
+    Share,
+    Help(
+        "Nucleus (top-p) sampling: sample from the most probable tokens that have this much of "
+        "the probability; 1: from all."
+    ),
+]
 
 
 def numbers_by_name(option: str, texts: Iterable[str]) -> dict[str, float]:
@@ -198,10 +231,7 @@ class ShapingOptions:
 class RolloutOptions:
     """How responses are sampled."""
 
-    rollout: Annotated[str, Note.MAY_NAME_CODE] = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
-    your own.
-    """
+    rollout: EngineName = "native"
     vllm_tensor_parallel: Annotated[
         Count, when.VLLM, when.NO_VLLM_SERVER, Resume.ROUNDING, LessMemory("a higher {}", "start")
     ] = 1
@@ -232,25 +262,19 @@ class RolloutOptions:
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Annotated[
-        Share,
+        TopP,
         # vLLM has no log-probs before top-p at another temperature
         Refusal(
             "--rollout vllm with --top-p {top_p} needs --temperature 1, got {temperature:g}",
             lambda c: c["rollout"] == "vllm" and c["top_p"] < 1 and c["temperature"] != 1,
         ),
     ] = 1.0
-    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
-    probability; 1: from all.
-    """
     kv_cache_gb: Annotated[
-        Positive | None,
-        Default("an eighth of the memory, a quarter of a GPU's"),
+        CacheLimit,
         when.NO_VLLM_SERVER,
         Resume.ROUNDING,
         LessMemory("a lower {}", "start", "rollout"),
     ] = None
-    """KV-cache limit of the rollout engine, in 1e9 bytes, on a GPU with the tensors of a decoding
-    step; samples that do not fit wait for others to end."""
     correction: Annotated[
         CorrectionName,
         Default("none with native or the objective's own loss, else tis"),
@@ -543,11 +567,8 @@ class RunOptions:
     """
     seed: Seed = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], Resume.ROUNDING] = "auto"
-    """Device to compute on."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere. Weights and
-    moments are always float32."""
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     compile: Annotated[
         bool,
         Resume.ROUNDING,
@@ -566,8 +587,7 @@ class RunOptions:
     """How torchrun's processes divide the weights: none (DDP, all weights on each), full (FSDP2, a
     part on each), or auto: full where the training state would take more than half of a GPU's
     memory."""
-    threads: Annotated[Count, Default("those this process may use"), Resume.ROUNDING] = DERIVED
-    """Number of CPU threads."""
+    threads: Threads = DERIVED
     save_every: Annotated[CountOrZero, Resume.FREE] = 50
     """Steps between checkpoints; 0: only after the warm start, at the end, and when stopped."""
     keep_checkpoints: Annotated[CountOrZero, Resume.FREE, Note.ADVANCED] = 3
@@ -642,6 +662,13 @@ def objective_table() -> dict[str, dict[str, Option]]:
         for name, option in objective_options(objective).items():
             table.setdefault(name, {})[objective] = option
     return table
+
+
+def known_options() -> dict[str, Option]:
+    """Return all options by name, those of each built-in objective included."""
+    own = {name: next(iter(rows.values())) for name, rows in objective_table().items()}
+    others = options_of(Config)
+    return {"objective": others["objective"], **own, **others}
 
 
 def options_with(objective: str) -> dict[str, Option]:

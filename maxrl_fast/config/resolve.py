@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.checks import correction_of, objective_of
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.metadata import Note, Resume, options_of
 from maxrl_fast.config.options import Config, ModelOptions, ResolvedConfig
-from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
@@ -101,12 +101,13 @@ def resolve(
 
 
 def _backend(model: ModelOptions) -> str:
+    if model.model_backend != "auto":
+        return model.model_backend
     directory = model.directory
     # a run that resumes has its own checkpoint
-    if model.model_backend != "auto" or directory is None:
-        return "native" if model.model_backend == "auto" else model.model_backend
-    has_config = (directory / "config.json").exists()
-    return "transformers" if has_config and backend_of(directory) == "transformers" else "native"
+    if directory is not None and (directory / "config.json").exists():
+        return backend_of(directory)
+    return "native"
 
 
 def response_limit(

@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from maxrl_fast.config.run_folder import checkpoints_of
+from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.control import Interrupted, StopSignal
 from maxrl_fast.job.learner_state import (

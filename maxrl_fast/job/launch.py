@@ -10,7 +10,7 @@ import torch
 
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.estimates import describe_run, estimate
+from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.build import (
@@ -101,10 +101,6 @@ class Job:
             if saved:
                 may_change = config.run.allow_changes
                 check_same(saved, config.flat(), prints, ranks, screen.warning, may_change)
-            if config.run.dry_run is not None:
-                machine = Machine.here(self.device, ranks.size)
-                screen.info(estimate(config, task, policy, machine, teacher))
-                return ExitStatus(), None
             context, lines = self._build(config, policy, teacher, saved, output)
             held.enter_context(contextlib.closing(context.scorer))
             if not saved and (error := self._check_rewards(context)):
@@ -145,12 +141,11 @@ class Job:
     def _build_policies(
         self, config: ResolvedConfig, saved: Saved | None
     ) -> tuple[ResolvedConfig, PolicyModel, PolicyModel | None]:
-        """Return the policy and its teacher, on the CPU or without weights for a dry run, and the
-        configuration, which says whether they will be sharded.
+        """Return the policy and its teacher, on the CPU, and the configuration, which says whether
+        they will be sharded.
         """
-        task, ranks, is_dry = self.task, self.ranks, config.run.dry_run is not None
-        policy = build_policy(config, task, saved, is_empty=is_dry)
-        teacher = build_reference(config, task, is_empty=is_dry)
+        task, ranks = self.task, self.ranks
+        policy, teacher = build_policy(config, task, saved), build_reference(config, task)
         has_critic = objective_of(config).needs.critic
         machine = Machine.here(self.device, ranks.size)
         is_full = is_sharded(config.run.sharding, policy, machine, has_critic)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import changes, in_place
-from maxrl_fast.config.run_folder import checkpoint_order, checkpoints_of
+from maxrl_fast.config.changes import changes, checkpoint_order, checkpoints_of, in_place
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.fingerprints import differences
 from maxrl_fast.job.progress import Progress

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.names import PASS_RATES
-from maxrl_fast.config.run_folder import ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
 from maxrl_fast.job.plots import draw_curves

@@ -1,6 +1,5 @@
 """The command `python -m maxrl_fast.report`."""
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,19 +9,15 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.runtime.files import atomic_file, printable
-from maxrl_fast.runtime.output import CommandParser, protect_output
-from maxrl_fast.runtime.version import FLAG, version_text
+from maxrl_fast.runtime.output import CommandParser, command
 
 MOST_RUNS = 24
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Write the page. Return 0, 1 if writing fails, or 2 on bad input."""
-    protect_output()
-    screen, arguments = Screen(), sys.argv[1:] if arguments is None else arguments
-    if FLAG in arguments:
-        screen.info(version_text())
-        return 0
+    screen = Screen()
     parser = CommandParser(
         prog="python -m maxrl_fast.report",
         description="Show runs and evaluations as one web page: curves, pass@k, weights, samples "

@@ -1,12 +1,18 @@
-"""Keeps a closed pipe, a lost terminal or a full disk from stopping a command."""
+"""What every command does with its arguments and its output: a closed pipe, a lost terminal or a
+full disk does not stop it.
+"""
 
 import argparse
 import contextlib
+import functools
 import io
 import os
+import platform
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import maxrl_fast
 from maxrl_fast.errors import InputError
 
 _STREAMS = {1: "stdout", 2: "stderr"}  # by file descriptor
@@ -62,6 +68,39 @@ def protect_output() -> None:
             line_buffering=stream is None or stream.line_buffering or stream.write_through,
         )
         setattr(sys, name, wrapped)
+
+
+def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """Return the main function of a command, which takes the process's arguments if it is given
+    none, and answers --version.
+    """
+
+    @functools.wraps(run)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        protect_output()
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if "--version" not in arguments:
+            return run(arguments)
+        print(version_text())
+        return 0
+
+    return main
+
+
+def version_text() -> str:
+    import torch  # imported here: not all commands need torch
+
+    try:
+        from maxrl_fast import _C
+    except ImportError as error:
+        kernels = f"not built ({error})"
+    else:
+        kernels = f"C++ built, CUDA {'built' if _C.cuda else 'not built'}"
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return (
+        f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, {cuda}, Python "
+        f"{platform.python_version()})\nkernels: {kernels}"
+    )
 
 
 class CommandParser(argparse.ArgumentParser):

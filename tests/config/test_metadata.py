@@ -12,8 +12,7 @@ from maxrl_fast.config.changes import changes
 from maxrl_fast.config.evaluation import EvaluationConfig
 from maxrl_fast.config.metadata import check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse
-from maxrl_fast.config.sources import meant_by
+from maxrl_fast.config.parse import hint, parse
 from tests.tables import refused
 
 BELOW = float.fromhex("0x1.fffffffffffffp-1")  # the largest number below 1
@@ -102,8 +101,8 @@ def test_another_name_can_stand_for_a_value():
 
 
 def test_a_misspelled_option_is_found_by_its_spelling():
-    assert meant_by("maze_sise", options_of(Config)) == "maze_size"
-    assert meant_by("xyzzy", options_of(Config)) is None
+    assert hint("maze_sise", options_of(Config)) == "; did you mean --maze-size?"
+    assert hint("xyzzy", options_of(Config)) == ""
 
 
 def test_a_name_of_another_library_means_one_option():

@@ -12,9 +12,8 @@ from maxrl_fast.config.aliases import OTHER_NAMES
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.metadata import options_of
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse, parse_options
+from maxrl_fast.config.parse import hint, parse, parse_options
 from maxrl_fast.config.resolve import evaluation_schedule, resolve
-from maxrl_fast.config.sources import hint
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import train
-from maxrl_fast.config.run_folder import checkpoints_of
+from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
@@ -683,7 +683,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     (out / "config.json").write_text(json.dumps(own))
     assert train.main(["--resume", str(out)]) == 2
     assert "belongs to" not in capfd.readouterr().err
-    monkeypatch.setattr("maxrl_fast.config.sources.os.getuid", lambda: os.stat(out).st_uid + 1)
+    monkeypatch.setattr("maxrl_fast.config.parse.os.getuid", lambda: os.stat(out).st_uid + 1)
     assert train.main(["--resume", str(out)]) == 2
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert f"uid {os.stat(out).st_uid}" in first

@@ -243,12 +243,10 @@ def other_engines(
 
 
 def decoding(engine: Engine) -> dict[str, float]:
-    """Return the figures of an engine's last call; none if it does not separate prefill from
-    decoding.
-    """
-    s = engine.statistics
-    if not s.prefill_seconds:
+    """Return the figures of an engine's last call; none if it is not the native one."""
+    if not isinstance(engine, NativeEngine):
         return {}
+    s = engine.statistics
     return {
         "prefill_milliseconds": s.prefill_seconds * 1e3,
         "milliseconds_per_step": s.decode_seconds / s.decode_steps * 1e3,

@@ -6,8 +6,6 @@ The guide docs/adding_an_engine.md explains it.
     python -m maxrl_fast.train --rollout examples/naive_engine.py:NaiveEngine
 """
 
-import time
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,7 +14,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -35,7 +33,6 @@ class NaiveEngine:
                 f"NaiveEngine samples from the native decoder, got a policy of {model.backend}"
             )
         self.model, self.dtype = Decoder.empty(model.config, model.lm_head.weight.device), dtype
-        self.statistics = RolloutStatistics()
 
     def describe(self) -> str:
         """Describe the engine in a few words, for the report at the start of a run."""
@@ -59,7 +56,7 @@ class NaiveEngine:
         if request.environments is not None:
             raise InputError("NaiveEngine samples no episodes: use --rollout native")
         request.check(self.model.config)
-        start, prompts = time.perf_counter(), request.prompts
+        prompts = request.prompts
         # The numbers of a sample depend on nothing but its own place, so a resumed run draws the
         # same ones.
         keys = request.keys().split(request.num_samples)
@@ -69,14 +66,7 @@ class NaiveEngine:
                 prompts.tokens.split(prompts.lengths.tolist()), keys, strict=True
             )
         ]
-        rollouts = Rollouts.concatenate(parts)
-        self.statistics = RolloutStatistics(
-            decode_seconds=time.perf_counter() - start,
-            decode_steps=request.sampling.max_new_tokens,
-            prompt_tokens=len(prompts.tokens),
-            response_tokens=len(rollouts.tokens),
-        )
-        return rollouts
+        return Rollouts.concatenate(parts)
 
     def _respond(self, prompt: Tensor, keys: Tensor, sampling: Sampling) -> Rollouts:
         """Return a response to a prompt [P] for each of N keys."""

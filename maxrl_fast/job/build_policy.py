@@ -165,9 +165,7 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
         if not ranks.is_first:  # only the first rank shows a download's progress
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         what = f"--{option} must be the folder of a checkpoint"
-        found[option] = ranks.text_from_first(
-            find_model(name, warn, what) if ranks.is_first else ""
-        )
+        found[option] = ranks.values(find_model(name, warn, what) if ranks.is_first else "")[0]
     return config.replace(**found)
 
 

@@ -11,10 +11,10 @@ from maxrl_fast.config.options import Config, ResolvedConfig, RewardOptions, Tas
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
-from maxrl_fast.rewards.in_process import InProcessEnvironments, InProcessReward
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import EnvironmentPool, RewardPool
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.user_code import InProcess, UserCode
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.custom import custom_task, json_object
@@ -161,7 +161,7 @@ def build_scorer(
         for name in names:
             is_optional = len(names) > 1
             if functions and name in functions:
-                sources.append(InProcessReward(functions[name], name, is_optional))
+                sources.append(InProcess(functions[name], name, is_optional))
             else:
                 sources.append(_build_source(options, name, is_optional, device, dtype, output))
             on_error.callback(sources[-1].close)
@@ -198,13 +198,13 @@ def _build_source(
 
 def build_environments(
     options: RewardOptions, name: str, cls: type | None, output: RewardOutput | None
-) -> EnvironmentPool | InProcessEnvironments:
+) -> UserCode:
     """Start the workers of --environment, if it is not a class of this process."""
     if cls is not None:
-        return InProcessEnvironments(cls, name)
+        return InProcess(cls, name, is_environment=True)
     if name.startswith(OBJECT):
         raise InputError(lost_object("environment", name))
-    return EnvironmentPool(name, **_of_pool(options, output))
+    return RewardPool(name, is_environment=True, **_of_pool(options, output))
 
 
 def _of_pool(options: RewardOptions, output: RewardOutput | None) -> dict[str, Any]:

@@ -124,9 +124,9 @@ class Job:
         """
         config, ranks, warn = self.config, self.ranks, self.screen.warning
         # the same on all ranks: its name may contain the time
-        out = Path(ranks.text_from_first(str(config.run.out)))
+        out = Path(ranks.values(str(config.run.out))[0])
         is_resumed = config.run.resume is not None
-        if ranks.text_from_first(str(is_resumed)) != str(is_resumed):
+        if ranks.values(is_resumed)[0] != is_resumed:
             raise InputError(
                 "--resume auto needs a folder that all processes share, but only some of them see "
                 f"a run in {out}"

@@ -222,9 +222,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An
     objective other than the checkpoint's, which --allow-changes permits, keeps its initial state.
     """
-    names = set(
-        json.loads(ranks.text_from_first(json.dumps([*_names(folder)] if ranks.is_first else [])))
-    )
+    names = set(ranks.values([*_names(folder)] if ranks.is_first else [])[0])
     optimizers = {"optimizer.": learner.optimizer}
     if learner.critic is not None:
         optimizers[f"{CRITIC}optimizer."] = learner.critic.optimizer

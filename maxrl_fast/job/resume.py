@@ -81,7 +81,7 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
             f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the "
             "warnings above"
         )
-    whole = json.loads(ranks.text_from_first(json.dumps(whole)))
+    whole = ranks.values(whole)[0]
     if whole is None:
         log = out / "metrics.jsonl"
         if ranks.is_first and log.exists() and log.stat().st_size:

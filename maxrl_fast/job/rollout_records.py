@@ -1,6 +1,5 @@
 """Selects the rollouts of a step that a run keeps, as records of rollouts.jsonl."""
 
-import json
 import zlib
 from dataclasses import replace
 from typing import Any
@@ -35,11 +34,7 @@ def rollout_records(
     groups = first_groups(prompts, -(-count // per_prompt))
     sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
     own = {s: parts for s in sequences.tolist() if (parts := batch.components[s])}
-    components = {
-        s: parts
-        for line in ranks.texts(json.dumps([*own.items()]))
-        for s, parts in json.loads(line)
-    }
+    components = {s: parts for of_rank in ranks.values([*own.items()]) for s, parts in of_rank}
     if not ranks.is_first:
         return []
     device = rollouts.tokens.device

@@ -13,12 +13,13 @@ or the result is a failure of `function.py`, after which the environment is drop
 imports this module at its start, so it imports only a few standard modules.
 """
 
+import contextlib
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 
 # By name: an environment that replaces attributes of these modules does not break its worker.
 from signal import ITIMER_REAL, SIGALRM, setitimer
-from types import MethodType
 from typing import Any
 
 from maxrl_fast.rewards.function import (
@@ -59,12 +60,11 @@ def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
 
     if not inspect.isclass(cls):
         raise LoadError(f"an environment must be a class, got {SHORT_REPR.repr(cls)}")
-    name = cls.__name__
-    methods = {
-        key: value
-        for key, value in inspect.getmembers(cls, inspect.isfunction)
-        if not key.startswith("_")
-    }
+    name, methods = cls.__name__, dict[str, Callable[..., Any]]()  # as an instance binds them
+    for key, value in inspect.getmembers(cls, callable):
+        if not key.startswith("_") and not inspect.isclass(value):
+            static = inspect.getattr_static(cls, key)
+            methods[key] = static.__get__(object(), cls) if hasattr(static, "__get__") else value
     tools = [key for key in methods if key not in (RESET, REWARD)]
     if RESET not in methods:
         raise LoadError(f"{name} must have a method reset(**columns), which it does not")
@@ -74,31 +74,36 @@ def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as error:
         raise LoadError(f"{name}() must need no arguments: {error}") from error
-    bound = {
-        key: method
-        if isinstance(inspect.getattr_static(cls, key), staticmethod)
-        else MethodType(method, object())
-        for key, method in methods.items()
-    }
     return {
-        **signature_of(bound[RESET]),
+        **signature_of(methods[RESET]),
         "style": ENVIRONMENT,
         "tools": [
-            _schema(name, bound[key]) if with_schemas else {"function": {"name": key}}
+            _schema(name, key, methods[key]) if with_schemas else {"function": {"name": key}}
             for key in tools
         ],
         "has_reward": REWARD in methods,
     }
 
 
-def _schema(owner: str, tool: Callable[..., Any]) -> dict[str, Any]:
+def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+    """Return the schema of a tool, whose name is its attribute's."""
+    import inspect
+
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         schema: dict[str, Any] = get_json_schema(tool)
+        names = dict.fromkeys(schema["function"]["parameters"]["properties"])
+        for x in inspect.signature(tool).parameters.values():
+            if x.kind not in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY):
+                raise TypeError(f"{x} cannot be passed by its name")
+        with contextlib.suppress(ValueError):  # a decorator that is written in C
+            inspect.signature(tool, follow_wrapped=False).bind(**names)
     except Exception as error:
         needed = "a docstring that describes every argument, and type hints"
-        raise LoadError(f"the tool {owner}.{tool.__name__} needs {needed}: {error}") from error
+        why = f"{error}; a name with _ in front is no tool"
+        raise LoadError(f"the tool {owner}.{name} needs {needed}: {why}") from error
+    schema["function"]["name"] = name
     return schema
 
 
@@ -108,14 +113,20 @@ class EnvironmentHost:
     Args:
         file: whose lines errors name.
         time_limit: seconds after which SIGALRM ends an operation; None: no limit.
+        with_schemas: see signature_of_environment.
+
+    Raises:
+        LoadError: if it is not a class of environments.
     """
 
+    BREAKING = ("memory", "timeout", "exception")  # see Caller
+
     def __init__(
-        self, cls: Callable[[], Any], file: str, signature: Signature, time_limit: float | None
+        self, cls: Any, file: str, time_limit: float | None, with_schemas: bool = True
     ) -> None:
+        self.signature = signature_of_environment(cls, with_schemas)
         self._class, self._file, self._time_limit = cls, file, time_limit
-        self._tools = [tool["function"]["name"] for tool in signature["tools"]]
-        self._has_reward = signature["has_reward"]
+        self._tools = [tool["function"]["name"] for tool in self.signature["tools"]]
         self._live = dict[int, Any]()  # the environments by number
         if time_limit is not None:
             signal.signal(SIGALRM, _stop)
@@ -123,6 +134,10 @@ class EnvironmentHost:
     @property
     def is_idle(self) -> bool:
         return not self._live
+
+    def drop(self) -> None:
+        """End all environments."""
+        self._live.clear()
 
     def call(self, operation: Operation) -> list[Result]:
         """Return the one result of an operation."""
@@ -155,7 +170,7 @@ class EnvironmentHost:
         environment = self._live[number]
         if word == "end":
             del self._live[number]
-            if not self._has_reward:
+            if not self.signature["has_reward"]:
                 return {}
             return result_of(_result(getattr(environment, REWARD)))
         name, arguments = value
@@ -168,7 +183,7 @@ class EnvironmentHost:
             return {"text": _as_text(result), "is_error": False}
         except (MemoryError, InvalidReward):
             raise
-        except Exception as error:
+        except error_replies() as error:
             return {"text": _as_text(describe_error(error, "")), "is_error": True}
 
 
@@ -176,6 +191,12 @@ def _result(function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Call a function, and await what it returns if that is a coroutine."""
     result = function(**arguments)
     return run_coroutine(result) if isinstance(result, Coroutine) else result
+
+
+def error_replies() -> tuple[type[BaseException], ...]:
+    """Return the errors of a tool that are its reply: asyncio's CancelledError is no Exception."""
+    asyncio = sys.modules.get("asyncio")  # importing it here would take long
+    return (Exception, asyncio.CancelledError) if asyncio else (Exception,)
 
 
 def _as_text(value: Any) -> str:

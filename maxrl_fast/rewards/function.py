@@ -178,7 +178,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Caller:
-    """Calls a function in its style.
+    """Calls a function in its style, which its `signature` says.
 
     Args:
         file: whose lines errors name.
@@ -188,17 +188,21 @@ class Caller:
     """
 
     is_idle = True  # between calls it keeps nothing
+    BREAKING = ("memory",)  # the kinds of failures after which the worker ends when it is idle
 
     def __init__(
         self,
         function: Callable[..., Any],
         file: str,
-        style: str,
         time_limit: float | None,
         is_optional: bool,
     ) -> None:
-        self._function, self._file, self._style = function, file, style
+        self.signature = signature_of(function)
+        self._function, self._file, self._style = function, file, self.signature["style"]
         self._time_limit, self._is_optional = time_limit, is_optional
+
+    def drop(self) -> None:
+        """Do nothing: between calls it keeps nothing."""
 
     def call(self, arguments: Any) -> list[Result]:
         """Return the result for each response of a call, or one failure for all."""

@@ -5,7 +5,6 @@ user's script again in each worker, and do not kill what it has started.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -15,23 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards import (
-    PROGRESS_INTERVAL,
-    Progress,
-    RewardSource,
-    Rows,
-    Scores,
-    no_progress,
-    power_of_two,
-)
-from maxrl_fast.rewards.environment import Operation
-from maxrl_fast.rewards.function import ROWS, STYLES, Result, Signature, calls_for, late, mismatch
+from maxrl_fast.rewards import power_of_two
+from maxrl_fast.rewards.function import ROWS, STYLES, Result, late
 from maxrl_fast.rewards.output import RewardOutput
+from maxrl_fast.rewards.user_code import UserCode
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = (
@@ -141,7 +132,7 @@ class Worker(threading.Thread):
             if isinstance(ready, dict):
                 if "error" in ready:
                     raise StartError(ready["error"])
-                self._file, self._settings["with_schemas"] = ready["file"], False
+                self._file, self._settings["is_first"] = ready["file"], False
                 return ready
         code = self._end()
         if reply.startswith(LATE):
@@ -216,31 +207,29 @@ class Worker(threading.Thread):
         return code
 
 
-class RewardPool(RewardSource):
-    """Calls a reward function in several processes.
+class RewardPool(UserCode):
+    """Makes the calls in several processes.
 
     A call that exceeds its time or memory limit or crashes its process fails alone, and its process
-    is replaced; a call of a built-in verifier that exceeds the time limit gives 0. State that the
-    function keeps between calls belongs to one worker. Only one thread may use the pool.
+    is replaced. State that the function keeps between calls belongs to one worker; an environment
+    lives in the worker of its number modulo their number, which takes its environments with it when
+    it ends. Only one thread may use the pool.
 
     Args:
-        function: "path/to/file.py:name" or "package.module:name".
+        name: "path/to/file.py:name" or "package.module:name".
         workers: number of processes, each with one call at a time.
         time_limit: seconds for a call, from when its worker has received it.
         memory_limit: bytes that a worker may allocate beyond its memory after loading the function.
         start_limit: seconds for starting a process and loading the function.
         environment: names of variables that the function sees in addition to `ENVIRONMENT`.
         concurrency: calls of an async function that one process makes at a time.
-        is_optional: whether None and NaN mean that the function does not apply to a response;
-            otherwise they are failures.
+        is_optional: see Caller.
         output: gets what the function prints; None: it is discarded.
     """
 
-    what, is_environment = "a reward function", False
-
     def __init__(
         self,
-        function: str,
+        name: str,
         *,
         workers: int,
         time_limit: float,
@@ -249,20 +238,20 @@ class RewardPool(RewardSource):
         environment: Sequence[str] = (),
         concurrency: int = 16,
         is_optional: bool = False,
+        is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        module, _, attribute = function.rpartition(":")
+        what = "environment" if is_environment else "reward function"
+        module, _, attribute = name.rpartition(":")
         if not module or not attribute:
-            raise InputError(
-                f'{self.what} must be "path/to/file.py:name" or "package.module:name", got '
-                f'"{function}"'
-            )
-        for name in environment:
-            if name not in os.environ:
-                raise InputError(
-                    f"{self.what} needs the environment variable {name}, which is not set"
-                )
-        self.name, self._num_workers, self._concurrency = function, workers, concurrency
+            wanted = '"path/to/file.py:name" or "package.module:name"'
+            raise InputError(f'the {what} must be {wanted}, got "{name}"')
+        for variable in environment:
+            if variable not in os.environ:
+                wanted = f"the environment variable {variable}, which is not set"
+                raise InputError(f"the {what} needs {wanted}")
+        self.name, self._num_workers, self.concurrency = name, workers, concurrency
+        self.place = f"in {workers} worker processes"
         seen = {
             name: value
             for name, value in os.environ.items()
@@ -270,21 +259,23 @@ class RewardPool(RewardSource):
         }
         self._variables = HASH_SEED | seen | ONE_THREAD
         self._settings: dict[str, Any] = {
-            "function": function,
-            "is_environment": self.is_environment,
+            "function": name,
+            "is_environment": is_environment,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
             "start_limit": start_limit,
             "is_optional": is_optional,
         }
-        self.output, self._numbers, self._is_closed = output, itertools.count(), False
+        self.output, self.signature = output, {}
         self.is_verifier = module == "maxrl_fast.rewards.verifiers"
-        self.signature: Signature = {}
+        # Environments live in their workers: each has its own queue.
+        self._num_queues = workers if is_environment else 1
+        self._waiting = dict[int, str]()  # calls without results: arguments as JSON
         self._workers: list[Worker] = []
         try:
             self._start()
         except StartError as error:
-            raise InputError(f"{self.what.partition(' ')[2]} {function}: {error}") from error
+            raise InputError(f"{what} {name}: {error}") from error
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -292,71 +283,50 @@ class RewardPool(RewardSource):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def score(
-        self,
-        rows: Rows,
-        max_failures: int | None = None,
-        on_progress: Progress = no_progress,
-        group: int = 1,
-    ) -> Scores:
-        """Call the function with each of `rows`, its keyword arguments (JSON values: a tuple
-        arrives as a list).
+    def request(self, number: int, arguments: Any) -> None:
+        self._waiting[number] = json.dumps(arguments)
+        if self._workers:
+            self._put(number)
 
-        A function of lists is called with `group` rows at a time, and an async one with several
-        rows side by side.
+    def _put(self, number: int) -> None:
+        self._calls[number % self._num_queues].put((number, self._waiting[number]))
 
-        Args:
-            max_failures: after more failures than this the remaining calls are not made.
-            on_progress: called when results come, and every second.
-
-        Raises:
-            RewardError: if workers cannot be restarted.
-            TypeError: if an argument is not a JSON value.
-        """
-        if self._is_closed:
-            raise RuntimeError("the reward pool is closed")
-        scores, waiting = Scores.of_rows(len(rows)), dict[int, range]()  # rows by call
-        lines = [
-            (part, json.dumps(arguments))
-            for part, arguments in calls_for(self.signature, rows, group, self._concurrency)
-        ]
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
+        """See `UserCode.results`. Where workers cannot be restarted, environments fail."""
         try:
             if not self._workers:
                 self._start()
-            for part, line in lines:
-                number = next(self._numbers)
-                waiting[number] = part
-                self._calls[0].put((number, line))
-            while not scores.is_done(max_failures):
-                on_progress()
-                for number, results in self._take(PROGRESS_INTERVAL):
-                    part = waiting.pop(number)
-                    if self.is_verifier and results[0].get("kind") == "timeout":
-                        results = [{"reward": 0.0}]
-                        scores.num_late += len(part)
-                    scores.add(part, results)
-                    if scores.is_done(max_failures):
-                        break
+                for number in self._waiting:
+                    self._put(number)
+            for number, results in self._take(seconds):
+                del self._waiting[number]
+                yield number, results
         except StartError as error:
-            raise RewardError(
-                f"the workers of the reward function {self.name} cannot be restarted: {error}"
-            ) from error
-        finally:
-            # after too many failures, or an interrupt: the calls must not go on
-            if waiting:
-                self._end()
-        return scores
+            waiting = [*self._waiting]
+            self.drop()
+            why = f"the workers of {self.name} cannot be restarted: {error}"
+            if not self._settings["is_environment"]:
+                raise RewardError(why) from error
+            for number in waiting:
+                yield number, [{"kind": "crash", "message": why}]
+
+    def _take(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
+        with contextlib.suppress(Empty):
+            number, value = self._results.get(timeout=seconds)
+            while True:
+                if isinstance(value, Exception):
+                    raise value
+                yield number, value
+                number, value = self._results.get_nowait()
 
     def _start(self) -> None:
         """Start the workers; raise StartError if one cannot load the function."""
-        # Environments live in their workers: call NUMBER is for worker NUMBER modulo their number.
-        num_queues = self._num_workers if self.is_environment else 1
-        self._calls, self._results = [Queue() for _ in range(num_queues)], Queue()
+        self._calls, self._results = [Queue() for _ in range(self._num_queues)], Queue()
         output = self.output.fileno() if self.output else subprocess.DEVNULL
         try:
             for i in range(self._num_workers):
-                calls = self._calls[i % num_queues]
-                settings = {**self._settings, "with_schemas": not (i or self.signature)}
+                calls = self._calls[i % self._num_queues]
+                settings = {**self._settings, "is_first": not (i or self.signature)}
                 self._workers.append(
                     Worker(settings, self._variables, output, calls, self._results)
                 )
@@ -364,35 +334,13 @@ class RewardPool(RewardSource):
                 _, ready = self._results.get()
                 if isinstance(ready, Exception):
                     raise ready
-                if ready["with_schemas"]:
-                    self.signature = ready["signature"]
+                self.signature = ready["signature"] or self.signature
         except BaseException:
             self._end()
             raise
 
-    def _take(self, seconds: float) -> list[tuple[int, list[Result]]]:
-        """Return the results that are there, with the numbers of their calls, or wait some seconds
-        for one.
-
-        Raises:
-            StartError: if a worker cannot be started again.
-        """
-        found = []
-        with contextlib.suppress(Empty):
-            found.append(self._results.get(timeout=seconds))
-            while True:
-                found.append(self._results.get_nowait())
-        for _, value in found:
-            if isinstance(value, Exception):
-                raise value
-        return found
-
-    def check(self, row: dict[str, Any]) -> None:
-        if sentence := mismatch(self.signature, row):
-            raise InputError(f"--reward {self.name}: {sentence}")
-
     def lines(self) -> list[str]:
-        how = STYLES[self.signature["style"]].format(concurrency=self._concurrency)
+        how = STYLES[self.signature["style"]].format(concurrency=self.concurrency)
         contained = "this contains mistakes; run untrusted or model-written code in a container"
         return [
             f"reward workers: {self._num_workers}, a fresh process after each call that crashes or "
@@ -402,70 +350,29 @@ class RewardPool(RewardSource):
 
     def faster(self, factor: float) -> str:
         if self.signature["style"] == ROWS:
-            return f"--reward-concurrency {power_of_two(self._concurrency * factor)}"
+            return f"--reward-concurrency {power_of_two(self.concurrency * factor)}"
         return f"--reward-workers {power_of_two(self._num_workers * factor)}"
 
-    def close(self) -> None:
-        """Kill all workers and their process groups. Without it they end with the trainer."""
-        self._is_closed = True
+    def drop(self) -> None:
+        """Kill all workers and their process groups; they start again when they are needed."""
         self._end()
+        self._waiting.clear()
 
     def _end(self) -> None:
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
         for i in range(len(workers)):
-            self._calls[i % len(self._calls)].put(None)
+            self._calls[i % self._num_queues].put(None)
         for worker in workers:
             worker.join(2 * KILL_LIMIT)
 
-
-class EnvironmentPool(RewardPool):
-    """Environments in worker processes, each in the worker of its number modulo their number. Only
-    one thread may use it.
-
-    Arguments: as of RewardPool. A worker that has ended takes its own environments with it.
-    """
-
-    what, is_environment = "an environment", True
-
-    def __init__(self, name: str, **options: Any) -> None:
-        self._operations = dict[int, Operation]()  # without a result, by environment
-        super().__init__(name, **options)
-        self.place = f"in {options['workers']} worker processes"
-
-    def request(self, operation: Operation) -> None:
-        """Have an operation done. An environment has one at a time, whose call has its number."""
-        number = operation[0]
-        self._operations[number] = operation
-        if self._workers:
-            self._calls[number % len(self._calls)].put((number, json.dumps(operation)))
-
-    def results(self, seconds: float) -> list[tuple[int, Result]]:
-        """Return the results that are there, by the number of the environment, or wait some
-        seconds for one.
+    def close(self) -> None:
+        """End the workers, which else end with the trainer. Ones that start later discard what they
+        print: the run may have ended.
         """
-        try:
-            if not self._workers:
-                self._start()
-                for operation in self._operations.values():
-                    self.request(operation)
-            found = [(number, results[0]) for number, results in self._take(seconds)]
-        except StartError as error:
-            self._end()
-            failure = {"kind": "crash", "message": f"the workers have ended: {error}"}
-            found = [(number, failure) for number in self._operations]
-        for number, _ in found:
-            del self._operations[number]
-        return found
-
-    def drop(self) -> None:
-        """End all environments; the workers start again when they are needed, without output:
-        the run may have ended.
-        """
-        self._end()
+        self.drop()
         self.output = None
-        self._operations.clear()
 
 
 def kill_group(pid: int) -> None:

@@ -28,8 +28,8 @@ from pathlib import Path
 from signal import ITIMER_REAL, setitimer
 from typing import Any, cast
 
-from maxrl_fast.rewards.environment import ENVIRONMENT, EnvironmentHost, signature_of_environment
-from maxrl_fast.rewards.function import ROWS, Caller, signature_of
+from maxrl_fast.rewards.environment import ENVIRONMENT, EnvironmentHost
+from maxrl_fast.rewards.function import ROWS, Caller
 from maxrl_fast.runtime.loading import LoadError, load
 
 FILE_LIMIT = 1 << 30  # bytes of a file that the function writes
@@ -56,7 +56,7 @@ def main() -> None:
         set_soft_limit(resource.RLIMIT_DATA, data_size() + settings["memory_limit"])
         connection.sendall(f"{dumps(ready)}\n".encode())
         # Each of several async calls has the time limit for itself, and so has an environment's.
-        has_grace = ready["signature"]["style"] in (ROWS, ENVIRONMENT)
+        has_grace = host.signature["style"] in (ROWS, ENVIRONMENT)
         serve(connection, host, settings["time_limit"] + GRACE * has_grace)
     finally:
         killpg(0, signal.SIGKILL)
@@ -68,23 +68,20 @@ def load_host(settings: dict[str, Any]) -> tuple[Caller | EnvironmentHost, dict[
     Raises:
         LoadError: if the function or class cannot be loaded.
     """
-    function, file = load(settings["function"])
+    code, file = load(settings["function"])
+    limit, is_first = settings["time_limit"], settings["is_first"]
     host: Caller | EnvironmentHost
     if settings["is_environment"]:
-        signature = signature_of_environment(function, settings["with_schemas"])
-        host = EnvironmentHost(function, file, signature, settings["time_limit"])
+        host = EnvironmentHost(code, file, limit, with_schemas=is_first)
     else:
-        signature = signature_of(function)
-        host = Caller(
-            function, file, signature["style"], settings["time_limit"], settings["is_optional"]
-        )
-    with_schemas = settings["with_schemas"]
-    return host, {"file": file, "signature": signature, "with_schemas": with_schemas}
+        host = Caller(code, file, limit, settings["is_optional"])
+    return host, {"file": file, "signature": host.signature if is_first else None}
 
 
 def serve(connection: socket.socket, host: Caller | EnvironmentHost, limit: float) -> None:
     """Make calls of at most `limit` seconds while the trainer is connected and this can."""
     home, own_pid = os.open(".", os.O_PATH), getpid()
+    is_broken = False
     has_servers = has_children()  # which loading has started, and which may go on
     lines, send = connection.makefile("rb", buffering=1 << 16), connection.sendall
     while line := lines.readline():
@@ -97,10 +94,10 @@ def serve(connection: socket.socket, host: Caller | EnvironmentHost, limit: floa
         # Undo what is cheap to undo; the directory may be deleted.
         setitimer(ITIMER_REAL, 0)
         fchdir(home)
-        # What the call keeps would count against the next one. An environment keeps processes while
-        # it lives.
-        is_last = any(result.get("kind") == "memory" for result in results) and host.is_idle
-        is_last = is_last or (host.is_idle and not has_servers and has_children())
+        # What failed calls keep would count against, or break, the next ones. An environment keeps
+        # processes while it lives.
+        is_broken |= any(result.get("kind") in host.BREAKING for result in results)
+        is_last = host.is_idle and (is_broken or (not has_servers and has_children()))
         send(f"{dumps([number, results, is_last])}\n".encode())
         if is_last:
             return

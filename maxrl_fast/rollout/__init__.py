@@ -106,22 +106,18 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class RolloutStatistics:
+    """What the native engine's last call of `generate` took, for benchmarks."""
+
     prefill_seconds: float = 0.0  # for the prompts and the first token of each response
     decode_seconds: float = 0.0
     decode_steps: int = 0  # forward passes after the prefill
-    prompt_tokens: int = 0
-    response_tokens: int = 0
-    # peak size of the KV cache, on a GPU with the tensors of a step; 0 if the engine does not
-    # report it
-    cache_bytes: int = 0
-    # rows of these forward passes; the native engine's C++ decoder has one row for samples with the
-    # same tokens so far; 0 if the engine does not report it
+    cache_bytes: int = 0  # peak size of the KV cache, on a GPU with the tensors of a step
+    # rows of these forward passes; the C++ decoder has one row for samples with the same tokens so
+    # far; 0 from the PyTorch decoder
     decoded_rows: int = 0
 
 
 class Engine(Protocol):
-    statistics: RolloutStatistics  # of the last call of generate
-
     def describe(self) -> str:
         """Describe the engine in a few words, for the start of a run."""
 

@@ -160,14 +160,11 @@ class CpuDecoder:
             turns.play(sample_on, generation.feed)
             truncated |= turns.truncated
             given = turns.given
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
         done = generation.statistics
-        return rollouts, RolloutStatistics(
+        return Rollouts.from_padded(tokens, logprobs, lengths, truncated, given), RolloutStatistics(
             prefill_seconds=done["prefill_seconds"],
             decode_seconds=done["decode_seconds"],
             decode_steps=done["steps"],
-            prompt_tokens=done["prompt_tokens"],
-            response_tokens=len(rollouts.tokens),
             cache_bytes=done["peak_cache_bytes"],
             decoded_rows=done["decoded_rows"],
         )

@@ -184,8 +184,6 @@ class _Job:
             prefill_seconds=self.prefill_seconds,
             decode_seconds=time.perf_counter() - start - self.prefill_seconds,
             decode_steps=self.steps,
-            prompt_tokens=len(self.prompts.tokens),
-            response_tokens=len(rollouts.tokens),
             cache_bytes=batch.bytes,
         )
 

@@ -63,8 +63,9 @@ class Turns:
             if wait and not said:
                 raise EngineError("the environments returned no reply when one was waited for")
             replies = [reply for reply in map(self._checked, said) if reply is not None]
-        if self._peers.size > 1:
-            replies = self._of_all_ranks(replies)
+        if self._peers.size > 1:  # those of all ranks of the engine, in one order
+            whole = self._peers.values([(x.sample, x.tokens, x.is_last) for x in replies])
+            replies = [Reply(*reply) for of_rank in whole for reply in of_rank]
         self.waiting -= {reply.sample for reply in replies}
         return replies
 
@@ -115,15 +116,3 @@ class Turns:
         self.given[row, start:end] = True
         self.lengths[sample] = end
         return Reply(sample, tokens, is_last=False)
-
-    def _of_all_ranks(self, replies: list[Reply]) -> list[Reply]:
-        """Return the replies of all ranks of the engine, in one order."""
-        flat = list[int]()  # of each: the sample, the number of tokens (0: the last reply), tokens
-        for reply in replies:
-            flat += [reply.sample, len(reply.tokens), *reply.tokens]
-        numbers = iter(self._peers.concatenate(torch.tensor(flat, dtype=torch.int64)).tolist())
-        found = []
-        for sample in numbers:
-            tokens = [next(numbers) for _ in range(next(numbers))]
-            found.append(Reply(sample, tokens, is_last=not tokens))
-        return found

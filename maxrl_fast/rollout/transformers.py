@@ -5,8 +5,6 @@ its own. All samples of a pass decode together until the last one has ended. In 
 waits for the reply to each turn before its next step, so that its samples have the same length.
 """
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, check_cache
+from maxrl_fast.rollout import RolloutRequest, check_cache
 from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.rollout.random import uniforms
@@ -39,7 +37,6 @@ class TransformersEngine:
         self.config, self.dtype = model.config, dtype
         self.cache_bytes = default_cache_bytes(self.device) if cache_bytes is None else cache_bytes
         self.max_batch = MAX_BATCH[self.device.type] if max_batch is None else max_batch
-        self.statistics = RolloutStatistics()
         self.model = model.copy_in(dtype)
 
     def describe(self) -> str:
@@ -73,7 +70,6 @@ class TransformersEngine:
         samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))
         fitting = self.cache_bytes // (prompt + samples * own)
         groups = max(1, min(self.max_batch // samples, fitting))
-        start = time.perf_counter()
         turns = None
         if request.environments is not None:
             turns = Turns(request, self.config.vocab_size)
@@ -82,16 +78,7 @@ class TransformersEngine:
         for i in range(0, len(prompts), groups):
             for part in index[i : i + groups].split(samples, 1):
                 passes.run(prompts.take(i, groups), part)
-        rollouts = passes.rollouts()
-        self.statistics = RolloutStatistics(
-            prefill_seconds=passes.prefill_seconds,
-            decode_seconds=time.perf_counter() - start - passes.prefill_seconds,
-            decode_steps=passes.steps,
-            prompt_tokens=len(prompts.tokens),
-            response_tokens=len(rollouts.tokens),
-            cache_bytes=min(len(prompts), groups) * (prompt + samples * own),
-        )
-        return rollouts
+        return passes.rollouts()
 
 
 class _Passes:
@@ -115,17 +102,15 @@ class _Passes:
         self.lengths = torch.zeros_like(self.keys)
         # by layer: keys and values of prompts, and of samples
         self.caches: dict[int, list[Tensor]] = {}
-        self.prefill_seconds, self.steps = 0.0, 0
 
     def run(self, prompts: Prompts, index: Tensor) -> None:
         """Sample responses to prompts [g]; index: [g, n] samples of the request."""
-        start, n, turns = time.perf_counter(), index.shape[1], self.turns
+        n, turns = index.shape[1], self.turns
         samples, limit = index.flatten(), self.sampling.max_new_tokens
         keys, numbers = self.keys[samples], samples.tolist()
         row_of = {s: row for row, s in enumerate(numbers)}
         first = sample(self._prefill(prompts, n), uniforms(keys, 0).view(-1, n), self.sampling)
         newest = first[0].flatten(), first[1].flatten()
-        self.prefill_seconds += time.perf_counter() - start
         tokens = torch.zeros(len(keys), limit, dtype=torch.int64, device=keys.device)
         logprobs, lengths = torch.zeros(tokens.shape, device=keys.device), torch.zeros_like(keys)
         is_done = torch.zeros_like(keys, dtype=torch.bool)
@@ -202,7 +187,6 @@ class _Passes:
 
     def _step(self, token: Tensor, prompt_lengths: Tensor, at: int) -> Tensor:
         """Return logits [g n, V] after the newest tokens [g n], number `at` of their responses."""
-        self.steps += 1
         groups = len(prompt_lengths)
         positions = prompt_lengths.repeat_interleave(len(token) // groups) + at
 

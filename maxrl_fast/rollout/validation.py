@@ -1,15 +1,16 @@
 """What an engine returned, checked before anything reads it: the same way for every engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import Engine, RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import Engine, RolloutRequest
 
 ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
+LOWEST = -1e4  # nats: no token of a lower log-prob is ever sampled
 
 
 @dataclass
@@ -19,7 +20,6 @@ class CheckedEngine:
     engine: Engine
     name: str
     vocab_size: int
-    statistics: RolloutStatistics = field(default_factory=RolloutStatistics, init=False)
 
     def describe(self) -> str:
         return self.engine.describe()
@@ -33,7 +33,6 @@ class CheckedEngine:
     def generate(self, request: RolloutRequest) -> Rollouts:
         """Raises EngineError on rollouts that cannot be true."""
         rollouts = self.engine.generate(request)
-        self.statistics = self.engine.statistics
         if wrong := find_wrong(rollouts, request, self.vocab_size):
             whose = f"step {request.step}: the rollout engine {self.name}"
             raise EngineError(f"{whose} returned {wrong}")
@@ -52,6 +51,9 @@ def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> 
         return f"{type(rollouts).__name__}, wanted Rollouts"
     if fault := rollouts.find_wrong(num_sequences, device):
         return fault
+    for name in ("importance_weights", "ref_logprobs"):
+        if getattr(rollouts, name) is not None:
+            return f"{name}, wanted None: the trainer computes them"
     if not num_sequences:
         return ""
     tokens, cu_seqlens, logprobs = rollouts.tokens, rollouts.cu_seqlens, rollouts.logprobs
@@ -92,6 +94,7 @@ def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> 
     rules = {
         f"a token outside the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
         "a log-prob above 0": logprobs > ROUNDING,
+        f"a log-prob below {LOWEST:g}": logprobs.isfinite() & (logprobs < LOWEST),
         "a stop token before the last token": stops & ~is_last & ~precedes,
         "an insertion after another token than a stop token": precedes & ~stops,
         "a wrong `truncated`, which is true exactly where no stop token ends a response": is_last

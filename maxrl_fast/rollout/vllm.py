@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Rollouts, unpack
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.native import default_cache_bytes
 from maxrl_fast.rollout.vllm_shared import (
@@ -113,7 +112,6 @@ class VllmEngine:
         self.cache_bytes = cache_bytes
         _check_division(self.config, tensor_parallel)
         share = _memory_share(model, dtype, cache_bytes, tensor_parallel, sharing)
-        self.statistics = RolloutStatistics()
         self._can_sleep, self._is_asleep = not is_cpu, False
         self._logprobs_mode = logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
@@ -195,7 +193,7 @@ class VllmEngine:
         count = torch.tensor([len(prompts)], device=prompts.ids.device)
         counts = self._peers.concatenate(count).tolist()
         whole.check(self.config)
-        start, first = time.perf_counter(), sum(counts[: self._peers.rank])
+        first = sum(counts[: self._peers.rank])
         if request.environments is None:
             samples = [
                 [
@@ -210,10 +208,6 @@ class VllmEngine:
             turns = Turns(request, self.config.vocab_size, self._peers, own)
             with torch.inference_mode():
                 rollouts = self._play(whole, turns)
-        seconds = time.perf_counter() - start
-        longest = max(rollouts.lengths.tolist(), default=0)
-        numbers = longest, len(prompts.tokens), len(rollouts.tokens), self.cache_bytes
-        self.statistics = RolloutStatistics(0.0, seconds, *numbers)
         return rollouts.to(prompts.tokens.device)
 
     def _sample(self, request: RolloutRequest) -> list[Any]:

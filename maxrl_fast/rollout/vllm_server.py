@@ -6,15 +6,20 @@ transfer of weights needs NCCL.
 """
 
 import contextlib
+import io
+import json
 import os
 import shutil
+import socket
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
@@ -23,7 +28,7 @@ from safetensors.torch import save_file
 from maxrl_fast.errors import EngineError, InputError, StorageError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, unpack
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.episodes import Turns
 from maxrl_fast.rollout.vllm_shared import (
     Sample,
@@ -34,8 +39,7 @@ from maxrl_fast.rollout.vllm_shared import (
     rollouts_of,
     sampling_parameters,
 )
-from maxrl_fast.runtime.files import is_locked, locked
-from maxrl_fast.runtime.http import RequestError, request_json
+from maxrl_fast.runtime.files import is_locked, locked, printable
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
@@ -43,6 +47,7 @@ QUESTION_LIMIT = 30.0  # seconds that the server may take for a short answer
 WORK_LIMIT = 1800.0  # seconds that it may take to sample a prompt's responses or to load weights
 TOKEN_BYTES = 1000  # of the answer for each sampled token, several times what vLLM writes
 ANSWER_BYTES = 1 << 24  # of any other answer
+SHOWN = 200  # bytes of an answer in a message
 WEIGHTS = "maxrl_fast-weights-"  # folders in the temporary directory
 MAX_REQUESTS = 256  # prompts, or turns of episodes, sent at a time
 REPLY_SECONDS = 0.01  # how long it waits for the server before it looks for replies that are due
@@ -70,13 +75,14 @@ class VllmServerEngine:
     ):
         self.config, self.dtype = model.config, dtype
         self.url, self._ranks = url.rstrip("/"), ranks or Ranks()
-        self.statistics, self._logprobs_mode = RolloutStatistics(), logprobs_mode(filters_tokens)
+        self._logprobs_mode = logprobs_mode(filters_tokens)
         start = f"{_START} {self._logprobs_mode}"
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"vllm_url must begin with http:// or https://, got {url}")
         try:
-            self.version: str = self._ask("/version", lambda answer: str(answer["version"]))
-            options: dict[str, Any] = self._ask(
+            self.version = request_json(self.url, "/version", lambda x: printable(x["version"]))
+            options: dict[str, Any] = request_json(
+                self.url,
                 "/server_info?config_format=json",
                 lambda answer: dict(answer["vllm_config"]["model_config"]),
             )
@@ -86,7 +92,7 @@ class VllmServerEngine:
         if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
             whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
             wanted = f"a server with --logprobs-mode {self._logprobs_mode}"
-            raise InputError(f"{whose} needs {wanted}, got {mode}; {start}")
+            raise InputError(f"{whose} needs {wanted}, got {printable(mode)}; {start}")
         self._folder = Path(tempfile.gettempdir())
         if self._ranks.is_first:  # it alone writes
             _remove_abandoned(self._folder)
@@ -115,8 +121,8 @@ class VllmServerEngine:
                     raise StorageError(f"{what}, {file}: {error}") from error
         if self._ranks.is_first:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-            self._ask("/collective_rpc", lambda answer: answer["results"], call, WORK_LIMIT)
-            if not self._ask("/reset_prefix_cache", lambda answer: answer["success"], {}):
+            request_json(self.url, "/collective_rpc", lambda x: x["results"], call, WORK_LIMIT)
+            if not request_json(self.url, "/reset_prefix_cache", lambda x: x["success"], {}):
                 what = "could not clear its prefix cache: it has other requests"
                 raise EngineError(f"the vLLM server at {self.url} {what}")
         self._ranks.wait_for_all()  # before the others sample
@@ -125,16 +131,13 @@ class VllmServerEngine:
         """See `Engine.generate`. Raises EngineError if the server fails, or takes longer than
         WORK_LIMIT."""
         request.check(self.config)
-        start, prompts = time.perf_counter(), request.prompts
-        most = len(prompts) if request.environments is None else request.num_sequences
+        most = len(request.prompts) if request.environments is None else request.num_sequences
         pool = ThreadPoolExecutor(min(most, MAX_REQUESTS))
         try:
             rollouts = (self._sample if request.environments is None else self._play)(request, pool)
         finally:
             pool.shutdown(cancel_futures=True)
-        numbers = int(rollouts.lengths.max()), len(prompts.tokens), len(rollouts.tokens), 0
-        self.statistics = RolloutStatistics(0.0, time.perf_counter() - start, *numbers)
-        return rollouts.to(prompts.tokens.device)
+        return rollouts.to(request.prompts.tokens.device)
 
     def _sample(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
         prompts, num_samples = request.prompts, request.num_samples
@@ -172,7 +175,8 @@ class VllmServerEngine:
 
     def _answer(self, request: dict[str, Any]) -> list[Sample]:
         parameters = request["sampling_params"]
-        return self._ask(
+        return request_json(
+            self.url,
             "/inference/v1/generate",
             lambda answer: _samples(answer, parameters["n"]),
             request,
@@ -183,19 +187,71 @@ class VllmServerEngine:
     def sleep(self) -> None:
         """Do nothing: the server's memory is not the trainer's."""
 
-    def _ask(
-        self,
-        path: str,
-        read: Callable[[Any], T],
-        body: Any = None,
-        limit: float = QUESTION_LIMIT,
-        most_bytes: int = ANSWER_BYTES,
-    ) -> T:
-        """Return `read` of the server's JSON answer; raise EngineError if it does not give one."""
-        try:
-            return request_json(self.url + path, read, body, seconds=limit, most_bytes=most_bytes)
-        except RequestError as error:
-            raise EngineError(f"the vLLM server at {self.url} {error}") from error
+
+def request_json(
+    server: str,
+    path: str,
+    read: Callable[[Any], T],
+    body: Any = None,
+    seconds: float = QUESTION_LIMIT,
+    most_bytes: int = ANSWER_BYTES,
+) -> T:
+    """Return `read` of the JSON reply to a GET request, or to a POST with a body.
+
+    Proxies are not used, and redirections not followed.
+
+    Raises:
+        EngineError: if the whole reply has not come within `seconds`, it has more than
+            `most_bytes`, or `read` fails.
+    """
+    who, deadline = f"the vLLM server at {server}", time.monotonic() + seconds
+    method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    try:
+        parts = urlsplit(server + path)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        with contextlib.closing(kind(parts.netloc, timeout=seconds)) as connection:
+            connection.connect()
+            connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
+            target = parts._replace(scheme="", netloc="").geturl()
+            connection.request(method, target, data, headers)
+            reply = HTTPResponse(connection.sock, method=method)
+            reply.fp = io.BufferedReader(_Incoming(connection.sock, deadline))
+            reply.begin()
+            content = reply.read(most_bytes + 1)
+    except TimeoutError as error:
+        raise EngineError(f"{who} has not answered {path} for {seconds:g} s") from error
+    except (OSError, HTTPException, ValueError) as error:
+        cause = f"cannot be reached, or closed the connection: {type(error).__name__}: {error}"
+        raise EngineError(f"{who} {cause}") from error
+    if len(content) > most_bytes:
+        raise EngineError(f"{who} answered {path} with more than {most_bytes / 1e6:.0f} MB")
+    text = printable(content[:SHOWN].decode(errors="replace"))
+    if reply.status != 200:
+        raise EngineError(f"{who} answered {path} with status {reply.status}: {text}")
+    try:
+        return read(json.loads(content))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        what = f"answered {path} with something else than expected: {text}"
+        raise EngineError(f"{who} {what}") from error
+
+
+class _Incoming(io.RawIOBase):
+    """What a socket receives until a deadline. The time-out of a socket is that of each read, which
+    a reply that drips keeps, in its header too.
+    """
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -1,52 +1,46 @@
 import threading
 from collections.abc import Callable
-
-
-class _Job(threading.Thread):
-    """Runs after the job before it; fails with that job's error if it failed."""
-
-    def __init__(self, work: Callable[[], None], before: "_Job | None"):
-        # A daemon thread: a process that must stop at once does not wait for it.
-        super().__init__(name="background", daemon=True)
-        self._work, self._before = work, before
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        if self._before is not None:
-            self._before.join()
-            self.error = self._before.error
-        if self.error is None:
-            try:
-                self._work()
-            except BaseException as error:  # raised by check and wait
-                self.error = error
-        del self._work, self._before  # frees the memory that they hold
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 
 
 class Background:
-    """Runs jobs one after another in a thread; `check` and `wait` raise a job's error."""
+    """Runs jobs one after another in threads; `check` and `wait` raise a job's error, with which
+    the jobs after it fail too.
+    """
 
     def __init__(self) -> None:
-        self._newest: _Job | None = None
+        self._newest: Future[None] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        self._newest = _Job(work, self._newest)
-        self._newest.start()
+        before, self._newest = self._newest, Future()
+        # a daemon thread: a process that must stop at once does not wait for it
+        arguments = work, before, self._newest
+        threading.Thread(target=_run, args=arguments, name="background", daemon=True).start()
 
     def check(self) -> None:
         """Raise the error of failed work, without waiting."""
-        if self._newest is not None and not self._newest.is_alive():
+        if self._newest is not None and self._newest.done():
             self.wait()
 
     def wait(self) -> None:
         job = self._newest
         if job is not None:
-            job.join()
+            wait_for([job])  # an interrupt leaves the job
             self._newest = None
-            if job.error is not None:
-                raise job.error
+            job.result()
 
     def join(self, seconds: float) -> None:
         """Wait at most this many seconds; errors are not raised."""
         if self._newest is not None:
-            self._newest.join(seconds)
+            wait_for([self._newest], seconds)
+
+
+def _run(work: Callable[[], None], before: "Future[None] | None", job: "Future[None]") -> None:
+    try:
+        if before is not None:
+            before.result()
+        work()
+        job.set_result(None)
+    except BaseException as error:  # raised by check and wait
+        job.set_exception(error)

@@ -8,12 +8,13 @@ policy does not fit on one GPU.
 import atexit
 import contextlib
 import datetime
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,18 +79,10 @@ class Ranks:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
 
-    def text_from_first(self, text: str) -> str:
-        if self.size == 1:
-            return text
-        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        length = self.from_first(torch.tensor(len(encoded)))
-        encoded = encoded if self.is_first else torch.empty(int(length), dtype=torch.uint8)
-        return bytes(self.from_first(encoded).tolist()).decode().strip()
-
-    def texts(self, text: str) -> list[str]:
-        encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
-        lines = bytes(self.concatenate(encoded).tolist()).decode().split("\n")
-        return [line for line in lines if line]
+    def values(self, value: Any) -> list[Any]:
+        """Return a JSON value of each rank."""
+        line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
+        return [json.loads(x) for x in bytes(self.concatenate(line).tolist()).splitlines()]
 
     def wait_for_all(self) -> None:
         if self.size > 1:

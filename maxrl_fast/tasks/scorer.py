@@ -42,8 +42,7 @@ class MetricAccumulator:
     def over(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the values of all ranks."""
         whole = MetricAccumulator()
-        for line in ranks.texts(json.dumps([self._sums, self._counts])):
-            sums, counts = json.loads(line)
+        for sums, counts in ranks.values([self._sums, self._counts]):
             for name, total in sums.items():
                 whole.add(name, total, counts[name])
         return {name: total / whole._counts[name] for name, total in whole._sums.items()}
@@ -123,6 +122,9 @@ class Scorer:
             if self._source is not None:
                 rewards = torch.where(rewards.isnan(), rewards, 0.0)
                 self._ask(self._source, prompts, rollouts, rewards)
+            for s in (~rewards.isnan()).nonzero()[:, 0].tolist():
+                for name, value in self.components[s].items():
+                    self._metrics.add(f"reward/{name}", value)
             rewards = rewards.to(rollouts.tokens.device)
         if self._threshold is None:
             return rewards
@@ -166,8 +168,6 @@ class Scorer:
         rewards[indices] = scored
         for i, components in enumerate(scores.components):
             self.components[indices[i]] |= components
-            for name, value in components.items() if i not in failed else ():
-                self._metrics.add(f"reward/{name}", value)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
@@ -224,29 +224,26 @@ class Scorer:
         """
         if not self.can_fail:
             return {}, ""
-        num_scored, failures = self._num_scored, self._failures
-        self._num_scored, self._failures = 0, []
+        failures = self._failures
         own = Counter(failure.kind for failure in failures)
-        counts = [
-            num_scored,
-            bool(self._source_error),
-            self._gave_up,
-            *(own[kind] for kind in FAILURE_KINDS),
-        ]
-        num_scored, has_source_error, gave_up, *totals = ranks.sum(torch.tensor(counts)).tolist()
-        by_kind = dict(zip(FAILURE_KINDS, totals, strict=True))
-        num_failed = sum(totals)
-        if has_source_error:
-            raise RewardError(f"{when}: {ranks.texts(self._source_error)[0]}")
+        example = failures[0].message if failures else ""
+        of_ranks = ranks.values([self._num_scored, own, example, self._source_error, self._gave_up])
+        self._num_scored, self._failures = 0, []
+        scored, counts, examples, errors, gave_up = zip(*of_ranks, strict=True)
+        num_scored = sum(scored)
+        by_kind = {kind: sum(of_rank.get(kind, 0) for of_rank in counts) for kind in FAILURE_KINDS}
+        num_failed = sum(by_kind.values())
+        if any(errors):
+            raise RewardError(f"{when}: {next(filter(None, errors))}")
         if not num_failed:
             return by_kind, ""
-        examples = ranks.texts(failures[0].message if failures else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
         warning = (
             f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: "
-            f"{examples[0]}"
+            f"{next(filter(None, examples), '')}"
         )
-        if gave_up or num_failed > self._max_error_rate * num_scored or num_failed == num_scored:
+        most = min(self._max_error_rate * num_scored, num_scored - 1)
+        if any(gave_up) or num_failed > most:
             limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
             sentence = warning + limit * (self._max_error_rate < 1)
             cure = CURES.get(max(FAILURE_KINDS, key=by_kind.__getitem__))  # of the most frequent

@@ -11,14 +11,12 @@ from maxrl_fast.model.tokenizer import Message, Prompt
 from maxrl_fast.records import Prompts, unpack
 from maxrl_fast.rewards import Scores, printable
 from maxrl_fast.rewards.function import mismatch
-from maxrl_fast.rewards.in_process import InProcessEnvironments
-from maxrl_fast.rewards.pool import EnvironmentPool
+from maxrl_fast.rewards.user_code import UserCode
 from maxrl_fast.tasks.chat_format import ChatFormat, ToolCall
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.jsonl import Line
 
-EnvironmentWorkers = EnvironmentPool | InProcessEnvironments
 WAIT_SECONDS = 1.0  # of a look for results
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
 
@@ -31,9 +29,7 @@ class ToolTask(DatasetTask):
     DatasetTask.
     """
 
-    def __init__(
-        self, workers: EnvironmentWorkers, max_turns: int, *arguments: Any, **options: Any
-    ) -> None:
+    def __init__(self, workers: UserCode, max_turns: int, *arguments: Any, **options: Any) -> None:
         self._workers, self.max_turns, self.output = workers, max_turns, workers.output
         self._numbers = itertools.count()  # of environments
         self._chat: ChatFormat | None = None
@@ -88,10 +84,10 @@ class ToolTask(DatasetTask):
                 raise InputError(f"--environment {name}, {place}: {sentence}")
         numbers = {next(self._numbers): i for i in range(len(lines))}
         for number, i in numbers.items():
-            self._workers.request((number, "probe", lines[i][1]))
+            self._workers.request(number, (number, "probe", lines[i][1]))
         found = dict[int, dict[str, Any]]()
         while len(found) < len(lines):
-            for number, result in self._workers.results(WAIT_SECONDS):
+            for number, [result] in self._workers.results(WAIT_SECONDS):
                 if "kind" in result:
                     self._workers.drop()
                     where = f"--environment {name}, {lines[numbers[number]][0]}"
@@ -110,7 +106,7 @@ class ToolTask(DatasetTask):
 
     def close(self) -> None:
         """End the workers, which start again if they are needed."""
-        self._workers.drop()
+        self._workers.close()
 
 
 def _chat(prompt: Prompt) -> list[Message]:
@@ -153,7 +149,7 @@ class ToolEpisodes:
 
     def __init__(
         self,
-        workers: EnvironmentWorkers,
+        workers: UserCode,
         chat: ChatFormat,
         max_turns: int,
         episodes: Sequence[Episode],
@@ -201,14 +197,15 @@ class ToolEpisodes:
         if "kind" in result:
             return result
         errors = {"tool_errors": float(episode.tool_errors)}
-        return {**result, "components": result.get("components", {}) | errors}
+        # a component of this name is the user's
+        return {**result, "components": errors | result.get("components", {})}
 
     def _request(self, episode: Episode, word: str, value: Any) -> None:
         episode.word = word
-        self._workers.request((episode.number, word, value))
+        self._workers.request(episode.number, (episode.number, word, value))
 
     def _receive(self, seconds: float) -> None:
-        for number, result in self._workers.results(seconds):
+        for number, [result] in self._workers.results(seconds):
             episode = self._by_number[number]
             word, episode.word = episode.word, ""
             if word == "end":

@@ -1,6 +1,5 @@
 """Collects a step's samples and rewards, with dynamic sampling."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -174,8 +173,8 @@ class RolloutCollector:
             return batch
         components: list[dict[str, float]] = [{} for _ in range(len(batch.raw_rollouts))]
         own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
-        for line in self.ranks.texts(json.dumps(own)):
-            for s, parts in json.loads(line):
+        for of_rank in self.ranks.values(own):
+            for s, parts in of_rank:
                 components[s] = parts
         return replace(batch, components=tuple(components))
 

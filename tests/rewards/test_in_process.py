@@ -8,15 +8,14 @@ import threading
 
 import pytest
 
-from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.pool import RewardPool
-from tests.tables import refused
+from maxrl_fast.rewards.user_code import InProcess
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
 
 
 def source(function, **options):
-    return InProcessReward(function, "python:f", **options)
+    return InProcess(function, "python:f", **options)
 
 
 def length(prompt, response, **columns):
@@ -49,8 +48,8 @@ def test_a_function_runs_in_the_main_thread_with_copies_of_its_arguments():
     assert rows[0]["answer"] == [1, 2]
 
 
-def test_an_async_function_can_be_called_where_a_loop_runs():
-    """As in a notebook; clients of several calls keep one loop."""
+def test_an_async_function_can_be_called_in_a_notebook():
+    """Clients of several calls keep one loop."""
     loops = set()
 
     async def score(prompt, response, **columns):
@@ -109,7 +108,7 @@ def test_not_applying_is_allowed_among_several():
 def test_enough_failures_end_a_batch():
     beats = []
     scores = source(lambda **row: 1 / 0).score(ROWS, 1, lambda: beats.append(1))
-    assert (len(scores.failures), scores.num_left, len(beats)) == (2, 4, 2)
+    assert (len(scores.failures), scores.num_left, len(beats)) == (2, 4, 3)
     assert (
         "ZeroDivisionError: division by zero (test_in_process.py, line"
         in scores.failures[0].message
@@ -123,8 +122,3 @@ def test_its_lines_say_that_nothing_contains_it():
         "a time limit: a call that hangs stops the run, and a crash ends this process. "
         "FILE.py:FUNCTION runs in separate processes"
     )
-
-
-def test_parameters_that_do_not_fit_are_refused():
-    with refused("the reward python:f: your function does not take `answer`"):
-        source(lambda prompt, response: 1.0).check(ROWS[0])

@@ -241,9 +241,6 @@ def test_an_interrupt_leaves_no_process():
         assert two.score([{"action": "", "x": 1.0}]).rewards == [1.0]
         assert time.monotonic() - start < 30  # the interrupted calls no longer run
     assert own_descendants() == before
-    with pytest.raises(RuntimeError, match="closed"):
-        two.score([])
-    two.close()
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_workers():
@@ -262,20 +259,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
 print([worker._process.pid for worker in pool._workers], flush=True)
 """
+BUSY = "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])"
 ENDS = {
     "idle, killed": ("time.sleep(1000)", signal.SIGKILL),
-    "busy, killed": (
-        "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])",
-        signal.SIGKILL,
-    ),
-    "busy, terminated": (
-        "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])",
-        signal.SIGTERM,
-    ),
-    "busy, interrupted": (
-        "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])",
-        signal.SIGINT,
-    ),
+    "busy, killed": (BUSY, signal.SIGKILL),
+    "busy, terminated": (BUSY, signal.SIGTERM),
+    "busy, interrupted": (BUSY, signal.SIGINT),
     "spinning, killed": ("pool.score([{'action': 'spin'}] * 2)", signal.SIGKILL),
     "holding the lock, killed": ("pool.score([{'action': 'backtrack'}] * 2)", signal.SIGKILL),
     "never closed": ("pass", None),

@@ -15,8 +15,8 @@ from maxrl_fast.errors import RewardError
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import Failure
-from maxrl_fast.rewards.in_process import InProcessReward
 from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.rewards.user_code import InProcess
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
@@ -110,7 +110,7 @@ def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(
 
     # 2 of 6 fail, and 3 of 12 may
     task, responses = MazeTask(5), Rollouts.given([[DOWN], [DOWN], *[[UP]] * 4])
-    scorer = Scorer(task, InProcessReward(score, "f"), max_error_rate=0.25, num_ranks=num_ranks)
+    scorer = Scorer(task, InProcess(score, "f"), max_error_rate=0.25, num_ranks=num_ranks)
     scored = scorer.score(task.prompts("train", 0, 1), responses)
     assert bool(scored.isnan().all()) == has_given_up
     assert scored.isnan()[:2].all()
@@ -123,7 +123,7 @@ def test_a_column_that_is_no_json_value_is_named():
         torch.tensor([0]),
         columns=({"prompt": "p", "answer": {1}},),
     )
-    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response, answer: 1.0, "f"))
+    scorer = Scorer(MazeTask(5), InProcess(lambda prompt, response, answer: 1.0, "f"))
     with refused(r"the column answer of a prompt must be a JSON value, for rewards: .*set"):
         scorer.score(prompts, Rollouts.given([[UP]]))
 
@@ -273,7 +273,7 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     ],
 )
 def test_the_advice_is_that_of_the_most_frequent_failure(kinds, advice):
-    scorer = Scorer(MazeTask(5), InProcessReward(lambda prompt, response: 1.0, "one"), 0.1)
+    scorer = Scorer(MazeTask(5), InProcess(lambda prompt, response: 1.0, "one"), 0.1)
     scorer._num_scored = 8
     scorer._failures = [Failure(i, kind, "no idea") for i, kind in enumerate(kinds)]
     with pytest.raises(RewardError) as error:

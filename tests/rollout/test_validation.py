@@ -30,7 +30,8 @@ def wrong(rollouts, prompts=PROMPTS, sampling=SAMPLING):
 
 def test_what_is_right_passes():
     assert wrong(answer()) == ""
-    assert wrong(answer(logprobs=torch.full((8,), math.nan))) == ""  # not known
+    for unknown in (math.nan, -math.inf):  # check_finite names it
+        assert wrong(answer(logprobs=torch.full((8,), unknown))) == ""
     assert wrong(answer(logprobs=torch.full((8,), 9e-4))) == ""  # rounding
     every = answer(truncated=torch.ones(4, dtype=torch.bool))
     assert wrong(every, sampling=replace(SAMPLING, stop_ids=())) == ""
@@ -74,6 +75,9 @@ TOKENS = answer().tokens
             "a log-prob above 0: token 1 of sample 0 of prompt 1, 2 with log-prob 0.01",
         ),
         (answer(logprobs=torch.full((8,), math.inf)), "a log-prob above 0"),
+        (answer(logprobs=torch.full((8,), -1e29)), "a log-prob below -10000: token 0 of sample 0"),
+        (answer(importance_weights=torch.ones(8)), "importance_weights, wanted None"),
+        (answer(ref_logprobs=torch.zeros(8)), "ref_logprobs, wanted None"),
         (
             answer(((7, 2), (5, 2, 5), (8, 2), (2,))),
             "a stop token before the last token: token 1 of sample 1 of prompt 0",

@@ -42,6 +42,10 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
 STOPS = (3, 17)
 
 
+def sampled(engine, *request):
+    return engine.generate(RolloutRequest(PROMPTS, *request))
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Pretend that the given version of vLLM is installed, or no version."""
@@ -221,7 +225,7 @@ def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_f
     engine._llm.calls.clear()
     engine.sleep()
     with pytest.raises(RuntimeError, match="load_weights must follow sleep"):
-        engine.generate(RolloutRequest(PROMPTS, 1, Sampling(1.0, 4, STOPS), 0, 0))
+        sampled(engine, 1, Sampling(1.0, 4, STOPS), 0, 0)
     engine.load_weights(tiny_decoder(1))
     engine.load_weights(tiny_decoder(2))
     woken = ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
@@ -321,11 +325,11 @@ def own_logprobs(model, rollouts, sampling):
 def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling):
     model = tiny_decoder()
     engine.load_weights(model)
-    rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
+    rollouts = sampled(engine, 6, sampling, 0, 1)
     assert len(rollouts.lengths) == 24
     assert rollouts.logprobs.std() > 0.3
     assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
-    native = NativeEngine(model, torch.float32).generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
+    native = sampled(NativeEngine(model, torch.float32), 6, sampling, 0, 1)
     assert (native.logprobs - own_logprobs(model, native, sampling)).abs().max() < 1e-4
     for s, (start, end) in enumerate(
         zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)
@@ -345,7 +349,7 @@ def test_episodes_do_not_depend_on_when_replies_come(engine):
     engine.load_weights(model)
     for late in (None, random.Random(0), random.Random(1)):
         game = Game((1, 2, 20), late=late, vocab=32)
-        rollouts = engine.generate(RolloutRequest(PROMPTS, 4, sampling, 0, 1, game))
+        rollouts = sampled(engine, 4, sampling, 0, 1, game)
         assert find_wrong(rollouts, RolloutRequest(PROMPTS, 4, sampling), 32) == ""
         expected = expected_logprobs(model, rollouts, 1.0, PROMPTS)
         assert (rollouts.logprobs - expected).abs().max() < 1e-4
@@ -361,18 +365,18 @@ def test_logprobs_under_top_p_are_those_before_it():
     """
     code = """
 import torch
-from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.sampling import filtered_logprobs
 from maxrl_fast.rollout.vllm import VllmEngine
 from tests.batches import one_batch
 from tests.models import response_logits, tiny_decoder
-from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs
+from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs, sampled
 
 model = tiny_decoder()
 engine = VllmEngine(model, torch.float32, cache_bytes=2**28, filters_tokens=True)
 for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
     sampling = Sampling(1.0, 24, STOPS, **options)
-    rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
+    rollouts = sampled(engine, 6, sampling, 0, 1)
     assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4, options
     if options:
         logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
@@ -380,8 +384,8 @@ for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
         kept = kept.gather(-1, rollouts.tokens[:, None])[:, 0]
         assert kept.isfinite().all() and (kept - rollouts.logprobs).mean() > 0.01, options
 cold = Sampling(0.7, 4, STOPS)
-assert engine.generate(RolloutRequest(PROMPTS, 2, cold, 0, 1)).logprobs.isnan().all()
-assert not engine.generate(RolloutRequest(PROMPTS, 2, cold.greedy, 0, 1)).logprobs.any()
+assert sampled(engine, 2, cold, 0, 1).logprobs.isnan().all()
+assert not sampled(engine, 2, cold.greedy, 0, 1).logprobs.any()
 print("done")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -392,8 +396,8 @@ print("done")
 @pytest.mark.vllm
 def test_logprobs_that_vllm_does_not_give_are_nan(engine):
     sampling = Sampling(1.0, 4, STOPS, top_p=0.8)
-    assert engine.generate(RolloutRequest(PROMPTS, 2, sampling, 0, 1)).logprobs.isnan().all()
-    assert not engine.generate(RolloutRequest(PROMPTS, 2, sampling.greedy, 0, 1)).logprobs.any()
+    assert sampled(engine, 2, sampling, 0, 1).logprobs.isnan().all()
+    assert not sampled(engine, 2, sampling.greedy, 0, 1).logprobs.any()
 
 
 @pytest.mark.vllm
@@ -401,8 +405,8 @@ def test_greedy_responses_equal_the_native_engines(engine):
     model = tiny_decoder(1)
     engine.load_weights(model)
     sampling = Sampling(0.0, 24, STOPS)
-    rollouts = engine.generate(RolloutRequest(PROMPTS, 3, sampling, 0, 1))
-    native = NativeEngine(model, torch.float32).generate(RolloutRequest(PROMPTS, 3, sampling, 0, 1))
+    rollouts = sampled(engine, 3, sampling, 0, 1)
+    native = sampled(NativeEngine(model, torch.float32), 3, sampling, 0, 1)
     assert torch.equal(rollouts.tokens, native.tokens)
     assert torch.equal(rollouts.truncated, native.truncated)
     assert (rollouts.logprobs == 0).all()
@@ -414,7 +418,7 @@ def test_load_weights_replaces_the_weights(engine):
     for seed in (1, 2, 1, 0):
         model = tiny_decoder(seed)
         engine.load_weights(model)
-        rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, seed))
+        rollouts = sampled(engine, 6, sampling, 0, seed)
         assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
         other = tiny_decoder(seed + 5)
         assert (rollouts.logprobs - own_logprobs(other, rollouts, sampling)).abs().max() > 1
@@ -438,7 +442,6 @@ def test_tokens_follow_the_distribution(engine):
     observed = torch.bincount(tokens, minlength=32) / len(tokens)
     assert ((observed - p).abs() < 5 * (p * (1 - p) / len(tokens)).sqrt() + 1e-3).all()
     assert p.max() < 0.9
-    assert engine.statistics.response_tokens == 4_000
 
 
 @pytest.mark.vllm
@@ -453,14 +456,14 @@ def test_other_families(family):
     """Each family runs in its own process, because a process can have only one engine."""
     code = f"""
 import torch
-from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.vllm import VllmEngine
 from tests.models import tiny_decoder
-from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs
+from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs, sampled
 
 model = tiny_decoder(model_type={family!r}, tie_word_embeddings=False)
 engine, sampling = VllmEngine(model, torch.float32, cache_bytes=2**28), Sampling(1.0, 24, STOPS)
-rollouts = engine.generate(RolloutRequest(PROMPTS, 6, sampling, 0, 1))
+rollouts = sampled(engine, 6, sampling, 0, 1)
 assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
 print("done")
 """

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 
 class CounterEnv:
@@ -155,6 +157,60 @@ class NeedsArgument(CounterEnv):
 class FailingReset(CounterEnv):
     def reset(self, **columns):
         raise RuntimeError("no server")
+
+
+def documented(function):
+    function.__doc__ = CounterEnv.increase.__doc__
+    return function
+
+
+class Kinds(CounterEnv):
+    """A tool of each kind."""
+
+    alias = CounterEnv.increase
+    constant = staticmethod(lambda: 1)
+    constant.__func__.__doc__ = "Say 1."
+
+    @classmethod
+    @documented
+    def of_class(cls, step: int):
+        return cls.__name__
+
+    @functools.lru_cache  # noqa: B019
+    @documented
+    def cached(self, step: int):
+        return step
+
+    @documented
+    async def cancels(self, step: int):
+        raise asyncio.CancelledError(step)
+
+    def get_reward(self):
+        return {"reward": 1.0, "tool_errors": 7.0}
+
+
+class Hoarding(CounterEnv):
+    kept: ClassVar = []
+
+    @documented
+    def allocate(self, step: int):
+        self.kept.append(bytearray(step * 10**6))
+
+
+class Positional(CounterEnv):
+    @documented
+    def find(self, step: int, /):
+        pass
+
+
+class Dropping(CounterEnv):
+    @functools.wraps(CounterEnv.increase)
+    def find(self, *arguments):
+        pass
+
+
+class Partial(CounterEnv):
+    find = functools.partialmethod(CounterEnv.increase, 1)
 
 
 class NoReward:

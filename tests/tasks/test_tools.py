@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -129,6 +130,21 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
     )
     assert prompt + tokens == whole + turns[2]
     assert scores.components == [{"tool_errors": 1.0}]
+
+
+def test_a_tool_is_what_can_be_called_and_has_its_attributes_name(make):
+    task = make("Kinds", max_turns=9)
+    names = "alias", "cached", "cancels", "of_class"
+    calls = {name: {"step": 2} for name in names} | {"constant": {}}
+    tools = task._workers.signature["tools"]
+    assert {tool["function"]["name"] for tool in tools} == {*calls, "increase"}
+    tokenizer = tokenizer_of(task)
+    (tokens,), scores = play(
+        task, [[turn_of(tokenizer, *calls.items()), turn_of(tokenizer, text="Done.")]]
+    )
+    replies = re.findall(r"<tool_response>\n(.*?)\n</", task.decode(tokens, with_special=True))
+    assert replies == ["2", "2", "CancelledError: 2", "Kinds", "1"]
+    assert scores.components == [{"tool_errors": 7.0}]  # the user's own
 
 
 def said(text, *calls):
@@ -291,6 +307,18 @@ def test_the_end_of_the_workers_fails_the_environments_that_live(make):
     assert play(task, counting(task, 1, 1))[1].failures == []
 
 
+def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make):
+    task = make("Hoarding", reward_workers=1, reward_memory_gb=0.6)
+    encode = tokenizer_of(task)
+    sizes = [(1, 1), (400, 400)]
+    scripts = [
+        [*(turn_of(encode, ("allocate", {"step": x})) for x in of), turn_of(encode, text=".")]
+        for of in sizes
+    ]
+    assert [x.index for x in play(task, scripts, 2)[1].failures] == [1]
+    assert play(task, [[scripts[1][0], scripts[1][2]]])[1].failures == []
+
+
 def test_processes_that_an_environment_leaves_are_killed(make):
     task = make("Forking", reward_workers=1)
     scripts = [[turn_of(tokenizer_of(task), ("start", {})), turn_of(tokenizer_of(task))]] * 2
@@ -357,6 +385,9 @@ REFUSED = {
     "NoTool": "NoTool must have a public method besides reset, which is a tool",
     "NoReset": "NoReset must have a method reset(**columns), which it does not",
     "NoDocstring": "the tool NoDocstring.undocumented needs a docstring that describes every",
+    "Positional": "the tool Positional.find needs a docstring that",
+    "Dropping": "the tool Dropping.find needs a docstring that",
+    "Partial": "the tool Partial.find needs a docstring that",
     "NeedsArgument": "NeedsArgument() must need no arguments: missing a required argument: 'url'",
     "NeedsColumn": "line 1: its reset asks for `target`: the arguments are prompt, goal; give it",
     "FailingReset": "reset fails: RuntimeError: no server (environments.py, line ",

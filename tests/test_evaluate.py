@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import shutil
+from itertools import combinations
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.screen import Screen
+from maxrl_fast.report.reading import read_folder
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
 from tests.models import save_checkpoint, tiny_decoder
+from tests.tables import table
 
 RUNTIME = (*"--threads 1 --dtype float32".split(),)
 MAZE5 = ("--task", "maze", "--maze-size", "5")
@@ -44,21 +47,15 @@ def trained(tmp_path_factory):
 def finished(trained, tmp_path_factory):
     """Evaluate the run's last checkpoint with its first one as the baseline."""
     out = tmp_path_factory.mktemp("evaluations") / "finished"
-    assert (
-        run(trained / "latest", "--baseline", trained / "checkpoints" / "step-000000", "--out", out)
-        == 0
-    )
+    assert run(trained, "--baseline", trained / "checkpoints" / "step-000000", "--out", out) == 0
     return out
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     """Save a checkpoint that is not in the folder of a run."""
-    directory, model, task = (
-        tmp_path_factory.mktemp("models") / "untrained",
-        tiny_decoder(),
-        MazeTask(5),
-    )
+    directory = tmp_path_factory.mktemp("models") / "untrained"
+    model, task = tiny_decoder(), MazeTask(5)
     save_checkpoint(directory, model.config, model.weights(), task.tokenizer_files(), task.stop_ids)
     return directory
 
@@ -103,14 +100,8 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(trained, finished):
         assert results[name] == last[name]
     assert 0 < results["pass_at_k"]["1"]["mean"] < 1
     options = results["options"]
-    wanted = {
-        "maze_size": 5,
-        "seed": 4,
-        "task_seed": 4,
-        "max_new_tokens": 9,
-        "samples": 6,
-        "eval_prompts": 7,
-    }
+    wanted = {"maze_size": 5, "seed": 4, "task_seed": 4, "samples": 6, "eval_prompts": 7}
+    wanted["max_new_tokens"] = 9
     assert wanted.items() <= options.items()
     assert options["k"] == [1, 2, 4]
     assert results["run"] == str(trained)
@@ -138,20 +129,13 @@ def test_the_results_follow_from_the_samples(finished):
     assert list(results["coverage"]) == ["1", "2", "4", "6"]
     assert results["coverage"]["6"]["mean"] == pytest.approx(results["solved"])
     assert results["maj_at_k"]["1"]["mean"] == pytest.approx(sum(counts) / 42)
-    assert results["response_length_mean"] == pytest.approx(
-        sum(sample["tokens"] for sample in samples) / 42
-    )
-    assert results["truncated"] == pytest.approx(
-        sum(sample["truncated"] for sample in samples) / 42
-    )
+    for name, of in (("response_length_mean", "tokens"), ("truncated", "truncated")):
+        assert results[name] == pytest.approx(sum(sample[of] for sample in samples) / 42)
     left_out = [i for i, count in enumerate(counts) if count < 2]
     diversities = results["per_prompt"]["diversity"]
     assert [i for i, value in enumerate(diversities) if value is None] == left_out
-    assert (
-        results["diversity"]["num_left_out"]
-        == len(left_out)
-        == 7 - results["diversity"]["num_prompts"]
-    )
+    counted = results["diversity"]["num_prompts"]
+    assert results["diversity"]["num_left_out"] == len(left_out) == 7 - counted
     known = [value for value in diversities if value is not None]
     assert results["diversity"]["mean"] == pytest.approx(sum(known) / len(known))
 
@@ -185,20 +169,12 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
         passes = {
             j: sum(float(brute_force.pass_at_k(6, c, j)) for c in own) / 7 for j in range(1, 7)
         }
-        match = next(
-            (
-                j
-                for j, value in passes.items()
-                if value >= alone["pass_at_k"][str(k)]["mean"] - 1e-9
-            ),
-            None,
-        )
+        target = alone["pass_at_k"][str(k)]["mean"] - 1e-9
+        match = next((j for j, value in passes.items() if value >= target), None)
         ratio = None if match is None else k / match
         assert baseline["samples_to_match"][str(k)] == {"samples": match, "ratio": ratio}
 
-    assert (
-        run(trained / "latest", "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
-    )
+    assert run(trained, "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
     assert {**read(tmp_path / "second")["baseline"], "name": ""} == {**baseline, "name": ""}
 
 
@@ -210,23 +186,15 @@ def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, unt
     assert results["run"] is None
     assert results["pass_at_k"]["1"]["mean"] < results["baseline"]["pass_at_k"]["1"]["mean"]
     assert results["solved"] == 0
-    assert results["diversity"] == {
-        **results["diversity"],
-        "mean": None,
-        "num_prompts": 0,
-        "num_left_out": 7,
-    }
+    nothing = {"mean": None, "num_prompts": 0, "num_left_out": 7}
+    assert nothing.items() <= results["diversity"].items()
     assert results["baseline"]["samples_to_match"] == {"1": {"samples": None, "ratio": None}}
 
 
 def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path):
     assert run(trained, "--out", tmp_path / "again") == 0
-    same, other = (
-        (tmp_path / "again" / "samples.jsonl").read_bytes(),
-        (finished / "samples.jsonl").read_bytes(),
-    )
-    latest = (trained / "latest").resolve()
-    assert same == other
+    same, latest = (tmp_path / "again/samples.jsonl").read_bytes(), (trained / "latest").resolve()
+    assert same == (finished / "samples.jsonl").read_bytes()
     # a run's folder means its latest checkpoint
     assert read(tmp_path / "again")["checkpoint"] == str(latest)
     assert run(latest, "--out", tmp_path / "third", "--eval-prompts", "3") == 0
@@ -235,11 +203,9 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
     assert same.startswith(third)  # a sample does not depend on how many prompts there are
     assert run(latest, "--out", tmp_path / "fourth", "--seed", "5") == 0
     fourth = samples_of(tmp_path / "fourth")
-    # the run's mazes
-    assert [s["prompt"] for s in fourth] == [s["prompt"] for s in samples_of(tmp_path / "again")]
-    assert [s["response"] for s in fourth] != [
-        s["response"] for s in samples_of(tmp_path / "again")
-    ]
+    again = samples_of(tmp_path / "again")
+    assert [s["prompt"] for s in fourth] == [s["prompt"] for s in again]  # the run's mazes
+    assert [s["response"] for s in fourth] != [s["response"] for s in again]
 
 
 def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(trained, tmp_path, capsys):
@@ -312,12 +278,8 @@ def test_flags_override_the_runs_options(trained, tmp_path, capsys):
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
     assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
-    assert {
-        "seed": 0,
-        "task_seed": 0,
-        "max_new_tokens": 8,
-        "temperature": 1.0,
-    }.items() <= options.items()
+    wanted = {"seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}
+    assert wanted.items() <= options.items()
     text = capsys.readouterr().out
     assert "those of the run" not in text
     task = MazeTask(5)
@@ -340,18 +302,8 @@ def test_the_screen_shows_progress_and_results(trained, tmp_path, monkeypatch):
     flags = ("--baseline", trained / "checkpoints" / "step-000000", "--confidence", "0.9")
     assert run(trained / "latest", *flags, "--out", tmp_path / "out") == 0
     text, results = output.getvalue(), read(tmp_path / "out")
-    for words in (
-        "evaluate",
-        "7/7",
-        "left",
-        "max@k",
-        "maj@k",
-        "90%",
-        "samples to match",
-        "preserved",
-        "out of support",
-    ):
-        assert words in text
+    words = "evaluate, 7/7, left, max@k, maj@k, 90%, samples to match, preserved, out of support"
+    assert all(word in text for word in words.split(", "))
     interval = results["pass_at_k"]["2"]
     assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
     gain = results["baseline"]["gain"]["4"]
@@ -391,89 +343,48 @@ def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
     assert (tmp_path / "three" / "coverage.png").read_bytes() != picture
 
 
-REFUSALS = {
-    "no checkpoint": ((), "CHECKPOINT is missing"),
-    "not there": (
-        ("{tmp}/none",),
-        "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got "
-        "{tmp}/none",
-    ),
-    "a file": (("{untrained}/config.json",), "which is not a directory"),
-    "an empty folder": (("{tmp}",), "which has no config.json"),
-    "no task": (("{untrained}",), "that is not in the folder of a run requires --task:"),
-    "no samples": (("{run}", "--samples", "0"), "samples must be at least 1, got 0"),
-    "no prompts": (("{run}", "--eval-prompts", "0"), "eval_prompts must be at least 1, got 0"),
-    "k too large": (("{run}", "--k", "1", "7"), "k must be from 1 to the 6 samples, got [1, 7]"),
-    "greedy samples": (
-        ("{run}", "--temperature", "0"),
-        "greedy decoding gives one response: samples must be 1 at temperature 0, got 6",
-    ),
-    "even mazes": (
-        ("{run}", "--maze-size", "6"),
-        "maze size must be an odd number from 5 to 31, got 6",
-    ),
-    "too long": (("{run}", "--max-new-tokens", "1000"), "positions"),
-    "no embeddings": (
-        ("{run}", "--embeddings", "{tmp}/none"),
-        "--embeddings must be the directory of a model, got {tmp}/none",
-    ),
-    "a full folder": (
-        ("{run}", "--out", "{untrained}"),
-        "--out must be a new or empty folder, got {untrained}",
-    ),
-    "no baseline": (
-        ("{run}", "--baseline", "{tmp}/none"),
-        "--baseline must be a Hugging Face checkpoint directory or the folder",
-    ),
-    "other samples": (
-        ("{run}", *"--baseline {finished} --samples 4".split()),
-        "it differs in samples: 6 and 4",
-    ),
-    "other prompts": (
-        ("{run}", *"--baseline {finished} --split train".split()),
-        "it differs in split: test and train",
-    ),
-    "other sampling": (
-        ("{run}", *"--baseline {finished} --min-p 0.1".split()),
-        "it differs in min_p: 0.0 and 0.1",
-    ),
-    "other rules": (
-        ("{run}", *"--baseline {finished} --reward {tmp}/x.py:score".split()),
-        "it differs in reward: None and x.py:score",
-    ),
-    "one to compare": (
-        ("--compare", "{finished}"),
-        "--compare needs at least two finished evaluations, got 1",
-    ),
-    "no evaluation": (
-        ("--compare", "{finished}", "{run}"),
-        "{run} must be the folder of a finished evaluation",
-    ),
-    "compared at what is not there": (
-        (*"--compare {finished} {finished} --k 7".split(),),
-        "k must be from 1 to 6, the fewest samples of these evaluations, got 7",
-    ),
-    "compared and evaluated": (
-        ("{run}", "--compare", "{finished}", "{finished}"),
-        "without CHECKPOINT",
-    ),
-}
+REFUSALS = [("", "CHECKPOINT is missing")]
+REFUSALS += table("""
+    {tmp}/none | CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got
+      {tmp}/none
+    {untrained}/config.json | which is not a directory
+    {tmp} | which has no config.json
+    {untrained} | that is not in the folder of a run requires --task:
+    {run} --samples 0 | samples must be at least 1, got 0
+    {run} --eval-prompts 0 | eval_prompts must be at least 1, got 0
+    {run} --k 1 7 | k must be from 1 to the 6 samples, got [1, 7]
+    {run} --temperature 0 | greedy decoding gives one response: samples must be 1 at temperature 0,
+      got 6
+    {run} --maze-size 6 | maze size must be an odd number from 5 to 31, got 6
+    {run} --max-new-tokens 1000 | positions
+    {run} --embeddings {tmp}/none | --embeddings must be the directory of a model, got {tmp}/none
+    {run} --out {untrained} | --out must be a new or empty folder, got {untrained}
+    {run} --baseline {tmp}/none | --baseline must be a Hugging Face checkpoint directory or the
+    {run} --baseline {finished} --samples 4 | it differs in samples: 6 and 4
+    {run} --baseline {finished} --split train | it differs in split: test and train
+    {run} --baseline {finished} --min-p 0.1 | it differs in min_p: 0.0 and 0.1
+    {run} --baseline {finished} --reward {tmp}/x.py:score | differs in reward: None and x.py:score
+    --compare {finished} | --compare needs at least two finished evaluations, got 1
+    --compare {finished} {run} | {run} must be the folder of a finished evaluation
+    --compare {finished} {finished} --k 7 | k must be from 1 to 6, the fewest samples of these
+      evaluations, got 7
+    {run} --compare {finished} {finished} | without CHECKPOINT
+""")
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize(("flags", "sentence"), REFUSALS)
 def test_bad_input_is_refused_before_any_work(
-    case, trained, finished, untrained, tmp_path, capsys, monkeypatch
+    flags, sentence, trained, finished, untrained, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(Evaluator, "evaluate", lambda *_, **__: pytest.fail("it has begun to work"))
     monkeypatch.chdir(tmp_path)
     places = {"tmp": tmp_path, "run": trained, "finished": finished, "untrained": untrained}
-    flags, sentence = REFUSALS[case]
-    given = [flag.format(**places) for flag in flags]
+    given = flags.format(**places).split()
     defaults = () if "--compare" in given else SMALL
     assert evaluate.main([*given[:1], *defaults, *given[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
-    assert sentence.format(**places) in error
+    assert sentence.format(**places).strip() in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -484,17 +395,8 @@ def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, caps
     assert (
         "prompts must be at most the 5 prompts that are held out, got 7" in capsys.readouterr().err
     )
-    assert (
-        evaluate.main(
-            [
-                str(trained),
-                *RUNTIME,
-                *"--samples 1 --bootstrap 9 --out".split(),
-                str(tmp_path / "out"),
-            ]
-        )
-        == 0
-    )
+    flags = (*RUNTIME, *"--samples 1 --bootstrap 9 --out".split(), str(tmp_path / "out"))
+    assert evaluate.main([str(trained), *flags]) == 0
     assert read(tmp_path / "out")["options"]["eval_prompts"] == 5
 
 
@@ -535,29 +437,6 @@ def test_several_processes_are_refused(trained, capsys, monkeypatch):
     assert "an evaluation runs in one process, got 2" in capsys.readouterr().err
 
 
-def test_failed_rewards_are_null_and_count_as_the_lowest(untrained, tmp_path, capsys):
-    (tmp_path / "reward.py").write_text(
-        "def score(prompt, response):\n    if len(response) % 2:\n        raise "
-        "ValueError('odd')\n    return -len(response)\n"
-    )
-    flags = (*MAZE5, "--reward", f"{tmp_path}/reward.py:score", "--max-reward-error-rate", "0.99")
-    assert run(untrained, *flags, "--out", tmp_path / "out") == 0
-    assert "rewards failed (exception" in capsys.readouterr().err
-    results, samples = read(tmp_path / "out"), samples_of(tmp_path / "out")
-    rewards = [sample["reward"] for sample in samples]
-    assert rewards == [None if len(s["response"]) % 2 else -len(s["response"]) for s in samples]
-    assert results["reward_errors"] == pytest.approx(rewards.count(None) / 42)
-    assert 0 < rewards.count(None) < 42
-    # failed rewards count as the lowest
-    lowest = min(reward for reward in rewards if reward is not None)
-    known = [lowest if reward is None else reward for reward in rewards]
-    best = [max(known[i : i + 6]) for i in range(0, 42, 6)]
-    assert run(untrained, *flags, *"--k 6 1 --out".split(), tmp_path / "more") == 0
-    results = read(tmp_path / "more")["max_at_k"]
-    assert results["6"]["mean"] == pytest.approx(sum(best) / 7)
-    assert results["1"]["mean"] == pytest.approx(sum(known) / 42)
-
-
 def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys):
     (tmp_path / "reward.py").write_text(
         "def score(prompt, response):\n    raise ValueError('no idea')\n"
@@ -587,3 +466,51 @@ def test_greedy_decoding_with_one_sample(trained, tmp_path):
     results = read(tmp_path / "out")
     assert list(results["pass_at_k"]) == ["1"]
     assert results["diversity"]["num_left_out"] == 7
+
+
+def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(tmp_path, capsys):
+    """In a run's files and tables, evaluate, --baseline, --compare and the report, max@k is that of
+    all subsets; a failed reward is null and counts as the lowest.
+    """
+    path, out = tmp_path / "reward.py", tmp_path / "run"
+    path.write_text("def score(prompt, response):\n    return 8 / (len(response) - 11) - 1\n")
+    sizes = "--hidden-size 32 --layers 1 --heads 2 --kv-heads 2 --sft-steps 9 --lr 0.02 --prompts 4"
+    more = f"--rollouts 4 --steps 1 --eval-prompts 7 --eval-samples 6 --reward {path}:score"
+    flags = (*MAZE5, *sizes.split(), *more.split(), "--max-reward-error-rate", "0.9")
+    assert train.main([*RUNTIME, *flags, "--out", str(out)]) == 0
+    text = (out / "eval.jsonl").read_text().splitlines()
+    ends, means = [json.loads(line)["max_at_k"] for line in text], []
+    shown = capsys.readouterr().out
+    assert f"step 1: mean reward {ends[1]['1']:.3f}  max@2 {ends[1]['2']:.3f}" in shown
+    assert "│ mean reward             │" in shown
+    assert (out / "best").resolve().name == f"step-{int(ends[1]['1'] > ends[0]['1']):06d}"
+    first, last = (out / "checkpoints" / f"step-00000{i}" for i in (0, 1))
+    assert run(first, "--out", tmp_path / "0") == 0
+    assert run(last, "--out", tmp_path / "1", "--baseline", tmp_path / "0") == 0
+    assert run(last, "--out", tmp_path / "2", "--baseline", first) == 0
+    shown, baseline = capsys.readouterr().out, read(tmp_path / "1")["baseline"]
+    assert all(x in shown for x in ("max@k (95% interval)", "max@k - baseline's"))
+    assert baseline == read(tmp_path / "2")["baseline"] | {"name": "0"}
+    for i, end in enumerate(ends):
+        results, samples = read(tmp_path / str(i)), samples_of(tmp_path / str(i))
+        rewards = [sample["reward"] for sample in samples]
+        assert results["reward_errors"] == pytest.approx(rewards.count(None) / 42)
+        lowest = min(0, *(x for x in rewards if x is not None))
+        known = [lowest if x is None else x for x in rewards]
+        for k in (1, 2, 4):
+            best = [max(x) for j in range(0, 42, 6) for x in combinations(known[j : j + 6], k)]
+            found = results["max_at_k"][str(k)]
+            mean = pytest.approx(sum(best) / len(best), rel=1e-6)
+            assert found["mean"] == end[str(k)] == mean
+            assert found["low"] < found["mean"] < found["high"]
+            means.append(found["mean"])
+        folder = read_folder((out, tmp_path / "0")[i], "")
+        assert folder.score == "max_at_k"
+        assert folder.coverage[0]["rows"][0][1] == pytest.approx(ends[0]["1"])
+    assert None in rewards
+    gains = [baseline["gain"][k]["mean"] for k in ("1", "2", "4")]
+    assert gains == pytest.approx([b - a for a, b in zip(means[:3], means[3:], strict=True)])
+    pair = (str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "3"))
+    assert evaluate.main(["--compare", *pair]) == 0
+    row = f"│ mean reward      │ {means[0]:6.3f} │ {means[3]:6.3f} │"
+    assert row in capsys.readouterr().out

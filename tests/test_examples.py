@@ -36,11 +36,7 @@ BENCHMARKS = [
 NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "training_runs.py"}
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {
-    "naive_engine.py",
-    "sort_task.py",
-    "calculator_environment.py",
-    "custom_loss.py",
-    "judge.py",
+    *"naive_engine.py sort_task.py calculator_environment.py custom_loss.py judge.py".split(),
 }
 
 

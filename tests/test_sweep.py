@@ -171,6 +171,10 @@ def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(
     assert alone["pass_at_k"]["2"] == {"mean": 0.5, "standard_error": None}
     cells = [list(column.cells) for column in seeds_table([row, alone]).columns]
     assert cells == [["maxrl", "grpo"], ["3", "1"], ["0.300 ± 0.100", "0.100"], ["-", "0.500"]]
+    alone["max_at_k"]["2"] = {"mean": 3.0, "standard_error": 0.25}  # of rewards other than 0 and 1
+    columns = seeds_table([row, alone]).columns
+    assert [column.header for column in columns[2:]] == ["mean reward", "max@2"]
+    assert [*columns[3].cells] == ["-", "3.000 ± 0.250"]
 
 
 def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):

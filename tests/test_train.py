@@ -116,13 +116,8 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
 @pytest.mark.slow
 def test_two_threads_repeat_bitwise(tmp_path):
     for name in ("one", "two"):
-        assert (
-            run(
-                tmp_path / name,
-                *"--threads 2 --prompts 32 --rollouts 16 --maze-size 9 --steps 2".split(),
-            )
-            == 0
-        )
+        flags = "--threads 2 --prompts 32 --rollouts 16 --maze-size 9 --steps 2"
+        assert run(tmp_path / name, *flags.split()) == 0
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -247,16 +242,8 @@ def base():
 
 @pytest.mark.slow
 def test_training_from_a_checkpoint(finished, tmp_path):
-    assert (
-        run(
-            tmp_path / "more",
-            *"--task maze --model".split(),
-            str(finished / "latest"),
-            "--sft-steps",
-            "0",
-        )
-        == 0
-    )
+    flags = (*"--task maze --sft-steps 0 --model".split(), str(finished / "latest"))
+    assert run(tmp_path / "more", *flags) == 0
     first = load_checkpoint(tmp_path / "more" / "checkpoints" / "step-000000").state_dict()
     assert torch.equal(
         first["model.norm.weight"],

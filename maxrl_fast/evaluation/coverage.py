@@ -26,51 +26,42 @@ def powers_of_two(largest: int) -> list[int]:
     return [2**i for i in range(largest.bit_length())]
 
 
-def _ratios_of_wrong(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the probability [..., k] that draw i is wrong, if all earlier draws were wrong."""
-    _check_k("pass", num_samples, k)
-    wrong = (num_samples - num_correct).double()[..., None]
-    i = torch.arange(k, dtype=torch.float64, device=num_correct.device)
-    return ((wrong - i) / (num_samples - i)).clamp_min(0)
+def max_at_k(rewards: Tensor, k: int) -> Tensor:
+    """Return the mean over size-k subsets of their best reward (MaxPO's S over all samples).
+
+    Shapes: rewards [..., n] -> float64 [...]. In ascending order, r_(i) is the best reward of
+    C(i-1, k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is
+    computed by recurrence. Rewards may be any finite numbers.
+
+    Raises:
+        ValueError: unless 1 <= k <= n.
+    """
+    num_samples = rewards.shape[-1]
+    _check_k(num_samples, k)
+    rank = torch.arange(1, num_samples + 1, dtype=torch.float64)
+    weights = subset_ratios(num_samples, k)[1:] * k / rank
+    return rewards.double().sort(-1).values @ weights.to(rewards.device)
+
+
+def outcomes(num_samples: int, num_correct: Tensor) -> Tensor:
+    """Return c ones and n - c zeros: num_correct int [...] -> float64 [..., n]."""
+    places = torch.arange(num_samples, device=num_correct.device)
+    return (places < num_correct[..., None]).double()
 
 
 def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
     """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al.
-    2021, eq. 1).
+    2021, eq. 1): max@k of rewards of 1 and 0.
 
-    Shapes: num_correct int [...] -> float64 [...]. A product of ratios in [0, 1], which neither
-    overflows nor underflows badly.
-
-    Raises:
-        ValueError: unless 1 <= k <= n.
+    Shapes: num_correct int [...] -> float64 [...].
     """
-    return 1 - _ratios_of_wrong(num_samples, num_correct, k).prod(-1)
+    return max_at_k(outcomes(num_samples, num_correct), k)
 
 
-def coverage_curve(num_samples: int, num_correct: Tensor) -> Tensor:
-    """Return pass@k for k = 1..n, the mean over prompts: num_correct int [P] -> float64 [n]."""
-    # each distinct count is computed once and takes 8 n bytes
-    counts, numbers = num_correct.cpu().unique(return_counts=True)
-    share = numbers.double() / num_correct.numel()
-    return share @ (1 - _ratios_of_wrong(num_samples, counts, num_samples).cumprod(-1))
-
-
-def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets of their best reward (pass@k for any reward; MaxPO's S
-    over all samples).
-
-    Shapes: rewards [P, n] -> float64 [P]. In ascending order, r_(i) is the best reward of C(i-1,
-    k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is computed by
-    recurrence. Rewards may be any finite numbers.
-
-    Raises:
-        ValueError: unless 1 <= k <= n.
-    """
-    num_samples = rewards.shape[1]
-    _check_k("max", num_samples, k)
-    rank = torch.arange(1, num_samples + 1, dtype=torch.float64)
-    weights = subset_ratios(num_samples, k)[1:] * k / rank
-    return rewards.double().sort(1).values @ weights.to(rewards.device)
+def max_curve(rewards: Tensor) -> Tensor:
+    """Return max@k for k = 1..n, the mean over prompts: rewards [P, n] -> float64 [n]."""
+    mean = rewards.double().sort(1).values.mean(0)  # max@k is linear in the sorted rewards
+    return torch.stack([max_at_k(mean, k) for k in range(1, len(mean) + 1)])
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:
@@ -98,7 +89,7 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
     """
     num_prompts, num_samples = answers.shape
     for k in ks:
-        _check_k("maj", num_samples, k)
+        _check_k(num_samples, k)
     generator = torch.Generator().manual_seed(seed)
     result = torch.empty(num_prompts, len(ks), dtype=torch.float64)
     for prompt, (own, right) in enumerate(
@@ -123,11 +114,9 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
     return result
 
 
-def _check_k(what: str, num_samples: int, k: int) -> None:
+def _check_k(num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
-        raise ValueError(
-            f"{what}@k of {num_samples} samples needs 1 <= k <= {num_samples}, got {k}"
-        )
+        raise ValueError(f"k must be from 1 to the {num_samples} samples of a prompt, got {k}")
 
 
 def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> list[Interval]:
@@ -171,7 +160,7 @@ def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> dic
     return {name: int(members.sum()) for name, members in classes.items()}
 
 
-def samples_to_match(num_samples: int, num_correct: Tensor, target: float) -> int | None:
-    """Return the smallest k with pass@k of at least `target`; None if no k up to n has it."""
-    reached = (coverage_curve(num_samples, num_correct) >= target - ROUNDING).nonzero()
+def samples_to_match(curve: Tensor, target: float) -> int | None:
+    """Return the smallest k at which a curve [n] is at least `target`; None if it never is."""
+    reached = (curve >= target - ROUNDING).nonzero()
     return int(reached[0]) + 1 if len(reached) else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Rollouts, padded_slots
+from maxrl_fast.records import pack
 from maxrl_fast.rewards.models import longest_text, read_model
 
 LONGEST_GRAM = 3
@@ -45,44 +45,26 @@ class NGramDiversity:
     name = f"counts of token n-grams, n = 1 to {LONGEST_GRAM}"
 
     def __call__(self, responses: Sequence[Sequence[int]], texts: Sequence[str]) -> float:
-        sequences, grams = self._grams(Rollouts.given(responses))
+        tokens, cu_seqlens = pack(responses)
+        sequence = torch.repeat_interleave(cu_seqlens.diff())
+        base, grams, found = int(tokens.max()) + 2, torch.zeros_like(tokens), []
+        for n in range(min(LONGEST_GRAM, len(tokens))):
+            # of n + 1 tokens from each place on: a number in this base, without the digit 0; three
+            # digits of up to 2^21 fit into an int64
+            grams = grams[: len(tokens) - n] * base + tokens[n:] + 1
+            is_within = sequence[: len(grams)] == sequence[n:]
+            found.append(torch.stack([sequence[n:], grams], 1)[is_within])
+        sequences, grams = torch.cat(found).unbind(1)
+        _, numbers = torch.unique(grams, return_inverse=True)
         # One entry for each response and each gram in it: its count, divided by the norm of the
         # response's vector.
-        width = int(grams.max()) + 1
-        entries, counts = torch.unique(sequences * width + grams, return_counts=True)
+        width = int(numbers.max()) + 1
+        entries, counts = torch.unique(sequences * width + numbers, return_counts=True)
         sequence, gram, count = entries // width, entries % width, counts.double()
-        norms = (
-            torch.zeros(len(responses), dtype=torch.float64)
-            .index_add_(0, sequence, count.square())
-            .sqrt()
-        )
+        none = torch.zeros(len(responses), dtype=torch.float64)
+        norms = none.index_add_(0, sequence, count.square()).sqrt()
         total = torch.zeros(width, dtype=torch.float64).index_add_(0, gram, count / norms[sequence])
         return one_minus_cosine(total, len(responses))
-
-    @staticmethod
-    def _grams(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """Return each gram's sequence [M], and a number [M] that only equal grams share."""
-        padded, lengths = rollouts.padded_tokens(-1), rollouts.lengths  # [S, L]
-        present = torch.zeros(padded.numel(), dtype=torch.bool)
-        present[padded_slots(lengths, padded.shape[1])] = True
-        present = present.view(padded.shape)
-        vocabulary = int(padded.max()) + 1
-        of_length, found, offset = padded, [], 0
-        sequences = []
-        for n in range(1, min(LONGEST_GRAM, padded.shape[1]) + 1):
-            if n > 1:  # combine the gram that is one shorter with the next token
-                of_length = of_length[:, :-1] * vocabulary + padded[:, n - 1 :]
-            where = present[:, n - 1 :]
-            sequence, _ = where.nonzero(as_tuple=True)
-            distinct, numbers = torch.unique(of_length[where], return_inverse=True)
-            # small numbers, so that the products do not overflow
-            renumbered = torch.zeros_like(of_length)
-            renumbered[where] = numbers
-            of_length = renumbered
-            found.append(numbers + offset)
-            sequences.append(sequence)
-            offset += len(distinct)
-        return torch.cat(sequences), torch.cat(found)
 
 
 class EmbeddingDiversity:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.evaluation.coverage import pass_at_k, powers_of_two
+from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two
+from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
@@ -27,6 +28,10 @@ def is_correct(rewards: Tensor) -> Tensor:
     return rewards > 0.5
 
 
+def mean_max_at_k(values: Tensor) -> dict[int, float]:
+    return {k: float(max_at_k(values, k).mean()) for k in powers_of_two(values.shape[1])}
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The samples of all ranks: P prompts in their order, n samples of each."""
@@ -41,15 +46,28 @@ class Evaluation:
         return is_correct(self.rewards).sum(1)
 
     @cached_property
+    def values(self) -> Tensor:
+        """The rewards [P, n]; a failed one is the lowest reward or 0: no better than that of a
+        wrong response on any scale.
+        """
+        lowest = self.rewards.nan_to_num().min().clamp_max(0)
+        return torch.where(self.rewards.isnan(), lowest, self.rewards)
+
+    @property
     def pass_at_k(self) -> dict[int, float]:
         """The mean of pass@k over prompts, for k = 1, 2, 4, ... up to n."""
-        n = self.rewards.shape[1]
-        return {k: float(pass_at_k(n, self.num_correct, k).mean()) for k in powers_of_two(n)}
+        return mean_max_at_k(is_correct(self.rewards))
+
+    @property
+    def max_at_k(self) -> dict[int, float]:
+        """The same of max@k; max@1 is the mean reward."""
+        return mean_max_at_k(self.values)
 
     def record(self) -> dict[str, Any]:
         """Return the numbers of eval.jsonl; failed rewards count as wrong."""
         return {
-            "pass_at_k": {str(k): p for k, p in self.pass_at_k.items()},
+            PASS: {str(k): x for k, x in self.pass_at_k.items()},
+            MAX: {str(k): x for k, x in self.max_at_k.items()},
             "response_length_mean": self.num_tokens / self.rewards.numel(),
             "truncated": self.num_truncated / self.rewards.numel(),
             "num_tokens": self.num_tokens,

@@ -1,10 +1,9 @@
-"""The outcome of an evaluation, computed or read from eval.json."""
+"""The outcome of an evaluation, computed or read from eval.json, and all its estimates."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,19 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import coverage_curve, pass_at_k
-from maxrl_fast.evaluation.evaluator import Evaluation
+from maxrl_fast.evaluation.coverage import (
+    ROUNDING,
+    Interval,
+    majority_at_k,
+    max_at_k,
+    max_curve,
+    outcomes,
+    powers_of_two,
+    samples_to_match,
+    support_classes,
+)
+from maxrl_fast.evaluation.evaluator import Evaluation, is_correct
+from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.records import unpack
 from maxrl_fast.runtime.files import check_regular
@@ -33,11 +43,14 @@ DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 NUMBERS = ("response_length_mean", "truncated", "reward_errors")  # of Evaluation.record
 
 
+# values [P] by k -> their means over prompts, with intervals
+Resample = Callable[[dict[int, Tensor]], dict[int, Interval]]
+
+
 @dataclass(frozen=True)
 class Outcome:
     name: str
-    num_samples: int
-    num_correct: Tensor  # [P] int64
+    rewards: Tensor  # [P, n], as Evaluation.values
     settings: dict[str, Any]  # MATCHED, GIVEN and DIGEST
     numbers: dict[str, float | None]  # NUMBERS and diversity
     measure: str  # name of the diversity measure
@@ -51,33 +64,115 @@ class Outcome:
         """
         record, known = evaluation.record(), [x for x in tally.diversities if x is not None]
         numbers = {number: record[number] for number in NUMBERS}
-        return cls(
-            name=name,
-            num_samples=settings["samples"],
-            num_correct=evaluation.num_correct,
-            settings=settings,
-            numbers=numbers | {"diversity": sum(known) / len(known) if known else None},
-            measure=tally.measure,
-        )
+        numbers["diversity"] = sum(known) / len(known) if known else None
+        return cls(name, evaluation.values, settings, numbers, tally.measure)
 
-    @cached_property
-    def curve(self) -> Tensor:
-        """pass@k for every k [n]."""
-        return coverage_curve(self.num_samples, self.num_correct)
+    @property
+    def num_samples(self) -> int:
+        return self.rewards.shape[1]
+
+    @property
+    def num_correct(self) -> Tensor:  # [P] int64
+        return is_correct(self.rewards).sum(1)
 
     @property
     def solved(self) -> float:
         """Fraction of prompts with at least one correct response."""
         return float((self.num_correct > 0).double().mean())
 
-    def passes(self, ks: Sequence[int]) -> dict[int, Tensor]:
-        """Return pass@k of every prompt [P], by k."""
-        return {k: pass_at_k(self.num_samples, self.num_correct, k) for k in ks}
+    def values(self, score: str) -> Tensor:
+        """Return the numbers [P, n] whose max@k is the score."""
+        return is_correct(self.rewards).float() if score == PASS else self.rewards
 
-    def gains(self, other: "Outcome", ks: Sequence[int]) -> dict[int, Tensor]:
-        """Return the difference to the other's pass@k of every prompt [P], by k."""
-        theirs = other.passes(ks)
-        return {k: own - theirs[k] for k, own in self.passes(ks).items()}
+    def estimates(self, score: str, ks: Sequence[int]) -> dict[int, Tensor]:
+        """Return the score of every prompt [P], by k."""
+        return {k: max_at_k(self.values(score), k) for k in ks}
+
+    def curve(self, score: str) -> Tensor:
+        """Return the score's mean over prompts at every k [n]."""
+        return max_curve(self.values(score))
+
+    def gains(self, other: "Outcome", score: str, ks: Sequence[int]) -> dict[int, Tensor]:
+        """Return the difference to the other's score of every prompt [P], by k."""
+        theirs = other.estimates(score, ks)
+        return {k: own - theirs[k] for k, own in self.estimates(score, ks).items()}
+
+
+def shown_score(outcomes: Sequence[Outcome]) -> str:
+    """Return PASS, or MAX if any reward is neither 0 nor 1."""
+    return PASS if all(torch.equal(x.values(PASS), x.rewards) for x in outcomes) else MAX
+
+
+def points(num_samples: int, ks: Sequence[int]) -> list[int]:
+    """Return the k at which coverage has intervals."""
+    return sorted({*ks, *powers_of_two(num_samples), num_samples})
+
+
+def summary(
+    own: Outcome,
+    evaluation: Evaluation,
+    tally: SampleTally,
+    score: str,
+    ks: Sequence[int],
+    resample: Resample,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the estimates of eval.json, with pass@k, max@k and maj@k at `ks`; `seed` is of the
+    subsets for maj@k.
+    """
+    right, answers = is_correct(evaluation.rewards), torch.stack(tally.answers)
+    majority = majority_at_k(answers, right, ks, seed)
+    values, rewards = tally.diversities, own.rewards.tolist()
+    return {
+        "num_prompts": len(values),
+        "num_samples": own.num_samples,
+        "score": score,
+        **{name: resample(own.estimates(name, ks)) for name in (PASS, MAX)},
+        "maj_at_k": resample(dict(zip(ks, majority.T, strict=True))),
+        "coverage": resample(own.estimates(score, points(own.num_samples, ks))),
+        "solved": own.solved,
+        **{name: own.numbers[name] for name in NUMBERS},
+        "num_tokens": evaluation.num_tokens,
+        "diversity": {
+            "of": own.measure,
+            "mean": own.numbers["diversity"],
+            "num_prompts": len(values) - values.count(None),
+            "num_left_out": values.count(None),
+        },
+        "per_prompt": {
+            "id": evaluation.ids.tolist(),
+            "num_correct": own.num_correct.tolist(),
+            "diversity": values,
+            # 9 digits are those of a float32
+            "rewards": None
+            if score == PASS
+            else [[float(f"{x:.9g}") for x in row] for row in rewards],
+        },
+        "baseline": None,
+    }
+
+
+def baseline_summary(
+    own: Outcome, other: Outcome, score: str, ks: Sequence[int], resample: Resample
+) -> dict[str, Any]:
+    """Return the entry `baseline` of eval.json."""
+    curve, theirs = own.curve(score), other.curve(score)
+    # one sample of any policy matches a pass@k of 0
+    targets = {k: x for k in ks if (x := float(theirs[k - 1])) > 0 or score == MAX}
+    matches = {k: samples_to_match(curve, x) for k, x in targets.items()}
+    return {
+        "name": other.name,
+        **{name: resample(other.estimates(name, ks)) for name in (PASS, MAX)},
+        "gain": resample(own.gains(other, score, ks)),
+        "samples_to_match": {
+            k: {"samples": match, "ratio": None if match is None else k / match}
+            for k, match in matches.items()
+        },
+        "support": support_classes(own.num_correct, other.num_correct),
+        "solved": other.solved,
+        **other.numbers,
+        "num_correct": other.num_correct.tolist(),
+    }
 
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
@@ -131,12 +226,17 @@ def read_outcome(folder: Path) -> Outcome:
         counts, most = fields["per_prompt"]["num_correct"], settings["samples"]
         if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):
             raise ValueError(f"num_correct must hold a count from 0 to {most} for each prompt")
+        rewards = fields["per_prompt"].get("rewards")
+        if rewards is None and "score" not in fields and not has_binary_rewards(fields):
+            raise ValueError("it is of an earlier version, without the samples' rewards")
+        values = outcomes(most, torch.tensor(counts)) if rewards is None else torch.tensor(rewards)
+        if values.shape != (len(counts), most) or not values.isfinite().all():
+            raise ValueError(f"rewards must hold {most} numbers for each prompt")
         numbers = {name: float(fields[name]) for name in NUMBERS}
         mean = None if diversity["mean"] is None else float(diversity["mean"])
         return Outcome(
             name=folder.resolve().name,
-            num_samples=most,
-            num_correct=torch.tensor(counts),
+            rewards=values.float(),
             settings={name: settings[name] for name in (*MATCHED, DIGEST)}
             | {name: settings[name] for name in GIVEN if name in settings},
             numbers={**numbers, "diversity": mean},
@@ -148,3 +248,9 @@ def read_outcome(folder: Path) -> Outcome:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         wanted = "must be the folder of a finished evaluation"
         raise InputError(f"{folder} {wanted}: {error}") from error
+
+
+def has_binary_rewards(fields: Mapping[str, Any]) -> bool:
+    """Return whether pass@k and max@k of eval.json are equal, up to rounding."""
+    pairs = ((fields[PASS][k]["mean"], x["mean"]) for k, x in fields[MAX].items())
+    return all(abs(a - b) < ROUNDING for a, b in pairs)

@@ -1,4 +1,4 @@
-"""The last pass@k of runs that differ in their seeds alone: mean and standard error."""
+"""The last pass@k or max@k of runs that differ in their seeds alone: mean and standard error."""
 
 import json
 import statistics
@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from maxrl_fast.evaluation.scores import MAX, PASS, label_of, score_of
 from maxrl_fast.evaluation.tables import new_table
 
 
@@ -18,22 +19,17 @@ def last_record(file: Path) -> dict[str, Any]:
 
 
 def over_seeds(group: str, runs: Mapping[int, Path]) -> dict[str, Any]:
-    """Return the last pass@k of runs by seed, by k: mean and standard error, None for one seed.
-    Runs without an evaluation are left out.
+    """Return the last pass@k and max@k of runs by seed, by k: mean and standard error, None for one
+    seed. Runs without an evaluation are left out.
     """
-    last = {
-        seed: record["pass_at_k"]
-        for seed, folder in runs.items()
-        if (record := last_record(folder / "eval.jsonl"))
-    }
-    sizes = [
-        k for k in next(iter(last.values()), {}) if all(k in passes for passes in last.values())
-    ]
-    return {
-        "group": group,
-        "seeds": [*last],
-        "pass_at_k": {k: _of([passes[k] for passes in last.values()]) for k in sizes},
-    }
+    records = {seed: last_record(folder / "eval.jsonl") for seed, folder in runs.items()}
+    last = {seed: record for seed, record in records.items() if record}
+    row: dict[str, Any] = {"group": group, "seeds": [*last]}
+    for name in (PASS, MAX):
+        values = [record.get(name, record[PASS]) for record in last.values()]
+        sizes = [k for k in next(iter(values), {}) if all(k in x for x in values)]
+        row[name] = {k: _of([x[k] for x in values]) for k in sizes}
+    return row
 
 
 def _of(values: list[float]) -> dict[str, float | None]:
@@ -43,12 +39,12 @@ def _of(values: list[float]) -> dict[str, float | None]:
 
 def seeds_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Return the table of what `over_seeds` returned for each group."""
-    sizes = sorted({k for row in rows for k in row["pass_at_k"]}, key=int)
-    table = new_table("mean ± standard error", "seeds", *(f"pass@{k}" for k in sizes))
+    score = score_of(rows)
+    sizes = sorted({k for row in rows for k in row[score]}, key=int)
+    table = new_table("mean ± standard error", "seeds", *(label_of(score, k) for k in sizes))
     for row in rows:
-        table.add_row(
-            row["group"], str(len(row["seeds"])), *(_shown(row["pass_at_k"].get(k)) for k in sizes)
-        )
+        cells = (_shown(row[score].get(k)) for k in sizes)
+        table.add_row(row["group"], str(len(row["seeds"])), *cells)
     return table
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from maxrl_fast.evaluation.coverage import Interval, powers_of_two
 from maxrl_fast.evaluation.outcome import Outcome
+from maxrl_fast.evaluation.scores import MAX, PASS, label_of
+
+CONTINUOUS = "Some rewards are neither 0 nor 1. max@1 is the mean reward."
 
 
 def new_table(*columns: str) -> Table:
@@ -27,16 +30,19 @@ def summary_tables(
     content: dict[str, Any], own: Outcome, other: Outcome | None, confidence: float
 ) -> list[Table]:
     """Return the tables of an evaluation; content: of eval.json."""
-    baseline = content["baseline"]
-    columns = ["k", f"pass@k ({confidence:.0%} interval)", "max@k", "maj@k"]
+    baseline, score = content["baseline"], content["score"]
+    others = [PASS if score == MAX else MAX, "maj_at_k"]
+    name, *names = (x.replace("_at_", "@") for x in (score, *others))
+    columns = ["k", f"{name} ({confidence:.0%} interval)", *names]
     table = new_table(*columns, *(["baseline"] if other else []))
-    others = [content["max_at_k"], content["maj_at_k"]]
-    others += [baseline["pass_at_k"]] if other else []
-    for k, interval in content["pass_at_k"].items():
-        table.add_row(str(k), _shown(interval), *(f"{x[k]['mean']:.3f}" for x in others))
+    beside = [*(content[x] for x in others), *([baseline[score]] if other else [])]
+    for k, interval in content[score].items():
+        table.add_row(str(k), _shown(interval), *(f"{x[k]['mean']:.3f}" for x in beside))
+    if score == MAX:
+        table.caption = CONTINUOUS
     if other is None:
         return [table, numbers_table(outcome_rows([own]), [""])]
-    gain = f"pass@k - baseline's ({confidence:.0%})"
+    gain = f"{name} - baseline's ({confidence:.0%})"
     gains = new_table("k", gain, "samples to match", "fewer by")
     for k, interval in baseline["gain"].items():
         match = baseline["samples_to_match"].get(k)  # None: the baseline has nothing to match
@@ -68,7 +74,7 @@ def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[
 
 
 def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None]]:
-    """Return the numbers of evaluations other than pass@k, for numbers_table."""
+    """Return the numbers of evaluations other than pass@k and max@k, for numbers_table."""
     # Only by the first evaluation's measure of diversity: values by another are not comparable.
     diversity = [
         x.numbers["diversity"] if x.measure == outcomes[0].measure else None for x in outcomes
@@ -84,24 +90,31 @@ def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None
 
 def comparison_table(
     letters: Sequence[str],
-    passes: Sequence[dict[int, Interval]],
+    score: str,
+    estimates: Sequence[dict[int, Interval]],
     gains: Sequence[dict[int, Interval] | None],
 ) -> Table:
-    """Return pass@k by k, and the gain over the first evaluation; None: without interval."""
-    table = new_table("k", *letters, *(f"{letter} - {letters[0]}" for letter in letters[1:]))
-    for k, first in passes[0].items():
-        changes = [
+    """Return the score by k, and the gain over the first evaluation; None: without interval."""
+    changes = (f"{letter} - {letters[0]}" for letter in letters[1:])
+    table = new_table("held-out prompts", *letters, *changes)
+    for k, first in estimates[0].items():
+        changes = (
             f"{own[k]['mean'] - first['mean']:+.3f}" if gain is None else _shown(gain[k], "+.3f")
-            for own, gain in zip(passes[1:], gains, strict=True)
-        ]
-        table.add_row(str(k), *(f"{own[k]['mean']:.3f}" for own in passes), *changes)
+            for own, gain in zip(estimates[1:], gains, strict=True)
+        )
+        table.add_row(label_of(score, k), *(f"{x[k]['mean']:.3f}" for x in estimates), *changes)
     return table
 
 
 def draw_coverage(
-    curves: Sequence[tuple[str, Tensor, dict[int, Interval]]], confidence: float, path: Path
+    curves: Sequence[tuple[str, Tensor, dict[int, Interval]]],
+    score: str,
+    confidence: float,
+    path: Path,
 ) -> None:
-    """Plot pass@k over k. Each curve has a name, pass@k at every k [n], and intervals at some k."""
+    """Plot a score over k. Each curve has a name, its value at every k [n], and intervals at some
+    k.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -121,9 +134,10 @@ def draw_coverage(
     axes.set(
         title="Coverage",
         xlabel="k, samples",
-        ylabel=f"pass@k, with {confidence:.0%} intervals",
-        ylim=(0, 1),
+        ylabel=f"{score.replace('_at_', '@')}, with {confidence:.0%} intervals",
     )
+    if score == PASS:
+        axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(path, dpi=120, format="png")

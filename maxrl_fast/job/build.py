@@ -1,6 +1,6 @@
 """Builds the trainer and the evaluator of a run from its context."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,12 +127,8 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         seed=config.run.seed,
         device=context.device,
         max_batches=max(config.rollout.dynamic_sampling, 1),
-        needs_greedy=needs.greedy,
         # rewards that serve only the evaluation may be any number
-        needs_binary=needs.binary and not (is_vote and learner is None),
-        needs_parts=needs.parts,
-        needs_texts=needs.texts,
-        needs_components=needs.components,
+        needs=replace(needs, binary=needs.binary and not (is_vote and learner is None)),
         policy_reward=policy_reward,
         length_penalty=build_length_penalty(config),
         make_prompts=PromptPrefetcher(task).take if is_ahead else None,

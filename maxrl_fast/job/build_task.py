@@ -35,8 +35,8 @@ from maxrl_fast.tasks.names import (
 )
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.tools import ToolTask
+from maxrl_fast.training.collect import LengthPenalty
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
 

@@ -8,7 +8,7 @@ OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
                           sharded weights (FSDP2) a file or more of each rank
     progress.json         step, next prompt, random states, lengths of the logs, options, sizes
     checksums.json        size and SHA-256 of every file
-OUT/latest, OUT/best            links to the newest checkpoint and to the one with the best pass@1
+OUT/latest, OUT/best            links to the newest checkpoint and to the best one
 """
 
 import dataclasses
@@ -221,7 +221,7 @@ class Checkpoints:
             self._remove_old()
 
     def mark_best(self, progress: Progress, learner: Learner) -> None:
-        """Save this step's policy as the best if its evaluation has the highest pass@1 so far."""
+        """Save this step's policy as the best if its evaluation is the best so far."""
         if progress.is_best(progress.step):
             self.save(progress, learner)
             if self._ranks.is_first:

@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
+from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 from maxrl_fast.evaluation.tables import new_table
 from maxrl_fast.job.screen import Screen
 
@@ -30,10 +31,11 @@ def closing_tables(
 
 
 def _evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    score = score_of([before, after])
     table = new_table("held-out prompts", "before", "after", "change")
-    for k, x in before["pass_at_k"].items():
-        if (y := after["pass_at_k"].get(k)) is not None:
-            table.add_row(f"pass@{k}", f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
+    for k, x in before.get(score, before[PASS]).items():
+        if (y := after.get(score, {}).get(k)) is not None:
+            table.add_row(label_of(score, k), f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
     x, y = before["response_length_mean"], after["response_length_mean"]
     table.add_row("response length, tokens", f"{x:.1f}", f"{y:.1f}", f"{y - x:+.1f}")
     x, y = before["truncated"], after["truncated"]

@@ -21,13 +21,17 @@ from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
+    Resample,
+    baseline_summary,
     contents_of,
     differences,
+    points,
     read_outcome,
     settings_of,
+    shown_score,
+    summary,
 )
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
-from maxrl_fast.evaluation.summary import Resample, baseline_summary, points, summary
 from maxrl_fast.evaluation.tables import (
     comparison_table,
     draw_coverage,
@@ -105,10 +109,15 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
                 evaluated = _sample(config, other, its_scorer, theirs, screen, "baseline")
             other = Outcome.of(other.source.name, settings, evaluated, theirs)
         with clock("estimates"):
-            content, curves = _estimates(config, own, other, evaluation, tally)
+            score = shown_score([own, *([other] if other else [])])
+            resample, ks = _resample(config), measure.k
+            content = summary(own, evaluation, tally, score, ks, resample, config.sampling.seed)
+            if other:
+                content["baseline"] = baseline_summary(own, other, score, ks, resample)
         for table in summary_tables(content, own, other, measure.confidence):
             screen.console.print(table)
-        draw_coverage(curves, measure.confidence, picture)
+        curves = {own.name: own} | ({f"{other.name} (baseline)": other} if other else {})
+        _draw(config, curves, score, picture)
         content = _provenance(config, source, task, settings, clock) | content
         content["num_distinct_prompts"] = num_distinct
         content |= scorer.pop_metrics().over(Ranks())
@@ -150,23 +159,18 @@ def _scorer(config: ResolvedEvaluationConfig, task: Task) -> Iterator[Scorer]:
         yield scorer
 
 
-def _estimates(
-    config: ResolvedEvaluationConfig,
-    own: Outcome,
-    other: Outcome | None,
-    evaluation: Evaluation,
-    tally: SampleTally,
-) -> tuple[dict[str, Any], list[tuple[str, Tensor, dict[int, Interval]]]]:
-    """Return the estimates of eval.json, and the curves of the plot."""
-    ks, seed, resample = config.measure.k, config.sampling.seed or 0, _resample(config)
-    outcomes = [own, *([other] if other else [])]
-    coverage = [resample(x.passes(points(own.num_samples, ks))) for x in outcomes]
-    content = summary(own, coverage[0], evaluation, tally, ks, resample, seed)
-    names = [own.name]
-    if other:
-        content["baseline"] = baseline_summary(own, other, coverage[1], ks, resample)
-        names.append(f"{other.name} (baseline)")
-    return content, list(zip(names, [x.curve for x in outcomes], coverage, strict=True))
+def _draw(config: EvaluationConfig, outcomes: dict[str, Outcome], score: str, path: Path) -> None:
+    """Plot the score of outcomes by name at every k, with intervals at the powers of two."""
+    resample, confidence = _resample(config), config.measure.confidence
+    curves = [
+        (
+            name,
+            x.curve(score),
+            resample(x.estimates(score, points(x.num_samples, config.measure.k))),
+        )
+        for name, x in outcomes.items()
+    ]
+    draw_coverage(curves, score, confidence, path)
 
 
 def _resample(config: EvaluationConfig) -> Resample:
@@ -332,7 +336,7 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
     letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
     for letter, folder in zip(letters, folders, strict=True):
         screen.info(f"{letter}  {folder}")
-    first, gains = outcomes[0], []
+    first, gains, score = outcomes[0], [], shown_score(outcomes)
     for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
         found = differences(first.settings, outcome.settings)
         if found:
@@ -340,19 +344,15 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
                 f"A and {letter} are not of the same prompts, samples and sampling; they differ in "
                 f"{'; '.join(found)}"
             )
-        are_paired = len(outcome.num_correct) == len(first.num_correct) and not found
-        gains.append(resample(outcome.gains(first, ks)) if are_paired else None)
-    passes = [resample(outcome.passes(ks)) for outcome in outcomes]
-    screen.console.print(comparison_table(letters, passes, gains))
+        are_paired = len(outcome.rewards) == len(first.rewards) and not found
+        gains.append(resample(outcome.gains(first, score, ks)) if are_paired else None)
+    estimates = [resample(outcome.estimates(score, ks)) for outcome in outcomes]
+    screen.console.print(comparison_table(letters, score, estimates, gains))
     screen.console.print(numbers_table(outcome_rows(outcomes), letters))
     names = [outcome.name for outcome in outcomes]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     with locked(out), stored(out / PICTURE) as picture:
-        curves = [
-            (name, x.curve, resample(x.passes(powers_of_two(x.num_samples))))
-            for name, x in zip(names, outcomes, strict=True)
-        ]
-        draw_coverage(curves, config.measure.confidence, picture)
+        _draw(config, dict(zip(names, outcomes, strict=True)), score, picture)
     screen.info(f"{'coverage':<12}{out / PICTURE}")
     return 0

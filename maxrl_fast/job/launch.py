@@ -261,7 +261,7 @@ def check_rewards(collector: RolloutCollector) -> str:
         RewardError: if all rewards fail.
     """
     scorer = collector.scorer.rehearsal()
-    if not scorer.can_fail and not collector.needs_binary:
+    if not scorer.can_fail and not collector.needs.binary:
         return ""
     prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
     scorer.check(prompts)
@@ -271,7 +271,7 @@ def check_rewards(collector: RolloutCollector) -> str:
     request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, collector.seed)
     rewards = sample_and_score(collector.engine, collector.task, scorer, request).rewards
     warning = scorer.failures(collector.ranks, WHEN)[1]
-    if collector.needs_binary:
+    if collector.needs.binary:
         check_binary(rewards.nan_to_num().view(len(prompts), NUM_ROLLOUTS), prompts, WHEN)
     return warning
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
+from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext, build_evaluator
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
@@ -164,6 +165,7 @@ class RunLoop:
             for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
                 self.files.write("eval_prompts", prompt)
         record = self.progress.evaluations[step] = evaluation.record()
+        score = score_of(self.progress.evaluations.values())
         rates = scorer.pop_metrics().over(self.ranks)
         self.files.write("eval", {"step": step, **record, **rates})
         is_whole = evaluator.num_prompts == self.evaluator.num_prompts
@@ -172,7 +174,7 @@ class RunLoop:
         self.files.write_samples(kept.records, step)
         self.screen.info(
             f"step {step}: "
-            + "  ".join(f"pass@{k} {p:.3f}" for k, p in evaluation.pass_at_k.items())
+            + "  ".join(f"{label_of(score, k)} {x:.3f}" for k, x in record[score].items())
             + f"  ({evaluator.num_prompts} of {self.evaluator.num_prompts} prompts)"
             * (not is_whole)
         )

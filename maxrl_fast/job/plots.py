@@ -3,6 +3,8 @@ from typing import Any
 
 from torch import Tensor
 
+from maxrl_fast.evaluation.scores import PASS, score_of
+
 
 def draw_curves(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
@@ -32,14 +34,18 @@ def draw_curves(
     shades = ("0.65", "tab:blue")
     # those on a part of the prompts are not comparable
     whole = [x for x in evaluations if x["num_prompts"] == evaluations[0]["num_prompts"]]
-    first_and_last = [*whole[:1], *whole[1:][-1:]]
+    first_and_last, score = [*whole[:1], *whole[1:][-1:]], score_of(whole)
     for record, shade in zip(first_and_last, shades, strict=False):
-        ks = [int(k) for k in record["pass_at_k"]]
+        values = record.get(score, record[PASS])
+        ks = [int(k) for k in values]
         when = f"step {record['step']}" if record["step"] else "before (warm start)"
-        passes.plot(ks, list(record["pass_at_k"].values()), marker="o", color=shade, label=when)
+        passes.plot(ks, list(values.values()), marker="o", color=shade, label=when)
         passes.set_xscale("log", base=2)
         passes.set_xticks(ks, [str(k) for k in ks])
-    passes.set(title="pass@k on held-out prompts", xlabel="k", ylabel="fraction", ylim=(0, 1))
+    if score == PASS:
+        passes.set(title="pass@k on held-out prompts", xlabel="k", ylabel="fraction", ylim=(0, 1))
+    else:
+        passes.set(title="max@k on held-out prompts", xlabel="k", ylabel="mean of the best reward")
     if evaluations:
         passes.legend(loc="lower right")
     for axes in (reward, passes, entropy, length):

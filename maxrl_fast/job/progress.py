@@ -29,8 +29,9 @@ class Progress:
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:
-        """Return whether the evaluation at `step` has a higher pass@1 than every earlier one. One
-        on a part of the prompts is not comparable, and never the best.
+        """Return whether the evaluation at `step` has a higher mean reward than every earlier one;
+        for rewards of 0 and 1 it is pass@1. One on a part of the prompts is not comparable, and
+        never the best.
         """
         size, rate = self._size_and_rate(step)
         earlier = [self._size_and_rate(at) for at in self.evaluations if at < step]
@@ -38,7 +39,7 @@ class Progress:
 
     def _size_and_rate(self, step: int) -> tuple[int, float]:
         record = self.evaluations[step]
-        return record["num_prompts"], record["pass_at_k"]["1"]
+        return record["num_prompts"], record.get("max_at_k", record["pass_at_k"])["1"]
 
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "Progress":

@@ -16,7 +16,8 @@ from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config
 
-PASS_AT_K = r"^eval/pass_at_\d+$"  # one chart in TensorBoard's "Custom scalars", a line for each k
+# charts in TensorBoard's "Custom scalars", with a line for each k
+CHARTS = {name: ["Multiline", [rf"^eval/{name[:-2]}_at_\d+$"]] for name in ("pass@k", "max@k")}
 MOST_CHARACTERS = 2000  # shown of a prompt or a response
 
 
@@ -34,7 +35,7 @@ class TensorBoard:
     def __init__(self, folder: Path, options: Mapping[str, Any], name: str, purge_step: int = 0):
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._add(summary_v2.hparams_pb(dict(options), trial_id=name), 0)
-        self._writer.add_custom_scalars({"evaluation": {"pass@k": ["Multiline", [PASS_AT_K]]}})
+        self._writer.add_custom_scalars({"evaluation": CHARTS})
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, number in numbers.items():

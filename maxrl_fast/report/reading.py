@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.scores import MAX, PASS, score_of
 from maxrl_fast.report.samples import Thinned, read_samples, sample_of
 from maxrl_fast.report.values import Number, finite, text_of
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
@@ -44,7 +45,8 @@ class Folder:
     eval_steps: list[int] = field(default_factory=list)
     # by column, one number per evaluation
     eval_metrics: dict[str, list[Number]] = field(default_factory=dict)
-    # for each evaluation: step, and rows of k, pass@k, low, high
+    score: str = PASS  # or MAX
+    # for each evaluation: step, and rows of k, score, low, high
     coverage: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     points: dict[str, list[Any]] = field(
@@ -107,8 +109,9 @@ def _read_run(path: Path, folder: Folder) -> None:
     whole = [i for i, size in enumerate(sizes) if size == max(sizes)]
     folder.eval_steps = [steps[i] for i in whole]
     folder.eval_metrics = {name: [values[i] for i in whole] for name, values in columns.items()}
+    folder.score = score_of([records[i] for i in whole])
     for i in whole:
-        if rows := coverage_rows(records[i].get("pass_at_k")):
+        if rows := coverage_rows(records[i].get(folder.score, records[i].get(PASS))):
             folder.coverage.append({"step": steps[i], "rows": rows})
     _read_weight(path, folder)
     _read_pass_rates(path, folder)
@@ -122,7 +125,8 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
     record = _object(path / "eval.json", folder, EVALUATION_BYTES)
     wanted = f"{printable(path / 'eval.json')} must hold pass@k of an evaluation as numbers by k"
     try:
-        rows = coverage_rows(record.get("coverage")) or coverage_rows(record.get("pass_at_k"))
+        rows = coverage_rows(record.get("coverage")) or coverage_rows(record.get(PASS))
+        folder.score = MAX if record.get("score") == MAX else PASS
         if not rows:
             raise ValueError(*folder.notes[-1:])
         folder.coverage = [{"step": None, "rows": rows}]
@@ -206,7 +210,7 @@ def _is_number(value: Any) -> bool:
 
 
 def coverage_rows(passes: Any) -> list[list[Number]]:
-    """Return rows [k, pass@k, low, high] by ascending k, from {k: pass@k} (no interval) or {k:
+    """Return rows [k, score, low, high] by ascending k, from {k: score} (no interval) or {k:
     {"mean", "low", "high"}}.
     """
     rows = dict[int, list[Number]]()

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Annotated
 
 import torch
@@ -17,11 +18,49 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
-from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.policy_reward import PolicyReward
 from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an objective needs."""
+
+    reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
+    greedy: bool = False  # the reward of the greedy response to each prompt
+    binary: bool = False  # rewards of 0 or 1
+    parts: bool = False  # each of several rewards, not only their sum
+    texts: bool = False  # the responses as text
+    components: bool = False  # the components of the rewards of all ranks
+    # the reward is the probability of the reference answer, which replaces each response's own
+    answers: bool = False
+    token_weights: bool = False  # a factor per token in the loss
+    # a value function V of the state before each token, trained with the policy
+    critic: bool = False
+    logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
+
+
+@dataclass(frozen=True)
+class LengthPenalty:
+    """DAPO's length penalty (Yu et al. 2025, section 3.4, eq. 13), as in verl's reward manager:
+
+        min(0, factor (limit - buffer - length) / buffer)
+
+    It is 0 up to limit - buffer tokens and falls linearly to -factor at the limit, the length of
+    the longest response.
+    """
+
+    limit: int
+    buffer: int
+    factor: float = 1.0
+
+    def __call__(self, lengths: Tensor) -> Tensor:
+        """Return the penalty (<= 0) of each length, float32 of the same shape."""
+        return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(
+            0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -88,12 +127,9 @@ class RolloutCollector:
         num_prompts, num_rollouts: G and N.
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step;
             1: no dynamic sampling.
-        needs_greedy: whether the greedy response to each prompt is scored too.
-        needs_parts: whether each of several rewards is kept too; not with dynamic sampling.
-        needs_texts, needs_components: whether every rank gets the text and the reward's components
-            of each response.
-        policy_reward: scores the responses instead of the scorer; not with needs_greedy or
-            needs_parts.
+        needs: of the objective; parts not with dynamic sampling.
+        policy_reward: scores the responses instead of the scorer; not where the objective needs
+            greedy responses or parts.
         length_penalty: added to the rewards that the objective sees.
         make_prompts: returns training prompts, given the first index and the count; None: the task
             makes them.
@@ -108,11 +144,7 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     max_batches: int = 1
-    needs_greedy: bool = False
-    needs_binary: bool = False
-    needs_parts: bool = False
-    needs_texts: bool = False
-    needs_components: bool = False
+    needs: Needs = Needs()
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
@@ -167,9 +199,9 @@ class RolloutCollector:
 
     def _with_texts(self, batch: RolloutBatch) -> RolloutBatch:
         """Add the texts and all ranks' components, if the objective needs them."""
-        if self.needs_texts:
+        if self.needs.texts:
             batch = replace(batch, texts=tuple(response_texts(self.task, batch.raw_rollouts)))
-        if not self.needs_components:
+        if not self.needs.components:
             return batch
         components: list[dict[str, float]] = [{} for _ in range(len(batch.raw_rollouts))]
         own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
@@ -197,7 +229,7 @@ class RolloutCollector:
 
     def _sample(self, step: int, first_prompt: int, of_rewards: MetricAccumulator) -> RolloutBatch:
         """Return one batch; add the metrics of its rewards to `of_rewards`."""
-        clock, ranks, scorer = self.clock, self.ranks, self.scorer
+        clock, ranks, scorer, needs = self.clock, self.ranks, self.scorer, self.needs
         first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
         seconds = -clock.total("rollout")
         with clock("rollout"):
@@ -211,55 +243,56 @@ class RolloutCollector:
             rollouts = ranks.gather(sampled.rollouts)
             check_finite(rollouts, prompts, step)
         seconds += clock.total("rollout")
-        if self.policy_reward is not None:
-            return self._by_policy(self.policy_reward, step, prompts, rollouts, seconds, of_rewards)
+        of_rank = slice(first * self.num_rollouts, (first + own) * self.num_rollouts)
+        learned, answer_lengths, greedy_rewards = rollouts, None, None
         with clock("reward"):
-            rewards = ranks.concatenate(sampled.rewards).view(len(prompts), self.num_rollouts)
-        before, after = first * self.num_rollouts, (first + own) * self.num_rollouts
-        parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
-        parts[before:after] = sampled.components
-        terms = self._each_reward(rewards, sampled.components) if self.needs_parts else None
+            if self.policy_reward is not None:
+                scores = self.policy_reward.score(prompts, rollouts)
+                rewards, components = scores.rewards, tuple(scores.components[of_rank])
+                learned, answer_lengths = scores.answered, scores.answer_lengths
+                for name, value in chain.from_iterable(map(dict.items, components)):
+                    of_rewards.add(f"reward/{name}", value)
+            else:
+                rewards, components = ranks.concatenate(sampled.rewards), sampled.components
+        rewards = rewards.view(len(prompts), self.num_rollouts)
+        terms = self._each_reward(rewards, components) if needs.parts else None
         of_rewards.update(scorer.pop_metrics())
-        greedy_rewards = None
-        if self.needs_greedy:
+        if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy)
-            greedy = self._sample_and_score(one)
-            greedy_rewards = ranks.concatenate(greedy.rewards)
+            greedy_rewards = ranks.concatenate(self._sample_and_score(one).rewards)
             # as if all had failed
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
-        batch = self._checked(step, prompts, rollouts, rewards, greedy_rewards, seconds)
-        weights = tuple(scorer.weights.values())
-        return replace(batch, components=tuple(parts), reward_terms=terms, term_weights=weights)
+        failed, warning = scorer.failures(ranks, f"step {step}")
+        known = rewards.nan_to_num() if warning else rewards
+        check_rewards(known, prompts, step)
+        if needs.binary:
+            check_binary(known, prompts, f"step {step}")
+        parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
+        parts[of_rank] = components
+        return RolloutBatch(
+            prompts=prompts,
+            rollouts=learned,
+            step=step,
+            raw_rollouts=rollouts,
+            task_rewards=known,
+            rewards=known,
+            # samples without a reward are left out of their group
+            valid=~rewards.isnan() if warning else None,
+            greedy_rewards=greedy_rewards,
+            all_rewards=rewards,
+            num_tokens=len(rollouts.tokens),
+            rollout_seconds=seconds,
+            metrics={f"reward_{kind}": count for kind, count in failed.items()},
+            warning=warning,
+            components=tuple(parts),
+            reward_terms=terms,
+            term_weights=tuple(scorer.weights.values()),
+            answer_lengths=answer_lengths,
+        )
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
         return sample_and_score(self.engine, self.task, scorer, request, self.clock)
-
-    def _by_policy(
-        self,
-        reward: PolicyReward,
-        step: int,
-        prompts: Prompts,
-        rollouts: Rollouts,
-        rollout_seconds: float,
-        of_rewards: MetricAccumulator,
-    ) -> RolloutBatch:
-        with self.clock("reward"):
-            scores = reward.score(prompts, rollouts)
-        first, own = self.ranks.part(self.num_prompts)
-        start, stop = first * self.num_rollouts, (first + own) * self.num_rollouts
-        for parts in scores.components[start:stop]:
-            for name, value in parts.items():
-                of_rewards.add(f"reward/{name}", value)
-        rewards = scores.rewards.view(len(prompts), self.num_rollouts)
-        batch = self._checked(step, prompts, rollouts, rewards, None, rollout_seconds)
-        parts_of_all = tuple(
-            parts if start <= s < stop else {} for s, parts in enumerate(scores.components)
-        )
-        learned = rollouts if scores.answered is None else scores.answered
-        return replace(
-            batch, rollouts=learned, components=parts_of_all, answer_lengths=scores.answer_lengths
-        )
 
     def _each_reward(self, rewards: Tensor, components: Sequence[dict[str, float]]) -> Tensor:
         """Return the values [G, N, R] of each reward; NaN if it does not apply."""
@@ -267,39 +300,6 @@ class RolloutCollector:
         # [S, R]
         values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))
         return values.view(*rewards.shape, -1)
-
-    def _checked(
-        self,
-        step: int,
-        prompts: Prompts,
-        rollouts: Rollouts,
-        rewards: Tensor,
-        greedy_rewards: Tensor | None,
-        seconds: float,
-    ) -> RolloutBatch:
-        failed, warning = self.scorer.failures(self.ranks, f"step {step}")
-        # samples without a reward are left out of their group
-        valid = ~rewards.isnan() if warning else None
-        known = rewards.nan_to_num() if warning else rewards
-        check_rewards(known, prompts, step)
-        if self.needs_binary:
-            check_binary(known, prompts, f"step {step}")
-        return RolloutBatch(
-            prompts=prompts,
-            rollouts=rollouts,
-            step=step,
-            raw_rollouts=rollouts,
-            task_rewards=known,
-            rewards=known,
-            valid=valid,
-            greedy_rewards=greedy_rewards,
-            all_rewards=rewards,
-            num_tokens=len(rollouts.tokens),
-            rollout_seconds=seconds,
-            metrics={f"reward_{kind}": count for kind, count in failed.items()},
-            warning=warning,
-            components=(),
-        )
 
 
 def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:

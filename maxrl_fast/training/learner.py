@@ -405,11 +405,6 @@ class Learner:
         if self.reference is not None and self.copies_policy:
             self.reference.load_state_dict(self.model.state_dict())
 
-    def restart_from_reference(self) -> None:
-        """Copy the current policy into the reference policy, and clear the optimizer's moments."""
-        self.set_reference()
-        self.optimizer.state.clear()
-
     def zero_gradients(self) -> None:
         zero_gradients(self.model)
 

@@ -8,7 +8,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_token_logprobs
-from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.records import Prompts, Rollouts, pack, unpack
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
@@ -86,15 +86,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str
     )
     prompts = Prompts(tokens, cu_seqlens, torch.zeros(1, dtype=torch.int64)).to(device)
     rollouts = engine.generate(RolloutRequest(prompts, 2, Sampling(1.0, 8, ())))
-    responses = rollouts.tokens.split(rollouts.lengths.tolist())
-    if isinstance(policy, HuggingFacePolicy):
-        logits = (policy.own_logits(torch.cat([prompts.tokens, x]))[0] for x in responses)
-        pairs = zip(logits, responses, strict=True)
-        own = torch.cat([_of(z[len(tokens) - 1 : -1], response) for z, response in pairs])
-    else:
-        own = _logprobs(
-            policy, [tokens.tolist()], [response.tolist() for response in responses], device
-        )
+    own = _logprobs(policy, [tokens.tolist()], unpack(rollouts.tokens, rollouts.lengths), device)
     policy.reshard()
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.learner import UpdateMetrics
+from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 
 def step_metrics(
@@ -44,13 +44,13 @@ def step_metrics(
     def over_updates(name: str) -> float:
         return sum(getattr(update, name) for update in updates) / len(updates)
 
-    def over_targets(
-        name: str, updates: Sequence[UpdateMetrics] = updates, otherwise: float = 0.0
-    ) -> float:
-        num_targets = sum(update.num_targets for update in updates)
-        if num_targets:
-            return sum(getattr(update, name) for update in updates) / num_targets
-        return otherwise
+    def over_targets(name: str) -> float:
+        # In later updates the policy has changed, which would look like an error of the rollout
+        # engine.
+        read = updates[:1] if name == "logprob_diff" else updates
+        if num_targets := sum(update.num_targets for update in read):
+            return sum(getattr(update, name) for update in read) / num_targets
+        return float(name == "ratio")
 
     names = dict.fromkeys(name for update in updates for name in update.own)
     own = {name: [update.own[name] for update in updates if name in update.own] for name in names}
@@ -66,14 +66,7 @@ def step_metrics(
         "step": batch.step,
         **host_numbers(means),
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
-        "ratio": over_targets("ratio", otherwise=1.0),
-        "ratio_clamped": over_targets("ratio_clamped"),
-        "clipped_low": over_targets("clipped_low"),
-        "clipped_high": over_targets("clipped_high"),
-        "kl": over_targets("kl"),
-        # In later updates the policy has changed, which would look like an error of the rollout
-        # engine.
-        "logprob_diff": over_targets("logprob_diff", updates[:1]),
+        **{name: over_targets(name) for name in TOKEN_METRICS},
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),
         "tokens_shared": 1 - computed / alone if alone else 0.0,

@@ -33,8 +33,7 @@ class Answered:
 class AnswerScores:
     rewards: Tensor  # [S] float32
     components: list[dict[str, float]]  # [S]
-    # S responses that VeriFree trains on; only for the reward "probability"
-    answered: Rollouts | None = None
+    answered: Rollouts  # S responses that are trained on: other ones for "probability" (VeriFree)
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
     answer_lengths: Tensor | None = None
 
@@ -83,15 +82,13 @@ class PolicyReward:
         leads = torch.tensor([float(a.leads) for a in answered], device=sums.device)
         parts = {"answer_logprob": sums, "answer_leads": leads}
         if self.kind != "rlpr":
-            return AnswerScores(
-                sums if self.kind == "logprob" else sums / lengths, _components(parts)
-            )
+            rewards = sums if self.kind == "logprob" else sums / lengths
+            return AnswerScores(rewards, _components(parts), rollouts)
         probability = sequence_sums(logprobs.exp(), lengths) / lengths
         alone = self._alone(prompts).repeat_interleave(len(rollouts) // len(prompts))
         rewards = (1 - _FORMAT_SHARE) * (probability - alone).clamp_min(0.0) + _FORMAT_SHARE * leads
-        return AnswerScores(
-            rewards, _components(parts | {"answer_prob": probability, "answer_prob_alone": alone})
-        )
+        parts |= {"answer_prob": probability, "answer_prob_alone": alone}
+        return AnswerScores(rewards, _components(parts), rollouts)
 
     def _alone(self, prompts: Prompts) -> Tensor:
         """Return the mean token probability [G] of each prompt's answer without any reasoning."""

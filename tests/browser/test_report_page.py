@@ -335,11 +335,7 @@ def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
 def test_a_run_without_evaluations_and_samples(show, tmp_path):
     write_run(tmp_path / "run")
     for name in (
-        "eval.jsonl",
-        "samples.jsonl",
-        "rollouts.jsonl",
-        "pass_rates.jsonl",
-        "diagnostics.jsonl",
+        *"eval.jsonl samples.jsonl rollouts.jsonl pass_rates.jsonl diagnostics.jsonl".split(),
     ):
         (tmp_path / "run" / name).unlink()
     page = show(tmp_path / "run")

@@ -10,9 +10,10 @@ import torch
 from maxrl_fast.evaluation import coverage
 from maxrl_fast.evaluation.coverage import (
     bootstrap,
-    coverage_curve,
     majority_at_k,
     max_at_k,
+    max_curve,
+    outcomes,
     pass_at_k,
     powers_of_two,
     samples_to_match,
@@ -38,11 +39,11 @@ def test_pass_at_k_is_precise_for_many_samples():
 
 
 def test_a_k_out_of_range_is_refused():
-    with pytest.raises(ValueError, match="pass@k of 8 samples needs 1 <= k <= 8, got 9"):
+    with pytest.raises(ValueError, match="from 1 to the 8 samples of a prompt, got 9"):
         pass_at_k(8, torch.tensor([1]), 9)
-    with pytest.raises(ValueError, match="max@k of 3 samples needs 1 <= k <= 3, got 0"):
+    with pytest.raises(ValueError, match="got 0"):
         max_at_k(torch.ones(2, 3), 0)
-    with pytest.raises(ValueError, match="maj@k of 3 samples needs 1 <= k <= 3, got 4"):
+    with pytest.raises(ValueError, match="got 4"):
         majority_at_k(
             torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), [1, 4], 0
         )
@@ -52,17 +53,14 @@ def test_powers_of_two():
     assert [powers_of_two(n) for n in (1, 2, 5, 16)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8, 16]]
 
 
-def test_the_curve_is_the_mean_of_pass_at_k_at_every_k():
-    correct = torch.tensor([0, 3, 3, 7, 1])
-    expected = [
-        sum(brute_force.pass_at_k(7, c, k) for c in correct.tolist()) / 5 for k in range(1, 8)
-    ]
-    torch.testing.assert_close(
-        coverage_curve(7, correct),
-        torch.tensor([float(x) for x in expected], dtype=torch.float64),
-        rtol=1e-12,
-        atol=0,
-    )
+def test_the_curve_is_the_mean_at_every_k():
+    counts = [0, 3, 3, 7, 1]
+    expected = [sum(brute_force.pass_at_k(7, c, k) for c in counts) / 5 for k in range(1, 8)]
+    curve = max_curve(outcomes(7, torch.tensor(counts)))
+    assert curve.tolist() == pytest.approx([float(x) for x in expected], rel=1e-12)
+    rewards = torch.tensor([[-3.0, 2.5, 0.5, 2.5], [1.0, -1.0, 7.0, 0.0]])
+    expected = [float(max_at_k(rewards, k).mean()) for k in range(1, 5)]
+    assert max_curve(rewards).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 # with ties
@@ -203,4 +201,5 @@ def test_samples_to_match_equals_a_direct_search():
             Fraction(1),
         ):
             expected = next((k for k, value in enumerate(curve, start=1) if value >= target), None)
-            assert samples_to_match(n, torch.tensor(counts), float(target)) == expected
+            values = max_curve(outcomes(n, torch.tensor(counts)))
+            assert samples_to_match(values, float(target)) == expected

@@ -156,7 +156,7 @@ def test_verls_remax_and_gdpo_agree():
 def test_verls_dapo_reward_manager_has_our_length_penalty():
     from verl.workers.reward_manager.dapo import DAPORewardManager
 
-    from maxrl_fast.training.length_penalty import LengthPenalty
+    from maxrl_fast.training.collect import LengthPenalty
 
     class Tokenizer:
         eos_token = "."

@@ -87,26 +87,16 @@ def test_a_stopped_run_resumes_bitwise(name, tmp_path, monkeypatch, capfd):
     _, found = AutoModelForCausalLM.from_pretrained(latest, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     out = tmp_path / "evaluated"
-    assert (
-        evaluate.main(
-            [str(latest), *"--eval-prompts 4 --samples 2 --out".split(), str(out), "--threads", "1"]
-        )
-        == 0
-    )
+    flags = f"--threads 1 --eval-prompts 4 --samples 2 --out {out}"
+    assert evaluate.main([str(latest), *flags.split()]) == 0
     assert json.loads((out / "eval.json").read_text())["checkpoint"].endswith("step-000004")
 
 
 def test_adapters_are_saved_as_peft_reads_them(tmp_path, capsys):
     """peft computes W + (alpha / r) B A, with A and B under these names."""
     start = model("gemma2", tmp_path / "model")
-    assert (
-        run(
-            start,
-            tmp_path / "run",
-            *"--lora-rank 2 --lora-alpha 6 --lora-targets q_proj,down_proj".split(),
-        )
-        == 0
-    )
+    flags = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj,down_proj"
+    assert run(start, tmp_path / "run", *flags.split()) == 0
     latest = tmp_path / "run" / "latest"
     config = json.loads((latest / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 2, 6.0)

@@ -636,19 +636,8 @@ def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(whole, 
     for name in ("config.json", "generation_config.json"):
         wanted[name] = json.loads((start / name).read_text()) | added
         (start / name).write_text(json.dumps(wanted[name]))
-    assert (
-        train.main(
-            [
-                *SMALL,
-                "--out",
-                str(out),
-                *"--task maze --model".split(),
-                str(start),
-                *"--sft-steps 0 --steps 1".split(),
-            ]
-        )
-        == 0
-    )
+    flags = f"--out {out} --task maze --model {start} --sft-steps 0 --steps 1"
+    assert train.main([*SMALL, *flags.split()]) == 0
     shutil.rmtree(start)
     assert train.main(["--resume", str(out), "--steps", "2", "--allow-changes"]) == 0
     for step in (0, 1, 2):
@@ -704,7 +693,7 @@ def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkey
     assert (tmp_path / "run" / "best").resolve().name == "step-000003"
 
 
-def test_the_best_evaluation_is_the_earliest_with_the_highest_pass_at_1():
+def test_the_best_evaluation_is_the_earliest_with_the_highest_mean_reward():
     """One on a part of the prompts, at steps 3 and 5, is never the best."""
     passes = {0: 0.5, 2: 0.5, 3: 0.9, 4: 0.7, 5: 0.95, 6: 0.6, 8: 0.7}
     progress = Progress(
@@ -714,6 +703,8 @@ def test_the_best_evaluation_is_the_earliest_with_the_highest_pass_at_1():
         }
     )
     assert [step for step in passes if progress.is_best(step)] == [0, 4]
+    progress.evaluations[8]["max_at_k"] = {"1": 3.5}  # of rewards other than 0 and 1
+    assert progress.is_best(8)
 
 
 def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, capfd, monkeypatch):

@@ -24,7 +24,7 @@ from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.texts import response_texts
-from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.collect import Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from tests.random_episodes import CountingEngine, CountingTask, num_turns, played, rollouts_of
@@ -81,13 +81,15 @@ def test_one_turn_at_most():
 
 def test_a_threshold_makes_the_rewards_binary():
     task = CountingTask({(0, 0)})
-    batch = collector_of(task, Scorer(task, None, threshold=0.9), needs_binary=True).collect(1, 0)
+    batch = collector_of(task, Scorer(task, None, threshold=0.9), needs=Needs(binary=True)).collect(
+        1, 0
+    )
     assert batch.rewards.tolist() == [[0, 0], [0, 1], [1, 0]]
 
 
 def test_greedy_episodes_whose_environment_failed_leave_their_group_out():
     task = CountingTask({(1, 0)})
-    batch = collector_of(task, needs_greedy=True).collect(1, 0)
+    batch = collector_of(task, needs=Needs(greedy=True)).collect(1, 0)
     assert task.events == ["finish", "finish"]
     greedy = [pytest.approx(num_turns(i, 0) / 3) for i in range(G)]
     assert batch.greedy_rewards.tolist()[::2] == greedy[::2]
@@ -100,7 +102,7 @@ def test_greedy_episodes_whose_environment_failed_leave_their_group_out():
 def test_dynamic_sampling_keeps_the_insertions_of_the_chosen_groups():
     """Groups whose two samples fail alike are replaced."""
     task = CountingTask({(0, 1), (1, 0), (1, 1)})
-    batch = collector_of(task, max_batches=3, needs_texts=True).collect(1, 0)
+    batch = collector_of(task, max_batches=3, needs=Needs(texts=True)).collect(1, 0)
     ids = batch.prompts.ids.tolist()
     assert ids == [2, 3, 4]
     episodes = [played(i, n, 3) for i in ids for n in range(N)]

@@ -11,7 +11,7 @@ from maxrl_fast.rewards import RewardSource, Scores
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import RolloutCollector, is_mixed
+from maxrl_fast.training.collect import Needs, RolloutCollector, is_mixed
 from tests.job.test_resume import resumes_bitwise
 from tests.test_train import base, read
 
@@ -76,7 +76,7 @@ def collected(table, num_batches, first=0, needs_greedy=False):
         num_prompts=2,
         num_rollouts=2,
         max_batches=max(num_batches, 1),
-        needs_greedy=needs_greedy,
+        needs=Needs(greedy=needs_greedy),
     )
     return collector.collect(3, first)
 
@@ -173,7 +173,7 @@ def test_components_stay_with_their_rollouts_when_groups_are_replaced():
         num_prompts=2,
         num_rollouts=2,
         max_batches=5,
-        needs_greedy=True,  # whose components are not those of the rollouts
+        needs=Needs(greedy=True),  # whose components are not those of the rollouts
     ).collect(3, 0)
     assert step.prompts.ids.tolist() == [1, 3]
     assert step.components == tuple(

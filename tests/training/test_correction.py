@@ -122,14 +122,10 @@ def test_an_engine_that_equals_the_policy_has_weights_of_1_and_no_mask(name):
 def test_weights_that_are_all_0_have_no_sample_size():
     rollouts, _ = disturbed(model := tiny_decoder())
     correction = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True)
-    metrics = correction.apply(
-        collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)
-    ).metrics
-    assert (
-        metrics["importance_weight"],
-        metrics["importance_bounded"],
-        metrics["importance_sample_size"],
-    ) == (0.0, 1.0, 0.0)
+    batch = collected(Samples(PROMPTS, rollouts), REWARDS)
+    metrics = correction.apply(batch, learner(model)).metrics
+    nothing = {"importance_weight": 0.0, "importance_bounded": 1.0, "importance_sample_size": 0.0}
+    assert nothing.items() <= metrics.items()
 
 
 class Collector:

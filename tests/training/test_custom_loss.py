@@ -52,12 +52,8 @@ def test_a_loss_of_a_file_one_of_a_module_and_sapo_train_alike_and_a_changed_fil
     job = [*base()[2:], *CHAIN, "--objective", "grpo", "--steps", "2", "--updates-per-step", "2"]
     for name, loss in names.items():
         options = ["tau_positive=.8", "tau_negative=.8"] if name == "sapo" else ["tau=.8"]
-        assert (
-            train.main(
-                [*job, "--loss", loss, "--loss-options", *options, "--out", str(tmp_path / name)]
-            )
-            == 0
-        )
+        flags = ["--loss", loss, "--loss-options", *options, "--out", str(tmp_path / name)]
+        assert train.main([*job, *flags]) == 0
         assert json.loads((tmp_path / name / "config.json").read_text())["loss"] == loss
     file, module, sapo = (
         (tmp_path / name / "latest" / "model.safetensors").read_bytes() for name in names

@@ -10,9 +10,9 @@ import torch
 from maxrl_fast.ops import pacs_loss
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.training.collect import LengthPenalty
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.length_penalty import LengthPenalty
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
 from maxrl_fast.training.objectives.registry import make_objective

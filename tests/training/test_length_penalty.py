@@ -9,8 +9,7 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build_task import build_length_penalty
 from maxrl_fast.records import Rollouts, Samples, pack
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.collect import RolloutCollector
-from maxrl_fast.training.length_penalty import LengthPenalty
+from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
 from tests.batches import collected, make_prompts
 from tests.tables import refused
 

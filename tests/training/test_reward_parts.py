@@ -45,7 +45,7 @@ def collect(first, second, needs_parts=True):
     sizes = {"num_prompts": 2, "num_rollouts": 3}
     scorer = Scorer(task, source)
     return RolloutCollector(
-        task, NumberedEngine(), scorer, sampling, **sizes, needs_parts=needs_parts
+        task, NumberedEngine(), scorer, sampling, **sizes, needs=Needs(parts=needs_parts)
     ).collect(1, 0)
 
 

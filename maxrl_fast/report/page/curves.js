@@ -2,7 +2,7 @@
 
 const EVALUATED = 'eval ';
 const DEFAULT_CURVES = [
-  'reward_mean', 'frac_prompts_solved', 'frac_groups_zero_variance', `${EVALUATED}pass@1`, 'entropy', 'response_length_mean', 'truncated',
+  'reward_mean', 'frac_prompts_solved', 'frac_groups_zero_variance', `${EVALUATED}pass@1`, `${EVALUATED}mean reward`, 'entropy', 'response_length_mean', 'truncated',
   'grad_norm', 'loss', 'kl', 'logprob_diff', 'tokens_per_second',
 ];
 const MEANINGS = {

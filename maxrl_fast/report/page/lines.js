@@ -1,5 +1,9 @@
 // What the charts draw: a line for each run, or for the seeds of one configuration their mean with its standard error.
 
+// What evaluations are shown by: pass@k, or the mean reward and max@k if a run has rewards other than 0 and 1.
+let score = 'pass@k';
+const scoreName = (k) => (score === 'pass@k' ? `pass@${k}` : k === 1 ? 'mean reward' : `max@${k}`);
+
 /** Returns every curve of a run: key -> {xs, ys}. */
 function curvesOf(run) {
   const curves = new Map();
@@ -8,7 +12,7 @@ function curvesOf(run) {
   const ks = [...new Set(run.coverage.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
   for (const k of ks) {
     const points = run.coverage.filter(({ rows }) => rows.some((row) => row[0] === k));
-    curves.set(`${EVALUATED}pass@${k}`, { xs: points.map(({ step }) => step), ys: points.map(({ rows }) => rows.find((row) => row[0] === k)[1]), sparse: true });
+    curves.set(`${EVALUATED}${scoreName(k)}`, { xs: points.map(({ step }) => step), ys: points.map(({ rows }) => rows.find((row) => row[0] === k)[1]), sparse: true });
   }
   for (const [key, ys] of Object.entries(run.eval_metrics)) curves.set(`${EVALUATED}${key}`, { xs: run.eval_steps, ys, sparse: true });
   return curves;

@@ -25,6 +25,10 @@ const ABOUT = {
 
 function start() {
   const data = JSON.parse(document.getElementById('data').textContent);
+  if (data.runs.some((run) => run.score === 'max_at_k')) {
+    score = 'max@k';
+    ABOUT.coverage = 'The best reward of k samples, on held-out prompts. Rewards are not only 0 and 1.';
+  }
   const runs = data.runs.map((run, index) => ({ ...run, index, curves: curvesOf(run), isShown: true }));
   const [low, high] = stepRange(runs);
   let sections = [];

@@ -68,9 +68,9 @@ function makeCoverage(body, app) {
     const values = shown.flatMap(({ evaluation }) => evaluation.rows.flatMap((row) => row.slice(1))).filter((value) => value !== null);
     const [, high] = niceRange(0, Math.max(...values, 0));
     drawChart(host, {
-      label: 'pass@k by k', height: 300, marks,
+      label: `${score} by k`, height: 300, marks,
       x: { kind: 'binary', low: ks[0], high: Math.max(ks[ks.length - 1], ks[0] * 2), title: 'k, samples per prompt', ticks: ks.filter((_, i) => i % Math.ceil(ks.length / 12) === 0) },
-      y: { kind: 'linear', low: Math.min(0, ...values), high: Math.min(high, Math.max(1, ...values)), title: 'pass@k' },
+      y: { kind: 'linear', low: Math.min(0, ...values), high: Math.min(high, Math.max(1, ...values)), title: score },
       find: (x) => {
         const k = ks[nearest(ks.map(Math.log2), Math.log2(x))];
         const rows = shown.flatMap(({ run, evaluation }) => {
@@ -79,16 +79,16 @@ function makeCoverage(body, app) {
           const interval = row[2] === null ? '' : `  [${short(row[2])}, ${short(row[3])}]`;
           return [{ run: run.index, name: `${run.name}${whenOf(evaluation)}`, text: exact(row[1]) + interval }];
         });
-        return { title: `pass@${k}`, rows };
+        return { title: scoreName(k), rows };
       },
     });
-    numbers.replaceChildren(table(['run', 'evaluation', ...ks.map((k) => `pass@${k}`)], shown.map(({ run, evaluation, role }) =>
+    numbers.replaceChildren(table(['run', 'evaluation', ...ks.map(scoreName)], shown.map(({ run, evaluation, role }) =>
       el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', { class: role }, whenOf(evaluation).replace(', ', '') || '–'),
         ks.map((k) => {
           const row = evaluation.rows.find((row) => row[0] === k) ?? [k, null, null, null];
           const interval = row[2] === null ? '' : ` ${row[2].toFixed(3)}–${row[3]?.toFixed(3)}`;
           return el('td', { class: 'number', title: exact(row[1]) }, row[1] === null ? '–' : row[1].toFixed(3), el('small', {}, interval));
-        }))), { class: 'numbers', label: 'pass@k as numbers' }));
+        }))), { class: 'numbers', label: `${score} as numbers` }));
   }
   return { render, moveStep: () => mode === 'step' && render() };
 }

@@ -9,24 +9,9 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.method import Method, Registry
 from maxrl_fast.algorithms.options import Refusal
+from maxrl_fast.training.collect import Needs as Needs
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-
-
-@dataclass(frozen=True)
-class Needs:
-    reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
-    greedy: bool = False  # the reward of the greedy response to each prompt
-    binary: bool = False  # rewards of 0 or 1
-    parts: bool = False  # each of several rewards, not only their sum
-    texts: bool = False  # the responses as text
-    components: bool = False  # the components of the rewards of all ranks
-    # the reward is the probability of the reference answer, which replaces each response's own
-    answers: bool = False
-    token_weights: bool = False  # a factor per token in the loss
-    # a value function V of the state before each token, trained with the policy
-    critic: bool = False
-    logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
 
 
 @dataclass

@@ -158,7 +158,8 @@ class _Step(ObjectiveStep):
         if isinstance(self.objective, PacsPaperObjective):
             interval = self.objective.ref_reset_interval
             if interval and self.batch.step % interval == 0:
-                self.learner.restart_from_reference()
+                self.learner.set_reference()
+                self.learner.optimizer.state.clear()  # Adam's moments
         metrics = self.metrics
         return host_numbers(
             {

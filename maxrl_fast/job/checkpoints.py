@@ -215,8 +215,8 @@ class Checkpoints:
     def _finish(self, directory: Path) -> None:
         self.newest = directory
         if self._ranks.is_first:
-            with _stored(f"{self.out / 'latest'} or config.json"):
-                replace_symlink(self.out / "latest", directory)
+            self._link("latest", directory)
+            with _stored(str(self.out / "config.json")):
                 self._files.write_config()  # options may have changed on resuming
             self._remove_old()
 
@@ -226,11 +226,11 @@ class Checkpoints:
             self.save(progress, learner)
             if self._ranks.is_first:
                 directory = self.out / "checkpoints" / progress.name
-                self._background.submit(lambda: self._point_best(directory))  # after the save
+                self._background.submit(lambda: self._link("best", directory))  # after the save
 
-    def _point_best(self, directory: Path) -> None:
-        with _stored(str(self.out / "best")):
-            replace_symlink(self.out / "best", directory)
+    def _link(self, name: str, directory: Path) -> None:
+        with _stored(str(self.out / name)):
+            replace_symlink(self.out / name, directory)
 
     def _remove_old(self) -> None:
         """Remove all checkpoints but the newest, the best, and the one after the warm start."""

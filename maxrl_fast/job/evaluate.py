@@ -22,6 +22,7 @@ from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
     Resample,
+    SampleTally,
     baseline_summary,
     contents_of,
     differences,
@@ -39,7 +40,6 @@ from maxrl_fast.evaluation.tables import (
     outcome_rows,
     summary_tables,
 )
-from maxrl_fast.evaluation.tally import SampleTally
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
@@ -101,8 +101,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         with open(samples, "w") as file, clock("checkpoint"):
             tally = SampleTally(task, diversity, file.write)
             evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
-        own = Outcome.of(source.name, settings, evaluation, tally)
-        other = baseline
+        own, other = Outcome.of(source.name, settings, evaluation, tally), baseline
         if isinstance(other, Policy):
             with _scorer(config, other.task) as its_scorer, clock("baseline"):
                 theirs = SampleTally(other.task, diversity)
@@ -118,34 +117,24 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
             screen.console.print(table)
         curves = {own.name: own} | ({f"{other.name} (baseline)": other} if other else {})
         _draw(config, curves, score, picture)
-        content = _provenance(config, source, task, settings, clock) | content
-        content["num_distinct_prompts"] = num_distinct
-        content |= scorer.pop_metrics().over(Ranks())
+        content = {
+            "checkpoint": str(source.checkpoint),
+            "name": source.name,
+            "run": None if source.run is None else str(source.run),
+            "task": task.name,
+            "options": config.flat(),
+            "settings": settings,
+            "versions": versions(),
+            "command": sys.argv,
+            "seconds": clock.seconds,
+            **content,
+            "num_distinct_prompts": num_distinct,
+            **scorer.pop_metrics().over(Ranks()),
+        }
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
     return 0
-
-
-def _provenance(
-    config: ResolvedEvaluationConfig,
-    source: Source,
-    task: Task,
-    settings: dict[str, Any],
-    clock: Stopwatch,
-) -> dict[str, Any]:
-    """Return for eval.json what was evaluated, how, and with which versions."""
-    return {
-        "checkpoint": str(source.checkpoint),
-        "name": source.name,
-        "run": None if source.run is None else str(source.run),
-        "task": task.name,
-        "options": config.flat(),
-        "settings": settings,
-        "versions": versions(),
-        "command": sys.argv,
-        "seconds": clock.seconds,
-    }
 
 
 @contextlib.contextmanager

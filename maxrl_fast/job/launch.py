@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
+from maxrl_fast.evaluation.scores import PASS, label_of, score_of
+from maxrl_fast.evaluation.tables import new_table
 from maxrl_fast.job.build import (
     RunContext,
     build_collector,
@@ -30,7 +33,6 @@ from maxrl_fast.job.build_policy import (
 )
 from maxrl_fast.job.build_task import build_scorer, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
-from maxrl_fast.job.closing_tables import closing_tables
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.loop import RunLoop
@@ -330,5 +332,32 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
     evaluations = list(loop.progress.evaluations.values())
     num_prompts = max((evaluation["num_prompts"] for evaluation in evaluations), default=0)
     whole = [x for x in evaluations if x["num_prompts"] == num_prompts]
-    closing_tables(screen, whole, seconds, loop.progress.tokens, files.listing())
+    if len(whole) > 1:
+        screen.console.print(evaluation_table(whole[0], whole[-1]))
+    screen.console.print(stage_table(seconds, loop.progress.tokens))
+    for name, path in files.listing().items():
+        screen.info(f"{name:<12}{path}")
     return ending
+
+
+def stage_table(seconds: dict[str, float], tokens: dict[str, int]) -> Table:
+    table = new_table("stage", "seconds", "share", "tokens/s")
+    total = sum(seconds.values())
+    for stage, value in seconds.items():
+        speed = f"{tokens[stage] / value:,.0f}" if tokens.get(stage) else ""
+        table.add_row(stage, f"{value:.1f}", f"{value / max(total, 1e-9):.0%}", speed)
+    table.add_row("total", f"{total:.1f}", "", "")
+    return table
+
+
+def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    score = score_of([before, after])
+    table = new_table("held-out prompts", "before", "after", "change")
+    for k, x in before.get(score, before[PASS]).items():
+        if (y := after.get(score, {}).get(k)) is not None:
+            table.add_row(label_of(score, k), f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
+    x, y = before["response_length_mean"], after["response_length_mean"]
+    table.add_row("response length, tokens", f"{x:.1f}", f"{y:.1f}", f"{y - x:+.1f}")
+    x, y = before["truncated"], after["truncated"]
+    table.add_row("truncated", f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
+    return table

@@ -15,8 +15,14 @@ from typing import Any, TypeVar
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import MAX, PASS, score_of
-from maxrl_fast.report.samples import Thinned, read_samples, sample_of
-from maxrl_fast.report.values import Number, finite, text_of
+from maxrl_fast.report.samples import (
+    Number,
+    Thinned,
+    finite,
+    read_samples,
+    sample_of,
+    text_of,
+)
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 
 FILE_BYTES = 1 << 30

@@ -157,9 +157,6 @@ class RolloutCollector:
 
         Dynamic sampling (DAPO, Yu et al. 2025) replaces groups whose known rewards are all equal.
         If it reaches its limit, some of these groups fill up the step.
-
-        Raises:
-            NonFiniteError, RewardError: naming the step and the prompt.
         """
         batches: list[RolloutBatch] = []
         errors = Counter[str]()

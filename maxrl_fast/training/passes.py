@@ -102,12 +102,6 @@ class Passes:
         return torch.stack([value.float() for value in values], 1)
 
     @torch.no_grad()
-    def of_batch(self, values: TokenValues, model: PolicyModel, batch: MicroBatch) -> Tensor:
-        """Return `values` [T, n] of a micro-batch's tokens."""
-        result = values(model, batch, run_batch(model, batch, self.dtype))
-        model.reshard()
-        return result
-
     def compute(
         self, values: TokenValues, model: PolicyModel, samples: Samples, *shares: Tensor
     ) -> Tensor:
@@ -120,7 +114,8 @@ class Passes:
         results = torch.zeros(0, device=device)
         for batch, is_padding, _ in chain.from_iterable(batches):
             if not is_padding or self.shares_weights or not results.numel():
-                computed = self.of_batch(values, model, batch)
+                computed = values(model, batch, run_batch(model, batch, self.dtype))
+                model.reshard()
                 if not results.numel():
                     results = torch.zeros(
                         len(samples.rollouts.tokens), computed.shape[1], device=device

@@ -60,9 +60,6 @@ class Trainer:
     ) -> StepRecord:
         """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets
         the batch before the first update.
-
-        Raises:
-            NonFiniteError, RewardError: naming the step and the prompt.
         """
         clock = self.clock
         learner, objective = self.learner, self.objective

@@ -13,7 +13,7 @@ from maxrl_fast.evaluation import evaluator
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.runtime.ranks import Ranks

@@ -13,7 +13,7 @@ from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.job.build_task import build_policy_reward
 from maxrl_fast.job.launch import check_rewards
 from maxrl_fast.job.rollout_records import rollout_records

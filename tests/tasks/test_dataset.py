@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast import train
 from maxrl_fast.evaluation.diversity import NGramDiversity
-from maxrl_fast.evaluation.tally import SampleTally
+from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS

@@ -49,12 +49,8 @@ class PpoObjective(Objective):
     V_(t+1) - V_t, r at the last token; the critic V: a copy of the policy with a value head,
     trained on A + V.
 
-    Token advantages come from gae.gae_advantages and are whitened over the step's tokens whose
-    reward is known. The critic learns the returns A + V, with A before whitening, after the policy
-    updates and on the same minibatches.
-
-    The learner takes an advantage per response, here 1, and a factor per token, here the token's
-    advantage.
+    Advantages are whitened over the step's tokens whose reward is known. The critic learns the
+    returns A + V, with A before whitening, after the policy updates and on the same minibatches.
     """
 
     gae_gamma: Annotated[

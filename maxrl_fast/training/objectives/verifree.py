@@ -24,12 +24,8 @@ class VerifreeObjective(Objective):
 
         A grad log pi(z | x) + R grad log pi(y* | x, z),
 
-    where z is the sampled reasoning, y* the reference answer, R = pi(y* | x, z) without a gradient,
-    and A the rloo advantage of R. The update trains on z + y* instead of the sampled response. A
-    response that does not lead to an answer has R = 0 and counts as z entirely.
-
-    The learner takes an advantage per response, here 1, or 0 if it has no gradient, and a factor
-    per token.
+    where R has no gradient and A is its rloo advantage. The update trains on z + y* instead of the
+    sampled response. A response that does not lead to an answer has R = 0 and counts as z entirely.
     """
 
     loss = "reinforce"

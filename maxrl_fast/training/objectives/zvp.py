@@ -26,12 +26,8 @@ class ZvpObjective(Objective):
     """grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t)
     where all r = 0, H_t its entropy, max over its response; alpha .1.
 
-    If all rewards of a group are 1, token t has the advantage alpha H_t; if all are 0, -alpha
-    (max_s H_s - H_t), with s over the tokens of its response. H_t is the entropy, in nats, of the
-    policy's distribution of token t. Other groups have the advantages of grpo, with its eps and
-    ddof.
-
-    The learner takes an advantage per response, here 1 or -1, and a factor per token.
+    H_t is the entropy, in nats, of the policy's distribution of token t. Other groups have the
+    advantages of grpo, with its eps and ddof.
     """
 
     alpha: Annotated[Positive, Help("Weight of the tokens' entropies, per nat.")] = 0.1

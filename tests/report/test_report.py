@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import effective_weight
-from maxrl_fast.report import main, reading, samples, values
+from maxrl_fast.report import main, reading, samples
 from maxrl_fast.report.page import KEY_OPTIONS
 from tests.browser.made_up import (
     HOSTILE,
@@ -334,7 +334,7 @@ def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):
 def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
     monkeypatch.setattr(samples, "SAMPLE_BYTES", 10_000)
     monkeypatch.setattr(reading, "MOST_POINTS", 10)
-    monkeypatch.setattr(values, "TEXT_LENGTH", 100)
+    monkeypatch.setattr(samples, "TEXT_LENGTH", 100)
     out = tmp_path / "run"
     write_run(out)
     made = [

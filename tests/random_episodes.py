@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Inserted, Rollouts
-from maxrl_fast.rewards import Failure, Scores
+from maxrl_fast.rewards import Failure, Scores, no_progress
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.maze import DONE, MazeTask
 
@@ -143,7 +143,7 @@ class CountingTask(MazeTask):
         super().__init__(5)
         self.failing, self.events = failing or set(), list[str]()
 
-    def environments(self, prompts, num_samples: int) -> CountingEpisodes:
+    def environments(self, prompts, num_samples, beat=no_progress) -> CountingEpisodes:
         ids = [i for i in prompts.ids.tolist() for _ in range(num_samples)]
         samples = [*range(num_samples)] * len(prompts)
         return CountingEpisodes(ids, samples, self.failing, [0] * len(ids), self.events)

@@ -11,6 +11,7 @@ from torch import Tensor
 from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import Prompts, Samples
+from maxrl_fast.rewards import Progress, no_progress
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
@@ -107,6 +108,7 @@ class Evaluator:
     chunk: int = 32
     ranks: Ranks = field(default_factory=Ranks)
     shares_engine: bool = False
+    beat: Progress = no_progress  # called while it samples and scores
 
     def evaluate(
         self, progress: Callable[[int], None] = lambda done: None, keep: Keep | None = None
@@ -129,7 +131,8 @@ class Evaluator:
             if own:
                 prompts = self.task.prompts(self.split, first, own).to(self.device)
             if own or self.shares_engine:
-                request = RolloutRequest(prompts, self.num_samples, self.sampling, self.seed)
+                asked = prompts, self.num_samples, self.sampling, self.seed
+                request = RolloutRequest(*asked, beat=self.beat)
                 sampled = sample_and_score(self.engine, self.task, self.scorer, request)
                 if own and keep:
                     keep(sampled, sampled.rewards, sampled.components)

@@ -214,4 +214,5 @@ def build_evaluator(context: RunContext) -> Evaluator:
         device=context.device,
         ranks=context.ranks,
         shares_engine=config.rollout.vllm_tensor_parallel > 1,
+        beat=context.clock.beat,
     )

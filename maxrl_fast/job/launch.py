@@ -187,7 +187,6 @@ class Job:
         given = config.reward, task, device, dtype, self.functions, ranks.size
         scorer = build_scorer(*given, output if ranks.is_first else None)
         clock = Stopwatch(saved.progress.seconds if saved else None)
-        scorer.beat = clock.beat
         objective = objective_of(config)
         whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
         return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]

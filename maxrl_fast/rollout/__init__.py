@@ -10,6 +10,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rewards import Progress, no_progress
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.tasks.episode import Environments
 
@@ -51,6 +52,7 @@ class RolloutRequest:
     seed: int = 0
     step: int = 0
     environments: Environments | None = None  # of the S = G N samples; None: a response is one turn
+    beat: Progress = no_progress  # called while samples are made, for --stall-limit
 
     @property
     def num_sequences(self) -> int:

@@ -145,7 +145,7 @@ class CpuDecoder:
         given = None
         if request.environments is None:
             while not generation.run(RUN_SECONDS):
-                pass
+                request.beat()
         else:
             turns = Turns(request, self.config.vocab_size)
 

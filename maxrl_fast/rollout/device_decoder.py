@@ -119,6 +119,7 @@ class _Job:
         self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
         self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
         self.keys = keys = request.keys()
+        self.beat = request.beat
         num_samples, device = request.num_samples, keys.device
         shape = (len(keys), self.sampling.max_new_tokens)
         self.results = {
@@ -146,6 +147,7 @@ class _Job:
         ahead: Callable[[], Tensor] | None = None
         running = 0
         while True:
+            self.beat()
             waiting = len(self.groups) - self.next_group
             slots = self._slots_to_fill(held, waiting)
             if self.turns is not None and held.any() and not active.any() and not len(slots):

@@ -27,6 +27,7 @@ class Turns:
     ):
         assert request.environments is not None
         self.environments, self.vocab_size = request.environments, vocab_size
+        self._beat = request.beat
         self.limit, self.max_turns = request.sampling.max_new_tokens, request.sampling.max_turns
         self.own = range(request.num_sequences) if own is None else own
         self._peers = peers or Ranks()
@@ -83,6 +84,7 @@ class Turns:
         """
         is_running = True
         while is_running or self.waiting:
+            self._beat()
             ended, is_running = sample_on()
             for sample, turn in ended:
                 self.submit(sample, turn)

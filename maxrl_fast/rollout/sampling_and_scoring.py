@@ -43,7 +43,7 @@ def sample_and_score(
     prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
         if isinstance(task, EpisodeTask):
-            environments = task.environments(prompts, request.num_samples)
+            environments = task.environments(prompts, request.num_samples, request.beat)
             not_finished.callback(environments.close)
             sampling = replace(request.sampling, max_turns=task.max_turns)
             request = replace(request, sampling=sampling, environments=environments)
@@ -53,6 +53,6 @@ def sample_and_score(
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
             return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
         with clock("reward"):
-            rewards = scorer.score(prompts, rollouts, request.environments)
+            rewards = scorer.score(prompts, rollouts, request.environments, request.beat)
         not_finished.pop_all()
     return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))

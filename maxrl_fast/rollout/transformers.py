@@ -77,6 +77,7 @@ class TransformersEngine:
         index = torch.arange(request.num_sequences, device=self.device).view(-1, num_samples)
         for i in range(0, len(prompts), groups):
             for part in index[i : i + groups].split(samples, 1):
+                request.beat()
                 passes.run(prompts.take(i, groups), part)
         return passes.rollouts()
 

@@ -153,7 +153,10 @@ class VllmServerEngine:
                 unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist(), strict=True
             )
         ]
-        answers = list(pool.map(self._answer, bodies))
+        answers = []
+        for answer in pool.map(self._answer, bodies):
+            request.beat()
+            answers.append(answer)
         return rollouts_of(answers, num_samples, request.sampling, self._logprobs_mode)
 
     def _play(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rewards import Scores
+from maxrl_fast.rewards import Progress, Scores, no_progress
 from maxrl_fast.tasks import Task
 
 
@@ -42,5 +42,9 @@ class EpisodeTask(Task, Protocol):
 
     max_turns: int
 
-    def environments(self, prompts: Prompts, num_samples: int) -> Environments:
-        """Return an environment for each of `num_samples` episodes of each prompt."""
+    def environments(
+        self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
+    ) -> Environments:
+        """Return an environment for each of `num_samples` episodes of each prompt. Whoever waits
+        for them calls `beat`, at least after each reply.
+        """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import Scores
+from maxrl_fast.rewards import Progress, Scores, no_progress
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
@@ -87,7 +87,9 @@ class GuessTask:
             tuple({"prompt": WORDS[BOS], "answer": self.number(split, i)} for i in ids),
         )
 
-    def environments(self, prompts: Prompts, num_samples: int) -> GuessEpisodes:
+    def environments(
+        self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
+    ) -> GuessEpisodes:
         hidden = [CORRECT + line["answer"] for line in prompts.columns or ()]
         return GuessEpisodes([x for x in hidden for _ in range(num_samples)], self.max_turns)
 

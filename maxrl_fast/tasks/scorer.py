@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import Failure, RewardSource, Scores
+from maxrl_fast.rewards import Failure, Progress, RewardSource, Scores, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import Environments, EpisodeTask
@@ -63,7 +62,6 @@ class Scorer:
             failures alone are more than all of them together may have.
 
     Attributes:
-        beat: called while responses are scored, for a watchdog.
         components: those of each reward [S] of the last `score`, by name; {} where there are none.
     """
 
@@ -79,7 +77,6 @@ class Scorer:
         self._task, self._source, self._threshold = task, source, threshold
         self._max_error_rate, self._answer_limit = max_error_rate, answer_limit
         self._num_ranks = num_ranks
-        self.beat: Callable[[], None] = lambda: None
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
         self._source_error, self._gave_up = "", False
@@ -104,12 +101,16 @@ class Scorer:
         return Scorer(self._task, self._source, threshold=self._threshold)
 
     def score(
-        self, prompts: Prompts, rollouts: Rollouts, episodes: Environments | None = None
+        self,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        episodes: Environments | None = None,
+        beat: Progress = no_progress,
     ) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
 
         `episodes`, the environments of the responses, end. A source gives the rewards in their
-        place, but not of an episode that failed.
+        place, but not of an episode that failed. `beat` is called while responses are scored.
         """
         self.components = [{} for _ in range(len(rollouts))]
         if episodes is None and self._source is None:
@@ -121,7 +122,7 @@ class Scorer:
                 self._keep(episodes.finish(), [*range(len(rollouts))], rewards)
             if self._source is not None:
                 rewards = torch.where(rewards.isnan(), rewards, 0.0)
-                self._ask(self._source, prompts, rollouts, rewards)
+                self._ask(self._source, prompts, rollouts, rewards, beat)
             for s in (~rewards.isnan()).nonzero()[:, 0].tolist():
                 for name, value in self.components[s].items():
                     self._metrics.add(f"reward/{name}", value)
@@ -131,7 +132,12 @@ class Scorer:
         return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
 
     def _ask(
-        self, source: RewardSource, prompts: Prompts, rollouts: Rollouts, rewards: Tensor
+        self,
+        source: RewardSource,
+        prompts: Prompts,
+        rollouts: Rollouts,
+        rewards: Tensor,
+        beat: Progress,
     ) -> None:
         """Put the source's rewards into `rewards` [S], which are 0, or NaN of a failed episode."""
         num_rollouts = len(rollouts) // len(prompts)
@@ -141,7 +147,7 @@ class Scorer:
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
-            scores = source.score(rows, max_failures, self.beat, num_rollouts)
+            scores = source.score(rows, max_failures, beat, num_rollouts)
         except RewardError as error:  # `failures` raises it on all ranks
             self._source_error = str(error)
             rewards[indices] = torch.nan

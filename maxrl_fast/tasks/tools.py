@@ -9,7 +9,7 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Message, Prompt
 from maxrl_fast.records import Prompts, unpack
-from maxrl_fast.rewards import Scores, printable
+from maxrl_fast.rewards import Progress, Scores, no_progress, printable
 from maxrl_fast.rewards.function import mismatch
 from maxrl_fast.rewards.user_code import UserCode
 from maxrl_fast.tasks.chat_format import ChatFormat, ToolCall
@@ -95,14 +95,16 @@ class ToolTask(DatasetTask):
                 found[number] = result
         return [found[number]["text"] for number in numbers]
 
-    def environments(self, prompts: Prompts, num_samples: int) -> "ToolEpisodes":
+    def environments(
+        self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
+    ) -> "ToolEpisodes":
         contexts = unpack(prompts.tokens, prompts.lengths)
         starts = [self._starts[_key(columns)] for columns in prompts.columns or ()]
         episodes = [
             Episode(next(self._numbers), s, contexts[s // num_samples], *starts[s // num_samples])
             for s in range(len(prompts) * num_samples)
         ]
-        return ToolEpisodes(self._workers, self._format, self.max_turns, episodes)
+        return ToolEpisodes(self._workers, self._format, self.max_turns, episodes, beat)
 
     def close(self) -> None:
         """End the workers, which start again if they are needed."""
@@ -153,9 +155,10 @@ class ToolEpisodes:
         chat: ChatFormat,
         max_turns: int,
         episodes: Sequence[Episode],
+        beat: Progress,
     ):
         self._workers, self._chat, self._max_turns = workers, chat, max_turns
-        self._episodes = episodes
+        self._episodes, self._beat = episodes, beat
         self._by_number = {episode.number: episode for episode in episodes}
         self._ready, self._is_ending = list[Reply](), False
         for episode in episodes:
@@ -205,7 +208,9 @@ class ToolEpisodes:
         self._workers.request(episode.number, (episode.number, word, value))
 
     def _receive(self, seconds: float) -> None:
+        self._beat()  # a call has its own time limit, or is made in this process
         for number, [result] in self._workers.results(seconds):
+            self._beat()
             episode = self._by_number[number]
             word, episode.word = episode.word, ""
             if word == "end":

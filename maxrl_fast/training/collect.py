@@ -234,7 +234,8 @@ class RolloutCollector:
             prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
             part = prompts.take(first, own)
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
-        request = RolloutRequest(part, self.num_rollouts, self.sampling, self.seed, step)
+        whole = part, self.num_rollouts, self.sampling, self.seed, step
+        request = RolloutRequest(*whole, beat=clock.beat)
         sampled = self._sample_and_score(request)
         with clock("rollout"):
             rollouts = ranks.gather(sampled.rollouts)

@@ -157,19 +157,16 @@ def test_prints_of_functions_are_discarded(patient, capfd):
 @pytest.mark.parametrize(
     ("action", "arguments", "reward"),
     [
-        ("echo", {"x": True}, 1.0),
-        ("echo", {"x": False}, 0.0),
-        ("echo", {"x": -3}, -3.0),
+        ("", {"x": True}, 1.0),
+        ("", {"x": False}, 0.0),
+        ("", {"x": -3}, -3.0),
         ("number", {"text": "1e-300"}, 1e-300),
         ("array", {"values": [0.25]}, 0.25),
         ("array", {"values": [True]}, 1.0),
     ],
 )
 def test_numbers_are_rewards(patient, action, arguments, reward):
-    # `act` takes x itself and cannot pass it to echo, so this calls `act` without an action.
-    result = patient.score(
-        [{"action": "", **arguments} if action == "echo" else {"action": action, **arguments}]
-    )
+    result = patient.score([{"action": action, **arguments}])
     assert result.failures == []
     assert result.rewards == [reward]
     assert type(result.rewards[0]) is float
@@ -179,7 +176,6 @@ def test_numbers_are_rewards(patient, action, arguments, reward):
     ("action", "arguments", "message"),
     [
         ("number", {"text": "nan"}, "must be a finite number of float32, got nan"),
-        ("number", {"text": "inf"}, "must be a finite number of float32, got inf"),
         ("number", {"text": "-inf"}, "must be a finite number of float32, got -inf"),
         ("number", {"text": "1e39"}, "must be a finite number of float32, got 1e+39"),
         ("", {"x": "text"}, "must be a number, got 'text' of type str"),
@@ -235,17 +231,10 @@ def test_an_exception_fails_only_its_call(patient, action, message):
     assert pids(patient) == before
 
 
-def test_wrong_arguments_are_an_exception(patient):
-    scores = patient.score([{"x": 1}])
-    assert scores.failures[0].kind == "exception"
-    assert "missing 1 required positional argument: 'action'" in scores.failures[0].message
-
-
 def test_file_sizes_are_limited(patient, tmp_path):
-    assert (
-        fails(patient, "write_file", path=str(tmp_path / "file"), size=2 * GB).kind == "exception"
-    )
-    assert succeeds(patient, "write_file", path=str(tmp_path / "file"), size=GB // 2) == 1.0
+    path = str(tmp_path / "file")
+    assert fails(patient, "write_file", path=path, size=2 * GB).kind == "exception"
+    assert succeeds(patient, "write_file", path=path, size=GB // 2) == 1.0
 
 
 def test_large_requests(patient):

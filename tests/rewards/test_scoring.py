@@ -136,6 +136,7 @@ def test_the_task_scores_without_a_function():
     assert scorer.failures(Ranks(), "step 1") == ({}, "")
 
 
+FIRST = torch.tensor([0])
 FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2")
 
 
@@ -202,13 +203,9 @@ def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
 def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monkeypatch):
     score, seen, update = Scorer.score, [], Learner.update
 
-    def without_first_greedy(self, prompts, rollouts, episodes):
+    def without_first_greedy(self, prompts, rollouts, *_):
         rewards = score(self, prompts, rollouts)
-        return (
-            torch.cat([torch.tensor([float("nan")]), rewards[1:]])
-            if len(rewards) == len(prompts)
-            else rewards
-        )
+        return rewards.index_fill(0, FIRST, torch.nan) if len(rewards) == len(prompts) else rewards
 
     def spy(self, samples, advantages, sequences, *, when, **options):
         seen.append(sequences.clone())

@@ -197,6 +197,12 @@ class Hoarding(CounterEnv):
         self.kept.append(bytearray(step * 10**6))
 
 
+class Slow(CounterEnv):
+    @documented
+    def wait(self, step: int):
+        time.sleep(step)
+
+
 class Positional(CounterEnv):
     @documented
     def find(self, step: int, /):

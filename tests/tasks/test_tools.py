@@ -319,6 +319,17 @@ def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make)
     assert play(task, [[scripts[1][0], scripts[1][2]]])[1].failures == []
 
 
+def test_slow_tools_are_progress(make):
+    task, beats = make("Slow"), []
+    episodes = task.environments(task.prompts("train", 0, 1), 1, lambda: beats.append(1))
+    call = turn_of(tokenizer_of(task), ("wait", {"step": 3}))
+    for wait in (lambda: episodes.replies(wait=True), episodes.finish):
+        episodes.submit(0, call)
+        before = len(beats)
+        wait()
+        assert len(beats) >= before + 3
+
+
 def test_processes_that_an_environment_leaves_are_killed(make):
     task = make("Forking", reward_workers=1)
     scripts = [[turn_of(tokenizer_of(task), ("start", {})), turn_of(tokenizer_of(task))]] * 2

@@ -28,8 +28,7 @@ def rollout_advantages(
     """Return each rollout's advantage [B]. A NaN reward is left out with a warning, and gets 0.
 
     name: an estimator of `names()`. options: as in `ops.group_advantage`. rewards: [B]. prompts:
-    [B], equal for rollouts of one prompt. lengths: [B] integers, tokens of each response. Raises
-    ValueError if there is not one prompt per reward, or as `ops.group_advantage`.
+    [B], equal for rollouts of one prompt. lengths: [B] integers, tokens of each response.
     """
     given: Any = () if prompts is None else prompts
     keys = given.tolist() if hasattr(given, "tolist") else list(given)
@@ -67,7 +66,7 @@ def advantages_and_returns(
 
     A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its
     response_mask [B, T]. Its advantage is repeated at every token of the mask; other tokens get 0.
-    index [B]: the prompt of each rollout. Raises ValueError as `rollout_advantages`.
+    index [B]: the prompt of each rollout.
     """
     lengths = response_mask.long().sum(-1)
     of_rollouts = rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)

@@ -104,9 +104,7 @@ class AdvantageMixin(GroupAdvantages):
         estimator_options: arguments of `ops.group_advantage`, such as k.
         others: as for GRPOTrainer.
 
-    Raises:
-        ValueError: if estimator, options and num_generations do not fit each other, or the rewards
-            are not summed.
+    Raises ValueError where these, num_generations and the rewards do not fit each other.
     """
 
     estimator: str = "maxrl"

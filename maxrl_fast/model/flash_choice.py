@@ -2,8 +2,7 @@
 
 torch.nn.attention can replace the aten operators that flash.py and rollout/decode_attention.py call
 by those of an installed package. Some refuse a head size or a layout only when they are called, so
-each is probed on small inputs against plain PyTorch, and restored if it fails. So is the flash-attn
-package, whose functions flash.py calls.
+each, and the flash-attn package, is probed on small inputs against plain PyTorch.
 """
 
 import importlib.util

@@ -81,12 +81,11 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Return the final hidden states [R, H], after the last norm, of `rows` of a packed stream.
+        """Return the final hidden states [R, H] in `dtype`, after the last norm, of `rows` [R] of a
+        packed stream of tokens and positions [U], all int64.
 
-        tokens, positions: [U] int64. attention: called once a layer with (layer, q [U, Hq, D], k
-        [U, Hkv, D], v [U, Hkv, D]), and an AttentionVariant if the layer has one. rows: int64 [R];
-        after the last layer's attention only these are computed. dtype: of the computation and the
-        result.
+        attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and
+        an AttentionVariant if the layer has one; after the last one only `rows` are computed.
         """
         raise NotImplementedError
 
@@ -98,8 +97,8 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def copied(self, make: Change = None, *shared: nn.Module) -> Any:
-        """Copy an unsharded policy with `make` of its weights; by default those that are trained
-        are copied. The others and the modules `shared` are shared."""
+        """Copy an unsharded policy, with `make` of its weights or copies of those that are trained.
+        The others and the modules `shared` are shared."""
         memo: dict[int, Any] = {id(x): x for x in shared}
         for p in self.parameters():
             if make is not None:

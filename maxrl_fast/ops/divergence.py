@@ -50,9 +50,8 @@ def linear_divergence(
         jsd         beta KL(Q || M) + (1 - beta) KL(P || M), M = beta Q + (1 - beta) P: the
                     generalized JSD of GKD (Agarwal et al. 2024)
 
-    The forward pass computes loss and gradients as linear_policy_gradient_loss does, which explains
-    the arguments it shares, in the memory of two chunks of logits. The teacher is a constant. Equal
-    logits give exactly 0, and gradients of 0.
+    Computed as linear_policy_gradient_loss, whose arguments it shares, in the memory of two chunks
+    of logits. The teacher is a constant. Equal logits give exactly 0, and gradients of 0.
 
     Args:
         teacher_hidden, teacher_weight: [T, K] and [V, K], with any K and dtypes.
@@ -64,9 +63,6 @@ def linear_divergence(
     Returns:
         The loss, a scalar as there, and the detached metric divergence: D [T] float64, 0 for tokens
         that are not read.
-
-    Raises:
-        As linear_policy_gradient_loss.
     """
     check_choice("divergence", divergence, DIVERGENCES)
     beta = check_number("beta", beta, "between 0 and 1", lambda x: 0 < x < 1)

@@ -31,12 +31,8 @@ def effective_weight(
         pass_rate: p, any shape, between 0 and 1.
         k, order, options: as in `group_advantage`.
 
-    Returns:
-        W_n(p), of the shape of `pass_rate`, float64.
-
-    Raises:
-        ValueError, TypeError: as group_advantage, and if a pass rate is outside [0, 1]; in
-            torch.compile its weight is NaN instead.
+    Returns W_n(p), of the shape of `pass_rate`, float64. Raises ValueError and TypeError as
+    group_advantage, and for a pass rate outside [0, 1]; in torch.compile its weight is NaN instead.
     """
     row = find_estimator(estimator)
     if not row.has_weight:

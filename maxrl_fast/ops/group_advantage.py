@@ -71,8 +71,7 @@ def group_advantage(
 
     Uneven groups are padded to the largest, whose size is read from the device (in torch.compile to
     S). On the CPU numbers that are not finite, not allowed for the estimator or beyond 1e150 are
-    errors. A GPU would wait: there all advantages of the group become NaN, or of the batch, if the
-    estimator scales by it.
+    errors. A GPU would wait: there the advantages of the group, or the batch, become NaN.
     """
     check_tensor("rewards", rewards)
     shape, is_flat = rewards.shape, offsets is not None or group_ids is not None

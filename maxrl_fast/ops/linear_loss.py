@@ -42,15 +42,12 @@ def linear_policy_gradient_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time.
 
-    The forward pass computes loss and gradients chunk by chunk: a chunk's logits, their gradient in
-    the same memory, and its matrix multiplications with weight and hidden states. Besides the
-    gradients, weight's in float32 until the end, it needs memory for one chunk of logits (and its
-    float32 copy if a CPU multiplies half precision), for any T. gspo takes two passes, the first
-    for sequence ratios; losses that are functions (`ops.LOSSES`) take two, for log-probs and their
-    gradient.
+    The forward pass computes loss and gradients in the memory of one chunk of logits and of the
+    gradients (weight's in float32 until the end), for any T. gspo and losses that are functions
+    take two passes.
 
-    Tokens with zero gradient are left out of the multiplications. On a GPU this needs a mask, and
-    the host waits for the number of these tokens; without a mask all tokens are multiplied.
+    Tokens with zero gradient are left out of the multiplications: on a GPU if there is a mask, as
+    the host waits for their number.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype, on a GPU at
@@ -64,8 +61,7 @@ def linear_policy_gradient_loss(
         options: further arguments of policy_gradient_loss, except in_place; results are the same.
 
     Raises:
-        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other. On a GPU
-        the backward pass can run only once.
+        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     if unknown := options.keys() - _OPTIONS:
@@ -169,18 +165,15 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
         batch = batch.with_sequence_ratio(logprobs)
     chunks = Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
-    call: Any
     for start, stop, logits in chunks:
         needs_gradient = needs_hidden or needs_weight
         gradient = chunks.gradient(start, stop) if needs_gradient else None
         part = batch.at(slice(start, stop))
-        call = kernels.TokenLossLaunch(logits, gradient, part, terms)
-        call.refuse(call.launch(call.kernel, **call.arguments))
-        sums += call.sums
+        sums += kernels.run_loss(logits, gradient, part, terms)
         if gradient is not None:
             chunks.backward(start, stop)
     # frees the chunk before the gradient is rounded
-    call = chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
+    chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
     grad_hidden, grad_weight = chunks.gradients()
     if index is not None:
         sums[1:3] += num_left_out  # tokens and dropped_tokens

@@ -47,7 +47,7 @@ def check_hidden(
     for name, matrix in (("hidden", hidden), ("weight", weight)):
         check_tensor(prefix + name, matrix)
     if hidden.dtype not in DTYPES:
-        wanted = ", ".join(DTYPES.values())
+        wanted = ", ".join(map(dispatch.dtype_name, DTYPES))
         raise ValueError(f"{prefix}hidden must be {wanted}, got {hidden.dtype}")
     are_matrices = hidden.dim() == weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
     if not are_matrices or hidden.device != weight.device:

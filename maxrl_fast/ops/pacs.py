@@ -15,7 +15,7 @@ from maxrl_fast.algorithms.arguments import (
 )
 from maxrl_fast.ops.derivatives import check_mode, register_backward
 from maxrl_fast.ops.dispatch import KernelLaunch, has_kernels, operator
-from maxrl_fast.ops.token_batch import check_denominator, check_sequences
+from maxrl_fast.ops.token_batch import check_denominator, check_sequences, check_tokens
 
 DTYPES = (torch.float32, torch.float64)
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
@@ -48,11 +48,7 @@ def log_ratio_reward(
         if values.dim() != 1 or values.shape != logprobs.shape or values.dtype not in DTYPES:
             wanted = f"float32 or float64 [T] = {list(logprobs.shape)}"
             raise ValueError(f"{name} must be {wanted}, got {values.dtype} {tuple(values.shape)}")
-    if mask is not None:
-        check_tensor("mask", mask, logprobs.device, "logprobs are")
-        if mask.dtype != torch.bool or mask.shape != logprobs.shape:
-            got = f"{mask.dtype} {tuple(mask.shape)}"
-            raise ValueError(f"mask must be bool [T] = [{len(logprobs)}], got {got}")
+    check_tokens(len(logprobs), logprobs.device, mask=mask)
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
     check_mode("log_ratio_reward", logprobs)
@@ -157,19 +153,17 @@ def pacs_loss(
         groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for
             uneven groups. Groups must be complete.
         score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std +
-            1e-6), sample standard deviation; "dr_grpo", r_i - mean; "naive", r_i. If all proxies of
-            a group are equal, as on the first on-policy step, the gradient of "grpo" is 1e6 times
-            the gradient of "dr_grpo".
+            1e-6), sample standard deviation; "dr_grpo", r_i - mean; "naive", r_i. Where all proxies
+            of a group are equal, "grpo" has 1e6 times the gradient of "dr_grpo".
         weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group
             that has both (King and Zeng 2001); "none", 1.
         denominator: B. Give the number of rollouts of the whole batch, so that the losses of
             micro-batches and ranks add up. Default: S.
 
     Returns:
-        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S] of
-        each rollout, unweighted; and scalars: accuracy, the fraction of rollouts where psi > 0 if
-        and only if R = 1; reward_proxy, the mean; score_correct and score_wrong, the means of psi
-        over correct and wrong rollouts (0 over none).
+        The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S],
+        unweighted; and scalars: accuracy, the share of rollouts with psi > 0 just where R = 1;
+        reward_proxy, the mean; score_correct and score_wrong, the means of psi (0 over none).
     """
     check_choice("score", score, SCORES)
     check_choice("weight", weight, WEIGHTS)
@@ -243,8 +237,8 @@ def _scores(r: Tensor, sizes: Tensor, group: Tensor, score: str) -> Tensor:
 class _Centre(torch.autograd.Function):
     """x [S] minus the mean of its group: a linear map that is its own adjoint.
 
-    It takes distances from the group's first number, so that equal numbers give exactly 0, in the
-    scores and, of equal slopes, in the gradient: groups with zero gradient have exactly zero.
+    It takes distances from the group's first number, so that equal numbers, in scores and in
+    gradients, give exactly 0.
     """
 
     generate_vmap_rule = True

@@ -22,9 +22,7 @@ def register_estimator(
             declares its inputs (docs/adding_an_objective.md), or an `Estimator`.
         replace: whether `name` may already exist.
 
-    Raises:
-        ValueError: if the name is taken or not an identifier, or the estimator fails on a small
-            example.
+    Raises ValueError if the estimator fails on a small example.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"the name of an estimator must be a Python identifier, got {name!r:.80}")

@@ -165,8 +165,8 @@ def _is_per_token(
 ) -> bool:
     """Return whether `values` are per token [T], not per sequence [S].
 
-    If T = S and no keyword is given, both agree only if every sequence has one token; a GPU cannot
-    check that without waiting, so it is an error there.
+    If T = S and no keyword is given, every sequence must have one token, which a GPU cannot check
+    without waiting.
     """
     num_sequences, keyword = len(cu_seqlens) - 1, f"{name}_per_token"
     by_sequence, by_token = f"[S] = [{num_sequences}]", f"[T] = [{num_tokens}]"

@@ -15,16 +15,11 @@ from maxrl_fast.algorithms.arguments import check_tensor
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import register_backward
-from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, operator
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, dtype_name, operator
 from maxrl_fast.ops.loss_terms import KERNEL_TERMS
 from maxrl_fast.ops.token_batch import TokenBatch, real_dtype
 
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class LossSums(NamedTuple):
@@ -51,7 +46,7 @@ def shape_of(logits: Tensor) -> tuple[int, int]:
     check_tensor("logits", logits)
     if logits.dim() != 2 or logits.dtype not in DTYPES:
         raise ValueError(
-            f"logits must be [T, V] of {', '.join(DTYPES.values())}, got {logits.dtype} "
+            f"logits must be [T, V] of {', '.join(map(dtype_name, DTYPES))}, got {logits.dtype} "
             f"{tuple(logits.shape)}"
         )
     return logits.shape[0], logits.shape[1]
@@ -67,7 +62,7 @@ class LogitsLaunch(KernelLaunch):
         self.shape, self.targets = shape_of(logits), targets
         self.real, self.dtype = real_dtype(logits.dtype), logits.dtype
         self.arguments: dict[str, Any] = {
-            "dtype": DTYPES[logits.dtype],
+            "dtype": logits.dtype,
             "logits": self.matrix("logits", logits),
             "tokens": (  # TokenRows of csrc/token_loss.h
                 *self.shape,
@@ -79,48 +74,41 @@ class LogitsLaunch(KernelLaunch):
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
         return self.rows(name, tensor, tensor.dtype, self.shape), tensor.stride(0)
 
-    def writing(self, kernel: str, gradient: Tensor | None) -> str:
-        """Return the kernel for the dtype of `gradient`."""
-        if gradient is None or gradient.dtype == self.dtype:
-            return kernel
-        return f"{kernel}_in_{DTYPES[gradient.dtype]}"
+    def run(self, kernel: str, to: Tensor | None = None, **arguments: Any) -> None:
+        """Run the kernel for the dtype of the gradient [T, V] that it writes `to`: memory that may
+        be the logits, on a GPU also in half precision the first half of each of their rows.
 
-    def refuse(self, row: int | None) -> None:
-        """Raise ValueError if the CPU kernel found a wrong target; CUDA kernels make the loss
-        NaN."""
+        Raises ValueError if the CPU kernel finds a wrong target; CUDA kernels make the loss NaN.
+        """
+        if to is not None:
+            arguments["gradient"] = self.matrix("gradient", to)
+            if to.dtype != self.dtype:
+                kernel += f"_in_{dtype_name(to.dtype)}"
+        row = self.launch(kernel, **self.arguments, **arguments)
         if row is not None and row >= 0:
             got = f"{int(self.targets[row])} at token {row}"
             raise ValueError(f"targets must be in [0, {self.shape[1]}), got {got}")
 
 
-class TokenLossLaunch(LogitsLaunch):
-    """A launch of `kernel`, which writes `sums`, and `gradient` [T, V] if it is given. That may be
-    the logits, on a GPU also in half precision the first half of each of their rows."""
-
-    __slots__ = ("kernel", "sums")
-
-    def __init__(
-        self, logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: Sequence[Any]
-    ):
-        super().__init__(logits, batch.targets, batch.temperature)
-        self.kernel = self.writing("token_loss", gradient)
-        size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
-        workspace = torch.zeros(size, dtype=torch.float64, device=logits.device)
-        self.sums = workspace[:NUM_SUMS]
-        self.arguments |= {
-            **self.addresses(
-                torch.float64,
-                self.shape[0],
-                advantages=batch.advantages,
-                weights=batch.weights,
-                old_logprobs=batch.old_logprobs,
-                ref_logprobs=batch.ref_logprobs,
-                sequence_log_ratio=batch.sequence_log_ratio,
-            ),
-            **dict(zip(KERNEL_TERMS, terms, strict=True)),
-            "gradient": (0, 0) if gradient is None else self.matrix("gradient", gradient),
-            "sums": self.keep(workspace),
-        }
+def run_loss(
+    logits: Tensor, gradient: Tensor | None, batch: TokenBatch, terms: Sequence[Any]
+) -> Tensor:
+    """Return the LossSums, and write the gradient if it is given."""
+    call = LogitsLaunch(logits, batch.targets, batch.temperature)
+    size = _C.LOSS_WORKSPACE if dispatch.is_gpu(logits.device) else NUM_SUMS
+    workspace = torch.zeros(size, dtype=torch.float64, device=logits.device)
+    numbers = call.addresses(
+        torch.float64,
+        len(logits),
+        advantages=batch.advantages,
+        weights=batch.weights,
+        old_logprobs=batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        sequence_log_ratio=batch.sequence_log_ratio,
+    )
+    others = dict(zip(KERNEL_TERMS, terms, strict=True))
+    call.run("token_loss", gradient, gradient=(0, 0), sums=workspace, **numbers, **others)
+    return workspace[:NUM_SUMS]
 
 
 def loss_derivative(function: str, num_gradients: int) -> Callable[[Any], None]:
@@ -191,9 +179,7 @@ def write_loss(
     if needs_sequence_ratio(batch, terms):
         logprobs, _ = token_logprobs(logits, batch.targets, batch.temperature)
         batch = batch.with_sequence_ratio(logprobs)
-    call = TokenLossLaunch(logits, gradient, batch, terms)
-    call.refuse(call.launch(call.kernel, **call.arguments))
-    return call.sums
+    return run_loss(logits, gradient, batch, terms)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -217,8 +203,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tupl
     logprobs, entropy = (
         torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2)
     )
-    results = {"logprobs": call.keep(logprobs), "entropy": call.keep(entropy)}
-    call.refuse(call.launch("token_logprobs", **call.arguments, **results))
+    call.run("token_logprobs", logprobs=logprobs, entropy=entropy)
     return logprobs, entropy
 
 
@@ -237,20 +222,16 @@ def token_logprobs_backward(
 
 
 def write_logprobs_gradient(logits: Tensor, rows: Sequence[Tensor], gradient: Tensor) -> None:
-    """Write the gradient of the logits [T, V], as TokenLossLaunch does.
+    """Write the gradient of the logits [T, V].
 
     rows: targets, temperature, and the gradients of the log-probs and of the entropy, [T] each.
     """
     targets, temperature, grad_logprobs, grad_entropy = rows
     call = LogitsLaunch(logits, targets, temperature)
-    call.launch(
-        call.writing("token_logprobs_backward", gradient),
-        **call.arguments,
-        **call.addresses(
-            call.real, call.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
-        ),
-        gradient=call.matrix("gradient", gradient),
+    grads = call.addresses(
+        call.real, call.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
     )
+    call.run("token_logprobs_backward", gradient, **grads)
 
 
 def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
@@ -267,7 +248,7 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
         shape, call = (gradient.shape[0], gradient.shape[1]), KernelLaunch(gradient.device)
         call.launch(
             "scale",
-            dtype=DTYPES[gradient.dtype],
+            dtype=gradient.dtype,
             matrix=(call.rows("gradient", gradient, gradient.dtype, shape), gradient.stride(0)),
             num_rows=shape[0],
             row_size=shape[1],

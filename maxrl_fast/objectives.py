@@ -20,7 +20,7 @@ from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.plots import draw_weights
 from maxrl_fast.job.screen import wrapped
-from maxrl_fast.ops.effective_weight import effective_weight
+from maxrl_fast.ops.register import effective_weight
 from maxrl_fast.runtime.output import CommandParser, command
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES

@@ -22,11 +22,6 @@ from maxrl_fast.runtime.files import printable, read_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # limit of one file: while one is written, the process sends no sign of life to the other ranks
 SHARD_BYTES = 2 * 10**9
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Keys that make transformers run code: Python files of a repository, and attention kernels of the
 # Hugging Face hub.
@@ -81,7 +76,7 @@ def hf_config(config: DecoderConfig | HuggingFaceSizes) -> dict[str, Any]:
         scaling = {"rope_type": "llama3", **scaling}
         rope |= scaling
     return {
-        "architectures": [ARCHITECTURES[config.model_type]],
+        "architectures": [f"{config.model_type.capitalize()}ForCausalLM"],
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "attention_bias": False,  # an option of Qwen3 and Llama; Qwen2 always has biases

@@ -151,7 +151,7 @@ def _rotation(
         """Return address, row stride and number of heads."""
         if x is None:
             return 0, 0, 0
-        address = call.rows(name, x, q.dtype, (num_rows, x.shape[1], dim))
+        address = call.address(name, x, q.dtype, (num_rows, x.shape[1], dim), True)
         return address, x.stride(0) if num_rows > 1 else 0, x.shape[1]
 
     shape = (num_rows if positions is None else len(cos), 1, dim // 2)

@@ -12,7 +12,6 @@ from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.losses import token_loss as _token_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.ops.divergence import linear_divergence
-from maxrl_fast.ops.effective_weight import effective_weight
 from maxrl_fast.ops.group_advantage import (
     expected_improvement,
     group_advantage,
@@ -24,7 +23,7 @@ from maxrl_fast.ops.group_advantage import (
 )
 from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token_logprobs
 from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
-from maxrl_fast.ops.register import register_estimator
+from maxrl_fast.ops.register import effective_weight, register_estimator
 from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
 
 token_loss = _token_loss  # not the module of this name, which the import above binds here

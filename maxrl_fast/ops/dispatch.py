@@ -93,10 +93,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(x: Tensor) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)} with strides {x.stride()} on {x.device}"
-
-
 class KernelLaunch:
     """One kernel call on a device, and the only place in the package that takes a tensor's address.
 
@@ -114,21 +110,29 @@ class KernelLaunch:
         self._cached: tuple[Tensor, ...] = ()
 
     def address(
-        self, name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
+        self,
+        name: str,
+        tensor: Tensor | None,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        has_stride: bool = False,
     ) -> int:
-        """Return a tensor's address, 0 for None; raise ValueError if it is not contiguous or
-        does not fit."""
+        """Return a tensor's address, 0 for None; raise ValueError if it does not fit, or is not
+        contiguous. With `has_stride` its rows must be, at any distance."""
         if tensor is None:
             return 0
+        memory = tensor[0] if has_stride and tensor.dim() and len(tensor) else tensor
         if (
             tensor.dtype != dtype
             or tensor.shape != shape
-            or not tensor.is_contiguous()
+            or not memory.is_contiguous()
             or tensor.device != self.device
         ):
+            rows = ", in rows" * has_stride
             raise ValueError(
-                f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)} on "
-                f"{self.device}, got {_described(tensor)}"
+                f"{name} must be a contiguous {dtype} tensor of shape {tuple(shape)}{rows} on "
+                f"{self.device}, got {tensor.dtype} of shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()} on {tensor.device}"
             )
         return self.keep(tensor)
 
@@ -137,21 +141,6 @@ class KernelLaunch:
     ) -> dict[str, int]:
         """Return the addresses of tensors of one dtype and shape, by the kernel's names of them."""
         return {name: self.address(name, x, dtype, shape) for name, x in tensors.items()}
-
-    def rows(self, name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-        """Return the address of a tensor with contiguous rows and any row stride, as `address`
-        does."""
-        fits = tensor.dtype == dtype and tensor.shape == shape and tensor.device == self.device
-        distance = 1
-        for size, stride in zip(shape[:0:-1], tensor.stride()[:0:-1], strict=False):
-            fits &= size <= 1 or stride == distance or not tensor.numel()
-            distance *= size
-        if not fits:
-            raise ValueError(
-                f"{name} must be {dtype} {tuple(shape)} on {self.device} with contiguous rows, got "
-                f"{_described(tensor)}"
-            )
-        return self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> int:
         if self.is_traced:

@@ -72,7 +72,7 @@ class LogitsLaunch(KernelLaunch):
         }
 
     def matrix(self, name: str, tensor: Tensor) -> tuple[int, int]:
-        return self.rows(name, tensor, tensor.dtype, self.shape), tensor.stride(0)
+        return self.address(name, tensor, tensor.dtype, self.shape, True), tensor.stride(0)
 
     def run(self, kernel: str, to: Tensor | None = None, **arguments: Any) -> None:
         """Run the kernel for the dtype of the gradient [T, V] that it writes `to`: memory that may
@@ -249,7 +249,10 @@ def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
         call.launch(
             "scale",
             dtype=gradient.dtype,
-            matrix=(call.rows("gradient", gradient, gradient.dtype, shape), gradient.stride(0)),
+            matrix=(
+                call.address("gradient", gradient, gradient.dtype, shape, True),
+                gradient.stride(0),
+            ),
             num_rows=shape[0],
             row_size=shape[1],
             scale=call.address("scale", scale, torch.float64, ()),

@@ -171,7 +171,7 @@ def _rows_address(
             f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
             f"{x.stride()}"
         )
-    return call.rows(name, x, dtype, shape)
+    return call.address(name, x, dtype, shape, True)
 
 
 def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:

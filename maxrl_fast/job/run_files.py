@@ -6,11 +6,12 @@ import json
 import math
 import os
 import shutil
+import stat
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.names import PASS_RATES
@@ -21,7 +22,14 @@ from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import Tracker
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, open_regular, storing, write_error, write_json
+from maxrl_fast.runtime.files import (
+    atomic_file,
+    check_entry,
+    open_regular,
+    storing,
+    write_error,
+    write_json,
+)
 from maxrl_fast.training.objectives.weight import weight_of
 
 if TYPE_CHECKING:
@@ -41,41 +49,52 @@ DRAWN = ("metrics", "eval")
 
 
 class LogFile:
-    """A JSON Lines file to which a run appends; every line is flushed.
+    """A JSON Lines file to which a run appends; every line is flushed. The first one makes it.
 
     Args:
         mark: from `mark`, to continue there: later lines are cut off. None: the whole file is kept.
     """
 
     def __init__(self, path: Path, mark: tuple[int, str | None] | None):
-        exists = path.exists()
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        self._file = open(descriptor, "a+b")  # noqa: SIM115
-        self._file.seek(0)
-        content = self._file.read()
+        self._path, content = path, b""
+        self._file: BinaryIO | None = None
+        if os.path.lexists(path):
+            self._open().seek(0)
+            content = self._open().read()
         size, sha256 = mark or (len(content), None)
-        self.is_lost = bool(size) and not exists  # it had lines at the mark
+        self.is_lost = bool(size) and self._file is None  # it had lines at the mark
         self.kept = content[:size]
         self._size, self._sha256 = len(self.kept), hashlib.sha256(self.kept)
         if self.kept and sha256 not in (None, self._sha256.hexdigest()):
             wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
             got = f"got {len(content):,} bytes that begin differently"
-            self._file.close()
+            self.close()
             raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
-        self._file.truncate(self._size)
-        self.close = self._file.close
+        if self._file:
+            self._file.truncate(self._size)
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._file = open(descriptor, "a+b")  # noqa: SIM115
+        return self._file
 
     def write(self, record: dict[str, Any]) -> None:
         line = json.dumps(_json_value(record), allow_nan=False).encode() + b"\n"
-        self._file.write(line)
-        self._file.flush()
+        self._open().write(line)
+        self._open().flush()
         self._size += len(line)
         self._sha256.update(line)
 
     def mark(self) -> tuple[int, str]:
         """Wait until everything is on the disk; return the size in bytes and the SHA-256."""
-        os.fsync(self._file.fileno())
+        if self._file:
+            os.fsync(self._file.fileno())
         return self._size, self._sha256.hexdigest()  # not tell(), which is wrong after truncate()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
 
 
 class RunFiles:
@@ -114,12 +133,10 @@ class RunFiles:
                     )
                     raise InputError(f"{wanted}; --resume {self.out} resumes it")
                 self._remove_beginning()
-            for file in (self.out / name for name in ("curves.png", "timings.json")):
-                if file.is_dir():
-                    raise InputError(f"{file} must be a file, got a folder")
-            for link in (self.out / name for name in ("latest", "best")):
-                if os.path.lexists(link) and not link.is_symlink():
-                    raise InputError(f"{link} must be a link to a checkpoint, got something else")
+            for name in ("curves.png", "timings.json"):
+                check_entry(out / name, stat.S_IFREG)
+            for name in ("latest", "best"):  # links to checkpoints
+                check_entry(out / name, stat.S_IFLNK)
             if saved is None:
                 self.write_config()
             # left by a killed process

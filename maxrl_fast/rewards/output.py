@@ -39,7 +39,7 @@ class RewardOutput:
         except OSError as error:
             raise write_error(folder, error) from error
         with self._lock:
-            self._file, kept = file, self._kept
+            self._file, self._path, kept = file, folder / FILE_NAME, self._kept
             self._left, self._kept = MOST_BYTES - os.fstat(file).st_size, b""
             self._keep(kept)
 
@@ -70,4 +70,6 @@ class RewardOutput:
         with self._lock:
             self._left = 0
             if self._file >= 0:
+                if not os.fstat(self._file).st_size:
+                    self._path.unlink(missing_ok=True)  # an empty log tells nothing
                 os.close(self._file)

@@ -22,6 +22,7 @@ from typing import Any
 from maxrl_fast.errors import InputError, StorageError
 
 CHECKSUMS = "checksums.json"
+WRITTEN = ("checkpoints", "tensorboard", "wandb")  # folders in that of a run
 
 
 class DamagedError(Exception):
@@ -196,6 +197,8 @@ def locked(
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name in WRITTEN:  # what a link leads to belongs to somebody else
+            check_entry(folder / name, stat.S_IFDIR)
         descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise write_error(folder, error) from error
@@ -228,45 +231,61 @@ def _try_writing(folder: Path) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file of a run, without following a link or waiting at a pipe."""
+    """Open a file of a run, which has no other name, without following a link or waiting at a
+    pipe."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         # a link; a pipe that nobody reads, or a socket; a folder
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            _check_status(path, os.lstat(path), None)
+            check_kind(path, os.lstat(path))
         raise
     try:
-        _check_status(path, os.fstat(descriptor), None)
+        status = os.fstat(descriptor)
+        check_kind(path, status)
+        if status.st_nlink > 1:
+            raise InputError(
+                f"{printable(path)} must be a file of its own, got a hard link: another file would "
+                "change with it"
+            )
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
+KINDS = {
+    stat.S_IFREG: "a regular file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
     """Refuse other kinds of files: reading a pipe would block."""
-    _check_status(path, os.stat(path), most_bytes)
-
-
-def _check_status(path: Path, status: os.stat_result, most_bytes: int | None) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = {
-            stat.S_IFDIR: "a folder",
-            stat.S_IFLNK: "a symbolic link",
-            stat.S_IFIFO: "a pipe",
-            stat.S_IFCHR: "a device",
-            stat.S_IFSOCK: "a socket",
-        }
-        got = kind.get(stat.S_IFMT(status.st_mode), "something else")
-        raise InputError(f"{printable(path)} must be a regular file, got {got}")
+    status = os.stat(path)
+    check_kind(path, status)
     if most_bytes is not None and status.st_size > most_bytes:
         raise InputError(
             f"{printable(path)} must have at most {most_bytes} bytes, got {status.st_size}"
         )
+
+
+def check_kind(path: Path, status: os.stat_result, wanted: int = stat.S_IFREG) -> None:
+    """Refuse a file of another kind, one of KINDS."""
+    if (found := stat.S_IFMT(status.st_mode)) != wanted:
+        got = KINDS.get(found, "something else")
+        raise InputError(f"{printable(path)} must be {KINDS[wanted]}, got {got}")
+
+
+def check_entry(path: Path, wanted: int) -> None:
+    """Refuse an entry of a run's folder that is of another kind, if it exists."""
+    if os.path.lexists(path):
+        check_kind(path, os.lstat(path), wanted)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -87,16 +87,36 @@ def test_a_checkpoint_with_one_nan_is_refused_by_name(finished, tmp_path, capsys
         assert f"{folder} has NaN or infinite numbers in the weight model.norm.weight" in error
 
 
+@pytest.mark.parametrize("link", [os.symlink, os.link])
 @pytest.mark.parametrize("name", ["lock", *(f"{log}.jsonl" for log in LOGS)])
-def test_a_link_in_the_folder_is_refused_and_its_target_unchanged(name, finished, tmp_path, capsys):
+def test_a_link_in_the_folder_is_refused_and_its_target_unchanged(
+    name, link, finished, tmp_path, capsys
+):
     out, target = tmp_path / "run", tmp_path / "target"
     shutil.copytree(finished, out, symlinks=True)
     target.write_text("precious")
     (out / name).unlink(missing_ok=True)
-    (out / name).symlink_to(target)
+    link(target, out / name)
     assert train.main(["--resume", str(out), *"--steps 3 --allow-changes".split()]) == 2
-    assert f"{out / name} must be a regular file, got a symbolic link" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{out / name} must be a " in error
+    assert ("got a symbolic link" if link is os.symlink else "got a hard link") in error
     assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+def test_a_folder_that_belongs_to_another_run_is_never_written(name, finished, tmp_path, capsys):
+    out, other = tmp_path / "run", tmp_path / "other"
+    for folder in (out, other):
+        shutil.copytree(finished, folder, symlinks=True)
+    shutil.rmtree(out / name, ignore_errors=True)
+    (other / name).mkdir(exist_ok=True)
+    (out / name).symlink_to(other / name)
+    before = sorted(other.rglob("*"))
+    flags = "--steps 3 --allow-changes --keep-checkpoints 1 --log-to tensorboard"
+    assert train.main(["--resume", str(out), *flags.split()]) == 2
+    assert f"{out / name} must be a folder, got a symbolic link" in capsys.readouterr().err
+    assert sorted(other.rglob("*")) == before
 
 
 def test_a_pipe_in_the_folder_is_refused_at_once(finished, tmp_path, capsys):

@@ -501,8 +501,7 @@ def test_a_folder_in_place_of_a_link_gives_one_sentence(whole, tmp_path, monkeyp
     (out / "latest").mkdir()
     assert train.main(["--resume", str(out)]) == 2
     assert (
-        capfd.readouterr().err
-        == f"error: {out / 'latest'} must be a link to a checkpoint, got something else\n"
+        capfd.readouterr().err == f"error: {out / 'latest'} must be a symbolic link, got a folder\n"
     )
     update = Learner.update
 
@@ -513,9 +512,7 @@ def test_a_folder_in_place_of_a_link_gives_one_sentence(whole, tmp_path, monkeyp
     monkeypatch.setattr(Learner, "update", in_the_way)
     assert run(tmp_path / "new", *OBJECTIVES["maxpo"].split(), "--sft-steps", "1") == 1
     output = capfd.readouterr()
-    assert output.err.startswith(
-        f"error: cannot write {tmp_path / 'new' / 'latest'} or config.json: "
-    )
+    assert output.err.startswith(f"error: cannot write {tmp_path / 'new/latest'}: ")
     assert output.err.count("\n") == 1
     assert re.search("checkpoint +none was written", output.out)
 

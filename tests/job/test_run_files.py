@@ -63,18 +63,12 @@ def test_each_evaluation_counts_the_correct_samples_of_every_prompt(finished):
     records, samples = read(finished / "pass_rates.jsonl"), read(finished / "samples.jsonl")
     assert [record["step"] for record in records] == [0, 2, 4]
     for record, evaluation in zip(records, read(finished / "eval.jsonl"), strict=True):
-        assert (record["num_samples"], record["num_prompts"], record["ids"]) == (
-            3,
-            12,
-            list(range(12)),
-        )
+        assert (record["num_samples"], record["num_prompts"]) == (3, 12)
+        assert record["ids"] == list(range(12))
         assert sum(record["num_correct"]) / 36 == pytest.approx(evaluation["pass_at_k"]["1"])
         for i in range(10):  # the prompts of which all three samples are kept
-            kept = [
-                sample["reward"]
-                for sample in samples
-                if (sample["step"], sample["id"]) == (record["step"], i)
-            ]
+            place = (record["step"], i)
+            kept = [x["reward"] for x in samples if (x["step"], x["id"]) == place]
             assert record["num_correct"][i] == sum(kept)
 
 
@@ -103,19 +97,6 @@ def test_diagnostics_cover_every_prompt_of_the_step(finished):
             sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
         )
         assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # triangle inequality
-
-
-def test_tensorboard_reads_the_numbers_of_the_logs(finished):
-    events = EventAccumulator(str(finished / "tensorboard")).Reload()
-    for name in ("reward_mean", "entropy", "grad_norm"):
-        wanted = {record["step"]: record[name] for record in read(finished / "metrics.jsonl")}
-        assert {
-            event.step: event.value for event in events.Scalars(f"metrics/{name}")
-        } == pytest.approx(wanted)
-    passes = [event.value for event in events.Scalars("eval/pass_at_1")]
-    assert passes == pytest.approx(
-        [record["pass_at_k"]["1"] for record in read(finished / "eval.jsonl")]
-    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +137,7 @@ def test_a_log_continues_at_its_mark_and_cuts_what_came_later(tmp_path):
         LogFile(path, mark)
     path.unlink()
     assert LogFile(path, mark).is_lost
-    assert path.read_bytes() == b""
+    assert not path.exists()  # an empty log is not made
 
 
 def test_a_log_that_a_checkpoint_does_not_know_is_kept(tmp_path):
@@ -185,7 +166,7 @@ def test_keeping_rollouts_changes_no_number_and_0_keeps_none(tmp_path):
         assert train.main([*SMALL, "--keep-rollouts", number, "--out", str(tmp_path / name)]) == 0
     some, none = tmp_path / "some", tmp_path / "none"
     assert without_timings(some / "metrics.jsonl") == without_timings(none / "metrics.jsonl")
-    assert read(none / "rollouts.jsonl") == read(none / "diagnostics.jsonl") == []
+    assert not {"rollouts.jsonl", "diagnostics.jsonl"} & {path.name for path in none.iterdir()}
     found = read(some / "rollouts.jsonl")
     assert [record["step"] for record in found] == [step for step in range(1, 4) for _ in range(5)]
     # Four of one prompt, then one of another.
@@ -216,35 +197,27 @@ def test_prompt_gradient_norms_equal_autograd(aggregation):
     )
     samples = Samples(prompts, rollouts)
     norms = prompt_gradient_norms(learner, samples, advantages, torch.arange(12))
-    assert all(
-        parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
-    )
+    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
     parts = []
     for g in range(3):
         own = advantages.clone()
         own[: 4 * g], own[4 * (g + 1) :] = 0, 0
         model.zero_grad()
         packer = learner.passes.packer(samples, own)
+        parts.append(torch.zeros(1))
         if own.any():
             batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
-            learner.loss(
-                batch, UpdatePlan(torch.arange(12), learner.settings.denominator(rollouts.lengths))
-            )[0].backward()
-        parts.append(
-            torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
-            if own.any()
-            else torch.zeros(1)
-        )
+            plan = UpdatePlan(torch.arange(12), settings.denominator(rollouts.lengths))
+            learner.loss(batch, plan)[0].backward()
+            parts[g] = torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
     assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
     assert norms[1] == 0
     assert norms[0] > 0
 
 
 def test_diagnostics_leave_out_unknown_rewards(monkeypatch):
-    rewards, valid = (
-        torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
-        torch.tensor([[True, True, False], [False] * 3]),
-    )
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    valid = torch.tensor([[True, True, False], [False] * 3])
     prompts = MazeTask(5).prompts("train", 7, 2)
     monkeypatch.setattr(
         "maxrl_fast.training.diagnostics.prompt_gradient_norms", lambda *_, **__: [0.5, 0.0]
@@ -255,24 +228,33 @@ def test_diagnostics_leave_out_unknown_rewards(monkeypatch):
     assert record == {"step": 5, "ids": [7, 8], "pass_rate": [0.5, 0.0], "grad_norm": [0.5, 0.0]}
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Return a function that makes a tracker with these functions."""
+
+    def install(name="wandb", **functions):
+        module = types.ModuleType(name)
+        vars(module).update(functions, __spec__=types.SimpleNamespace(name=name, origin="it"))
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return install
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, monkeypatch, name):
+def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, installed, name):
     calls = []
-    module = types.ModuleType(name)
-    module.__spec__ = types.SimpleNamespace(name=name, origin="")
-    module.init = lambda **options: calls.append(("init", options))
-    module.log = lambda numbers, step: calls.append(("log", step, numbers))
-    module.finish = lambda: calls.append(("finish",))
-    monkeypatch.setitem(sys.modules, name, module)
+    installed(
+        name,
+        init=lambda **options: calls.append(("init", options)),
+        log=lambda numbers, step: calls.append(("log", step, numbers)),
+        finish=lambda: calls.append(("finish",)),
+    )
     out = tmp_path / "one-run"
     assert train.main([*SMALL, "--steps", "2", "--log-to", name, "--out", str(out)]) == 0
     (_, options), *logs, last = calls
-    assert (options["project"], options["name"], options["config"]["steps"]) == (
-        "maxrl_fast",
-        "one-run",
-        2,
-    )
+    assert {"project": "maxrl_fast", "name": "one-run"}.items() <= options.items()
+    assert options["config"]["steps"] == 2
     assert options.get("id", "one-run-").startswith("one-run-")
     assert last == ("finish",)
     assert [step for _, step, _ in logs] == [0, 1, 2, 2]  # an evaluation before and after
@@ -281,32 +263,26 @@ def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, monkeypatch, name):
     assert logs[0][2]["eval/pass_at_1"] == read(out / "eval.jsonl")[0]["pass_at_k"]["1"]
 
 
-def test_a_tracker_that_fails_to_start_is_reported(tmp_path, monkeypatch, capsys):
-    module = types.ModuleType("wandb")
-    module.__spec__ = types.SimpleNamespace(name="wandb", origin="")
-
+def test_a_tracker_that_fails_to_start_is_reported(tmp_path, installed, capsys):
     def no_key(**options):
         raise RuntimeError("no API key")
 
-    module.init = no_key
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    installed(init=no_key)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
     assert (
         "--log-to wandb could not be started: RuntimeError: no API key" in capsys.readouterr().err
     )
 
 
-def test_a_tracker_that_fails_later_is_a_warning(tmp_path, monkeypatch, capsys):
-    module, steps = types.ModuleType("wandb"), []
-    module.__spec__ = types.SimpleNamespace(name="wandb", origin="")
+def test_a_tracker_that_fails_later_is_a_warning(tmp_path, installed, capsys):
+    steps = []
 
     def log(numbers, step):
         steps.append(step)
         if step == 1:
             raise BrokenPipeError("its process has ended")
 
-    module.init, module.log, module.finish = lambda **options: None, log, lambda: 1 / 0
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    installed(init=lambda **options: None, log=log, finish=lambda: 1 / 0)
     out = tmp_path / "run"
     assert train.main([*SMALL, "--steps", "2", "--log-to", "wandb", "--out", str(out)]) == 0
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2]

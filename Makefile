@@ -13,6 +13,7 @@ MAXRL_FAST_CUDA ?= AUTO
 export MAXRL_FAST_CUDA
 BUILT := $(VENV)/.built-$(MAXRL_FAST_CUDA)
 STAMP := $(VENV)/.installed-$(MAXRL_FAST_CUDA)
+HF_STAMP := $(VENV)/.installed-hf-$(MAXRL_FAST_CUDA)
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 PEERS := .venv-peers
@@ -29,12 +30,14 @@ PEER_PACKAGES := torch numpy safetensors rich matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup train test test-all size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup setup-hf train test test-all size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with all that tests and linters need, build the extension; other targets run it when needed
+
+setup-hf: $(HF_STAMP)  ## make .venv with what models and data sets of the hub, mathematics and reasoning-gym need
 
 train: $(BUILT)  ## train with the defaults: MaxPO on mazes, on any machine
 	$(RUN) -m maxrl_fast.train --objective maxpo --k 4
@@ -128,11 +131,12 @@ clean:  ## remove the environments and everything that was built
 # Without build isolation: cmake and pybind11 are then the same ones for every build, so that ninja compiles only what has changed.
 $(BUILT): WANTED = .
 $(STAMP): WANTED = .[dev]
-$(BUILT) $(STAMP): $(INPUTS)
+$(HF_STAMP): WANTED = .[hf,data,math,gym]
+$(BUILT) $(STAMP) $(HF_STAMP): $(INPUTS)
+	@command -v $${CXX:-c++} > /dev/null || \
+	  { echo "error: the build needs a C++ compiler, got none: install one (apt install g++), or set CXX" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q setuptools pybind11 cmake ninja torch
-	test $(MAXRL_FAST_CUDA) != AUTO || $(RUN) -c 'import sys, torch; sys.exit(not torch.version.cuda)' || \
-	  export MAXRL_FAST_CUDA=OFF; \
 	PATH="$(abspath $(VENV))/bin:$$PATH" PIP_CONSTRAINT=constraints.txt \
 	  $(VENV)/bin/pip $(PIP_INSTALL) --no-build-isolation -e '$(WANTED)'
 	rm -f $(VENV)/.installed-* $(VENV)/.built-*

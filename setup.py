@@ -3,6 +3,7 @@ there.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,30 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+
+
+COMPILERS = ("c++", "g++", "clang++")  # that CMake looks for
+NO_COMPILER = (
+    "building maxrl_fast needs a C++ compiler, got none: install one (`apt install g++` on Debian "
+    "and Ubuntu), or set CXX"
+)
+
+
+def cuda() -> str:
+    """Return MAXRL_FAST_CUDA; AUTO is OFF where the torch of this Python has no CUDA."""
+    wanted = os.environ.get("MAXRL_FAST_CUDA", "AUTO")
+    # by which an isolated build hides the installed packages
+    visible = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    asked = "import sys, torch; sys.exit(0 if torch.version.cuda else 3)"
+    if (
+        wanted != "AUTO"
+        or subprocess.run(
+            [sys.executable, "-c", asked], env=visible, stderr=subprocess.DEVNULL, check=False
+        ).returncode
+        != 3
+    ):
+        return wanted
+    return "OFF"
 
 
 class CMakeBuild(build_ext):
@@ -29,11 +54,15 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DMAXRL_FAST_CUDA={os.environ.get('MAXRL_FAST_CUDA', 'AUTO')}",
+            f"-DMAXRL_FAST_CUDA={cuda()}",
             f"-DMAXRL_FAST_STRICT={os.environ.get('MAXRL_FAST_STRICT', 'OFF')}",
         ]  # fmt: skip
         subprocess.check_call(configure)
         subprocess.check_call(["cmake", "--build", build])
 
 
-setup(ext_modules=[Extension("maxrl_fast._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+if __name__ == "__main__":
+    # at the first call, before pip downloads torch
+    if not any(map(shutil.which, os.environ.get("CXX", "").split()[:1] or COMPILERS)):
+        sys.exit(NO_COMPILER)
+    setup(ext_modules=[Extension("maxrl_fast._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -14,6 +14,7 @@ from pathlib import Path
 from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import Default, Option
+from maxrl_fast.config.aliases import OTHER_NAMES
 from maxrl_fast.config.help_page import default_text, grouped, metavar
 from maxrl_fast.config.metadata import Note
 from maxrl_fast.config.options import Config, known_options, objective_table
@@ -23,6 +24,15 @@ from maxrl_fast.training.objectives.registry import (
     objective_options,
 )
 
+OTHER_LIBRARIES = """## Names in other libraries
+
+What TRL, the Trainer of transformers, verl, OpenRLHF, slime and prime-rl call these options,
+without their prefixes (verl's `actor_rollout_ref.rollout.n` is `n`). None is accepted; each is
+answered with the name here. An option may count differently: `per_device_train_batch_size` counts
+responses, `--prompts` prompts. In parentheses: the value here that the name stands for.
+
+| here | elsewhere |
+|---|---|"""
 OBJECTIVE_PAGES = Path(__file__).parent / "objectives"
 HEADING = "## Facts"
 METHODS: dict[str, Method] = {**ESTIMATORS, **OBJECTIVE_CLASSES}
@@ -74,7 +84,15 @@ def options_page() -> str:
         rows = [option_row(x, table.get(x.name, {"": x})) for x in members]
         head = "| flag | key | value | default | |\n|---|---|---|---|---|"
         parts.append("\n".join([f"## {title} options\n\n{purpose}\n", head, *rows, ""]))
-    return "\n".join(parts)
+    parts.append(OTHER_LIBRARIES)
+    for option in known_options().values():
+        names = [f"`{x}`" for x, meant in OTHER_NAMES.items() if meant == option.name]
+        for x, meant in OTHER_NAMES.items():
+            name, _, value = meant.partition(" ")
+            names += [f"`{x}` (`{value}`)"] * (name == option.name and value != "")
+        if names:
+            parts.append(f"| **`{option.flag}`** | {', '.join(names)} |")
+    return "\n".join([*parts, ""])
 
 
 def option_row(option: Option, owners: Mapping[str, Option]) -> str:

@@ -4,7 +4,7 @@ The script makes a tokenizer and a Qwen2 model with 0.7 million parameters, whic
 short words of reasoning-gym backward. The rewards come from reasoning-gym's own checker, in worker
 processes.
 
-    pip install 'maxrl_fast[hf,gym]'
+    make setup-hf
     python examples/gym_tiny.py [OUT] [OPTION ...]
 
 OUT is the folder of the policy and the run (default: runs/gym_tiny). The options are those of

@@ -125,7 +125,9 @@ class Run:
 
     def __repr__(self) -> str:
         ended = "" if self.exit == 0 else f", ended early with exit {self.exit}"
-        return f"Run({str(self.out)!r}: {len(self.metrics)} steps{ended})"
+        passes: Any = self.evaluations["pass_at_1"] if len(self.evaluations) else []
+        shown = f", pass@1 {passes[0]:.3f} to {passes[-1]:.3f}" if len(passes) else ""
+        return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown}{ended})"
 
 
 @contextlib.contextmanager
@@ -145,6 +147,7 @@ def run(
     task: str | Task | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     environment: str | type | None = None,
+    quiet: bool = False,
     **options: Any,
 ) -> Run:
     """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
@@ -159,6 +162,7 @@ def run(
         reward: what --reward takes, or a Python function (prompt, response, **columns) -> float,
             such as a lambda. It is called in this process, without a sandbox or a time limit.
         environment: what --environment takes, or a class, whose objects live in this process.
+        quiet: print only warnings and errors.
         options: as on the command line, with underscores: `maze_size=11`. None: not given. `data`,
             `test_data` and `sft_data` may be rows: dicts, a datasets.Dataset or a DataFrame; a
             file beside the run's folder keeps them.
@@ -191,7 +195,7 @@ def run(
         command = "python -m maxrl_fast.train --dry-run"
         raise InputError(f"dry_run works only on the command line: {command}")
     ranks = Ranks.of_environment()
-    device, screen = resolve_device(parsed.run.device), _screen(ranks)
+    device, screen = resolve_device(parsed.run.device), _screen(ranks, quiet)
     with ranks.connected(device) as watch:
         parsed = find_policy(parsed, ranks, screen.warning)
         found = build_run_task(parsed, own_class) if own_task is None else own_task
@@ -255,9 +259,9 @@ def _name_of(value: Any) -> str:
     return value if isinstance(value, str) else f"{OBJECT}{own}"
 
 
-def _screen(ranks: Ranks) -> Screen:
+def _screen(ranks: Ranks, quiet: bool = False) -> Screen:
     """A notebook gets plain lines: rich would need widgets for a moving bar."""
-    if not Console().is_jupyter:
-        return Screen(is_quiet=not ranks.is_first)
-    plain = Console(force_jupyter=False, force_terminal=False, quiet=not ranks.is_first)
-    return Screen(plain, is_quiet=not ranks.is_first, most_lines=NOTEBOOK_LINES)
+    forced = False if Console().is_jupyter else None
+    is_quiet = not ranks.is_first
+    console = Console(quiet=quiet or is_quiet, force_jupyter=forced, force_terminal=forced)
+    return Screen(console, is_quiet, None if forced is None else NOTEBOOK_LINES)

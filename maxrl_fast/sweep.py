@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from maxrl_fast.config.changes import changes
+from maxrl_fast.config.changes import changes, in_place
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.help_page import print_help, split_help
 from maxrl_fast.config.metadata import options_of
@@ -177,7 +177,8 @@ class Sweep:
                     f"{run.folder} holds a run that is not of this sweep; use another --out"
                 )
             options = {x: value for x, value in run.config.flat().items() if x not in OF_ONE_START}
-            found = changes(self._states[name]["options"] if run.has_begun else {}, options)
+            before = self._states[name]["options"] if run.has_begun else {}
+            found = changes(before, in_place(before, options))
             if changed := [*found.policy, *found.semantic]:
                 raise InputError(
                     f"{run.folder} was begun with other options ({'; '.join(changed)}); use "

@@ -42,13 +42,6 @@ def test_the_version_is_printed_where_the_kernels_are_not_built(monkeypatch, cap
     assert "kernels: not built" in capsys.readouterr().out
 
 
-def test_a_command_gets_its_arguments_and_returns_its_exit_code(capsys):
-    assert console.main(["objectives"]) == 0
-    assert "maxpo" in capsys.readouterr().out
-    assert console.main(["train", "--prompts", "0"]) == 2
-    assert "prompts must be" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("got", ["trian; did you mean train?", "--steps"])
 def test_an_unknown_command_exits_with_2(got, capsys):
     assert console.main([got.partition(";")[0], "3"]) == 2

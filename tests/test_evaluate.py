@@ -36,10 +36,8 @@ def trained(tmp_path_factory):
     options = (*"--maze-size 5 --seed 4 --max-new-tokens 9 --eval-prompts 7".split(),)
     options += (*"--eval-samples 6 --prompts 8 --rollouts 8 --k 2 --steps 3".split(),)
     options += (*"--sft-steps 80 --sft-batch 16 --sft-lr 5e-3 --warmup-steps 0 --lr 5e-4".split(),)
-    options += (
-        *"--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split(),
-    )
-    assert train.main([*RUNTIME, *options, "--out", str(out)]) == 0
+    sizes = "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split()
+    assert train.main([*RUNTIME, *options, *sizes, "--out", str(out)]) == 0
     return out
 
 
@@ -78,10 +76,8 @@ def run(checkpoint, *flags):
 
 
 def read(out):
-    return json.loads(
-        (out / "eval.json").read_text(),
-        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
-    )
+    text = (out / "eval.json").read_text()
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def samples_of(out):

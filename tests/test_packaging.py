@@ -1,7 +1,13 @@
 """What a wheel rests on. `make dist` builds one and looks into it."""
 
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 import maxrl_fast
 
@@ -15,6 +21,21 @@ def test_the_version_is_in_one_place():
     assert 'version = { attr = "maxrl_fast.__version__" }' in text
     assert maxrl_fast.__version__ not in re.findall(r'^version = "(.*)"', text, re.MULTILINE)
     assert f"\nversion: {maxrl_fast.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize(("code", "built"), [(0, "AUTO"), (1, "AUTO"), (3, "OFF")])
+def test_the_build_asks_torch_whether_it_has_cuda(code, built, monkeypatch):
+    cuda = runpy.run_path(str(ROOT / "setup.py"))["cuda"]
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code))
+    assert cuda() == built
+    monkeypatch.setenv("MAXRL_FAST_CUDA", "ON")
+    assert cuda() == "ON"
+
+
+def test_a_missing_compiler_is_one_sentence():
+    command = [sys.executable, "setup.py", "--version"]
+    ended = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
+    assert re.fullmatch(r"building maxrl_fast needs a C\+\+ compiler, got none: .*\n", ended.stderr)
 
 
 def test_the_build_takes_no_instructions_that_only_some_machines_have():

@@ -159,7 +159,7 @@ def refused_model(tmp_path):
 def test_a_module_that_is_absent_or_lacks_the_name_is_refused(option, site, capsys):
     for name, why in (
         ("absent_module:Thing", "importing absent_module failed: ModuleNotFoundError: No module"),
-        ("sorting_plugin:Thing", "sorting_plugin has no Thing"),
+        ("sorting_plugin:SortTsk", "sorting_plugin has no SortTsk; did you mean SortTask?"),
     ):
         wanted = "CLASS" if option in ("task", "rollout") else "FUNCTION"
         form = f"--{option} {name} must be package.module:{wanted}: {why}"

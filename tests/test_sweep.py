@@ -60,12 +60,8 @@ def test_the_commands_of_the_documents_are_right(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/evaluation.md"))
     lines = re.findall(r"^    python -m maxrl_fast\.sweep (.*)$", text, re.MULTILINE)
-    assert [len(printed(capsys, *shlex.split(line, comments=True))) for line in lines] == [
-        6,
-        6,
-        3,
-        6,
-    ]
+    counts = [len(printed(capsys, *shlex.split(line, comments=True))) for line in lines]
+    assert counts == [6, 6, 3, 6]
 
 
 def test_rewards_are_of_every_run_and_no_side(capsys):
@@ -98,6 +94,16 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     assert "--prompt-suffix=-- think" in words
 
 
+def test_a_sweep_that_was_moved_with_its_data_resumes(tmp_path):
+    for home in ("/before", "/after"):
+        flags = ["--task", "gsm8k", "--data", f"{home}/x.jsonl"]
+        runs = sweep.sweep_grid(sweep.values_of(flags), tmp_path)
+        begun = sweep.Sweep(tmp_path, runs, Screen())
+        runs[0].folder.mkdir(exist_ok=True)
+        (runs[0].folder / "config.json").touch()
+        begun._write()
+
+
 @pytest.mark.parametrize(
     "runs",
     ["[]", "null", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}', '{"x": {"group": ["g"]}}'],
@@ -111,16 +117,11 @@ def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
 
 
 def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_path):
-    assert (
-        sweep.main([*"--data /nowhere --task gsm8k --model /nowhere --out".split(), str(tmp_path)])
-        == 1
-    )
+    shared = "--task gsm8k --model /nowhere --out".split()
+    assert sweep.main(["--data", "/nowhere", *shared, str(tmp_path)]) == 1
     assert not (tmp_path / "maxpo_seed-0").exists()
     capfd.readouterr()
-    assert (
-        sweep.main([*"--data /there --task gsm8k --model /nowhere --out".split(), str(tmp_path)])
-        == 1
-    )
+    assert sweep.main(["--data", "/there", *shared, str(tmp_path)]) == 1
     assert "maxpo_seed-0 failed with exit code 2" in capfd.readouterr().err
 
 
@@ -148,10 +149,7 @@ def test_a_sweep_under_torchrun_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert sweep.main(["--seeds", "0"]) == 2
     said = capsys.readouterr().err
-    assert (
-        "cannot run under torchrun; --dry-run prints the commands of its runs, each of which "
-        "torchrun can start" in said
-    )
+    assert "cannot run under torchrun; --dry-run prints the commands of its runs, each" in said
 
 
 def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(tmp_path):
@@ -159,10 +157,8 @@ def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(
         (tmp_path / str(seed)).mkdir()
         if passes is not None:
             lines = [{"step": 0, "pass_at_k": {"1": 0.9}}, {"step": 3, "pass_at_k": passes}]
-            text = (
-                "".join(json.dumps(line) + "\n" for line in lines)
-                + '{"step": 4, "pass_at_k": {"1": 0.0}'
-            )
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            text += '{"step": 4, "pass_at_k": {"1": 0.0}'
             (tmp_path / str(seed) / "eval.jsonl").write_text(text)
     row = over_seeds("maxrl", {seed: tmp_path / str(seed) for seed in range(4)})
     assert (row["group"], row["seeds"], list(row["pass_at_k"])) == ("maxrl", [0, 1, 2], ["1"])

@@ -54,27 +54,17 @@ def test_a_run_writes_its_files(finished):
     config = json.loads((finished / "config.json").read_text())
     weight = json.loads((finished / "weight.json").read_text())
     assert weight["values"] == pytest.approx([1 - p for p in PASS_RATES])  # of maxpo with k = 2
-    assert (config["objective"], config["k"], config["seed"], config["max_new_tokens"]) == (
-        "maxpo",
-        2,
-        0,
-        8,
-    )
+    known = {"objective": "maxpo", "k": 2, "seed": 0, "max_new_tokens": 8}
+    assert known.items() <= config.items()
     assert config["versions"]["torch"] == torch.__version__
+    assert None not in config.values()
     metrics = read(finished / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3]
-    schedule = LearningRate(
-        config["lr"], config["steps"], config["warmup_steps"], config["lr_schedule"]
-    )
+    schedule = LearningRate(*map(config.get, ("lr", "steps", "warmup_steps", "lr_schedule")))
     assert [record["lr"] for record in metrics] == [schedule.at(step) for step in (1, 2, 3)]
-    wanted = {
-        *(
-            "reward_mean pass_at_1 ratio_clamped frac_prompts_solved entropy grad_norm "
-            "response_length_mean"
-        ).split()
-    }
+    wanted = "reward_mean pass_at_1 ratio_clamped frac_prompts_solved entropy grad_norm".split()
     for record in metrics:
-        assert wanted | TIMINGS <= record.keys()
+        assert {*wanted, "response_length_mean", *TIMINGS} <= record.keys()
         # 0 where a step has no gradient
         assert (record["tokens_shared"] > 0) == (record["grad_norm"] > 0)
         assert record["tokens_shared"] < 1
@@ -106,18 +96,17 @@ def test_the_warm_start_has_its_own_beta2(tmp_path):
     weights = {}
     for name, given in flags.items():
         assert run(tmp_path / name, *"--sft-steps 3 --steps 0".split(), *given) == 0
-        weights[name] = load_checkpoint(
-            tmp_path / name / "checkpoints" / "step-000000"
-        ).model.embed_tokens.weight
+        start = tmp_path / name / "checkpoints" / "step-000000"
+        weights[name] = load_checkpoint(start).model.embed_tokens.weight
     assert torch.equal(weights["as-beta2"], weights["as-sft-beta2"])
     assert not torch.equal(weights["as-sft-beta2"], weights["default"])
 
 
 @pytest.mark.slow
 def test_two_threads_repeat_bitwise(tmp_path):
+    flags = "--threads 2 --prompts 32 --rollouts 16 --maze-size 9 --steps 2".split()
     for name in ("one", "two"):
-        flags = "--threads 2 --prompts 32 --rollouts 16 --maze-size 9 --steps 2"
-        assert run(tmp_path / name, *flags.split()) == 0
+        assert run(tmp_path / name, *flags) == 0
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -183,7 +172,7 @@ def test_a_run_resumes_with_another_correction(tmp_path):
     assert train.main([*more, "5", "--correction", "none"]) == 0
     file = tmp_path / "run" / "config.json"
     config = json.loads(file.read_text())
-    assert (config["correction"], config["importance_cap"]) == ("none", None)
+    assert (config["correction"], config.get("importance_cap")) == ("none", None)
     old = {name: value for name, value in config.items() if not name.startswith("correction")}
     for steps, cap, correction in (("6", 2.0, "tis"), ("7", 0.0, "none")):
         file.write_text(json.dumps(old | {"importance_cap": cap}))
@@ -214,11 +203,8 @@ def test_compile_compiles_the_layers(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_lora_changes_only_its_target_weights(finished, tmp_path, capsys):
-    flags = [
-        *"--task maze --model".split(),
-        str(finished / "latest"),
-        *"--lora-rank 2 --lora-targets q_proj,down_proj --lr 0.01".split(),
-    ]
+    flags = "--lora-rank 2 --lora-targets q_proj,down_proj --lr 0.01 --task maze --model".split()
+    flags.append(str(finished / "latest"))
     assert run(tmp_path / "run", *flags) == 0
     assert "576 of them trained (LoRA)" in capsys.readouterr().out.replace("\n", " ")
     before, after = (
@@ -338,16 +324,8 @@ def test_the_folder_of_another_run_is_refused_and_unchanged(finished, capsys):
 
 
 def test_a_checkpoint_that_does_not_fit_the_task_is_refused(finished, tmp_path, capsys):
-    assert (
-        run(
-            tmp_path / "run",
-            *"--task maze --model".split(),
-            str(finished / "latest"),
-            "--maze-size",
-            "31",
-        )
-        == 2
-    )
+    flags = "--maze-size 31 --task maze --model".split()
+    assert run(tmp_path / "run", *flags, str(finished / "latest")) == 2
     assert "positions" in capsys.readouterr().err
 
 
@@ -361,15 +339,8 @@ def test_a_response_limit_beyond_the_positions_is_refused_on_resuming(finished, 
 def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
-    for words in (
-        "objective = maxpo",
-        "k = 2",
-        "max_new_tokens = 8",
-        "Adam moments",
-        "key/value cache",
-        "GFLOP",
-    ):
-        assert words in text
+    asked = "objective = maxpo|k = 2|max_new_tokens = 8|Adam moments|key/value cache|GFLOP"
+    assert all(words in text for words in asked.split("|"))
     assert not (tmp_path / "run").exists()
 
 
@@ -397,9 +368,7 @@ def test_non_finite_values_stop_the_run_with_the_last_good_checkpoint(
 
 def test_out_of_gpu_memory_is_reported_with_advice(tmp_path, capsys, monkeypatch):
     def full(*_, **__):
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ..."
-        )
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr(Passes, "logprobs", full)
     assert run(tmp_path / "run", "--importance-cap", "2") == 1

@@ -115,6 +115,7 @@ class Estimator(Method):
     size: Size | None = None
     kernel: Kernel | None = None  # where there is one, the function is its reference
     binary: bool = False  # whether rewards must be 0 or 1
+    for_binary: bool = False  # whether it is made for such rewards, and only computable for others
     centred: bool = False  # whether the advantage in a group of one is 0 for any size
     over_batch: bool = False  # whether the advantages of a group may depend on the other groups
     of_group: bool = True  # whether the function takes a Group; otherwise rewards [G, N], floating
@@ -158,7 +159,8 @@ class Estimator(Method):
         inputs = tuple(key for key in asked if key in INPUTS)
         needs = [size.wanted() if size else f"N >= {fields.get('min_rollouts', 2)}", *inputs]
         needs += [key for key, option in options.items() if option.default is None]
-        needs += ["rewards 0 or 1"] if fields.get("binary") else []
+        needs += ["rewards 0 or 1"] * fields.get("binary", False)
+        needs += ["made for rewards 0 or 1"] * fields.get("for_binary", False)
         return super().of(
             function,
             inputs=inputs,

@@ -1,5 +1,6 @@
-"""What TRL, the Trainer of transformers, verl, OpenRLHF and slime call the options, without their
-prefixes (actor_rollout_ref.rollout.n is n). A wrong name is answered with ours; none is accepted.
+"""What TRL, the Trainer of transformers, verl, OpenRLHF, slime and prime-rl call the options,
+without their prefixes (actor_rollout_ref.rollout.n is n). A wrong name is answered with ours; none
+is accepted.
 """
 
 import re
@@ -103,5 +104,9 @@ OTHER_NAMES = {
     for option, names in [line.split(": ")]
     for name in names.split()
 }
+# the number of processes, which is torchrun's
+PROCESSES = re.compile(
+    r"\w*gpus(_per_node)?|\w*nodes|nproc_per_node|num_processes|world_size|devices"
+)
 # names of options of maxrl_fast.train that maxrl_fast.evaluate does not have
 IN_EVALUATION = {"prompts": "eval_prompts", "rollouts": "samples", "eval_samples": "samples"}

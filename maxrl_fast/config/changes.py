@@ -111,7 +111,8 @@ def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> boo
         )
         log = out / "metrics.jsonl"
         has_begun = log.exists() and log.stat().st_size > 0
-        changed = changes(options, now) if found and now is not None else None
+        # config.json has no option without a value
+        changed = changes(dict.fromkeys(now) | options, now) if found and now is not None else None
     except (OSError, ValueError, TypeError, RecursionError):
         return False
     if changed and (changed.policy or changed.semantic):

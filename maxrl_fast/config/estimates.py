@@ -24,6 +24,7 @@ from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.critic import num_critic_weights
+from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
@@ -88,8 +89,8 @@ def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
 
 
 def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
-    """Return the learning rates, and whose default they are where a checkpoint changes the
-    default.
+    """Return the learning rates with their course, and whose default they are where a checkpoint
+    changes the default.
     """
     kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
     sft_default, default = default_rates(config.model) if config.model.model else (None, None)
@@ -97,7 +98,15 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
     def said(rate: float, default: float | None) -> str:
         return f"{rate:g}" + f" (the default for {kind})" * (rate == default)
 
-    rates, warm = f"learning rate {said(config.optimizer.lr, default)}", config.warm_start
+    options, warm = config.optimizer, config.warm_start
+    rates, num_warm = f"learning rate {said(options.lr, default)}", options.warmup_steps
+    if 0 < options.steps <= num_warm:
+        last = LearningRate(options.lr, options.steps, num_warm).at(options.steps)
+        rates += f": the warm-up of {num_warm} steps outlasts the run, which ends at {last:.3g}"
+    elif options.steps:
+        rates += f", after {num_warm} steps of warm-up" * (num_warm > 0)
+        is_cosine = options.lr_schedule == "cosine"
+        rates += f", then a cosine to {options.lr / 10:g}" if is_cosine else ", then constant"
     if not has_warm_start:
         return rates
     steps = f"{warm.sft_steps} step{'s' * (warm.sft_steps > 1)}"

@@ -14,6 +14,7 @@ from torch import nn
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.metadata import LessMemory, inapplicable_options, options_of
 from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.config.resolve import KEPT_BYTES
 from maxrl_fast.model.decoder import DecoderConfig, Layer
 from maxrl_fast.model.linear import LoraLinear, can_join
 from maxrl_fast.model.policy_model import PolicyModel
@@ -76,9 +77,9 @@ def estimate_memory(
     largest = 4 * max(*layers, weights - sum(layers)) * is_sharded
     memory["weights sharded at a time (float32)"] = (largest, 0, 0)
     memory |= _of_engine(config, task, model, machine)
-    # every process has all of them: a token in int64 and its log-prob in float32
+    # every process has all of them
     responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
-    kept = 12 * responses * options.max_new_tokens
+    kept = KEPT_BYTES * responses * options.max_new_tokens
     memory["rollouts of a step, at their limit"] = (0, kept, kept)
     memory |= {name: (0, 0, value) for name, value in _of_update(config, model, machine).items()}
     if machine.device == "cpu":  # on a GPU the copy is in the host's memory

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from maxrl_fast.algorithms.options import Option, nearest
-from maxrl_fast.config.aliases import IN_EVALUATION, OTHER_NAMES
+from maxrl_fast.config.aliases import IN_EVALUATION, OTHER_NAMES, PROCESSES
 from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.metadata import (
@@ -232,6 +232,8 @@ def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
     other libraries give it (trainer.total_epochs).
     """
     parts = name.lower().replace("-", "_").split(".")
+    if PROCESSES.fullmatch(parts[-1]):
+        return "; torchrun --nproc-per-node N starts a process for each of N GPUs"
     words = ("_".join(parts), "_".join(parts[-2:]), parts[-1], parts[-1].removeprefix("no_"))
     names = [word if word in known else OTHER_NAMES.get(word, word) for word in words]
     names = [option for x in names for option in (x, IN_EVALUATION.get(x, ""))]

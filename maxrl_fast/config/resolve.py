@@ -22,7 +22,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.device import resolve_device, resolve_dtype
+from maxrl_fast.runtime.device import memory_bytes, resolve_device, resolve_dtype
 from maxrl_fast.runtime.files import is_locked, temporary_path
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.ranks import Ranks
@@ -33,6 +33,7 @@ from maxrl_fast.training.objectives.registry import objective_defaults
 # of the default evaluations between the first step and the last: their samples, relative to those
 # of training, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
+KEPT_BYTES = 12  # of a sampled token: its id in int64 and its log-prob in float32
 
 
 def resolve(
@@ -69,6 +70,14 @@ def resolve(
             f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}",
             "overlong_buffer",
             "max_new_tokens",
+        )
+    options, machine = config.rollout, memory_bytes(torch.device("cpu"))
+    sampled = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
+    if not has_gpus and (needed := KEPT_BYTES * sampled * limit) > machine:
+        warn(
+            f"a step samples {sampled:,} responses of up to {limit} tokens, which need up to "
+            f"{needed / 1e9:,.0f} GB in each process, and this machine has {machine / 1e9:,.0f}: "
+            "lower --prompts or --rollouts"
         )
     objective, (correction, numbers) = objective_of(config), correction_of(config)
     loss = config.loss.loss or objective.loss

@@ -10,6 +10,7 @@ EQUAL = (
     f"in each group of the first {FIRST_STEPS} steps all rewards were equal, so nothing is learned "
     "yet: look at some responses and their rewards"
 )
+OF_REWARDS = ("no_reward", "all_solved", "zero_variance_groups")
 Record = dict[str, float]
 
 
@@ -26,6 +27,8 @@ class HealthWarning:
 class Health:
     """Checks the last ten steps of metrics.jsonl, in some rules against the first ten."""
 
+    # whether rollouts with equal rewards are learned from, as from a teacher
+    needs_no_rewards: bool = False
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
     # steps since the rule's condition last held
@@ -35,11 +38,14 @@ class Health:
         """Return the warnings that start at this step, after ten steps without them."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
-        if len(self._recent) == FIRST_STEPS and _has_equal_rewards(self._recent):
+        is_third = len(self._recent) == FIRST_STEPS and not self.needs_no_rewards
+        if is_third and _has_equal_rewards(self._recent):
             return [HealthWarning("equal_rewards", record["reward_mean"], EQUAL)]
         if len(self._recent) < STEPS:
             return []
         present = broken_rules(self._first, self._recent)
+        if self.needs_no_rewards:
+            present = {kind: x for kind, x in present.items() if kind not in OF_REWARDS}
         begun = [kind for kind in present if self._absent.get(kind, STEPS) >= STEPS]
         self._absent = {kind: steps + 1 for kind, steps in self._absent.items()}
         self._absent |= dict.fromkeys(present, 0)

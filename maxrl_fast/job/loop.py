@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
 from maxrl_fast.evaluation.scores import label_of, score_of
@@ -16,6 +18,7 @@ from maxrl_fast.runtime.output import take_errors
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.diagnostics import diagnostics_record
 from maxrl_fast.training.metrics import summary
+from maxrl_fast.training.objectives.objective import has_teacher
 from maxrl_fast.training.trainer import StepRecord, Trainer
 from maxrl_fast.training.warm_start import WarmStart
 
@@ -41,7 +44,9 @@ class RunLoop:
         self.clock, self.ranks = self.context.clock, self.context.ranks
         self.options = self.context.config.evaluation
         self.schedule = evaluation_schedule(self.context.config)
-        self.evaluator, self.health = build_evaluator(self.context), Health()
+        self.evaluator, flat = build_evaluator(self.context), self.context.config.flat()
+        self.health = Health(needs_no_rewards=bool(flat["kl_coef"]) and has_teacher(flat))
+        self.expects_binary = self.context.objective.needs.expects_binary
 
     @property
     def num_steps(self) -> int:
@@ -112,6 +117,8 @@ class RunLoop:
             self.screen.warning(record.batch.warning)
         for warning in self.health.observe(record.metrics):
             self._warn(n, warning)
+        if self.expects_binary:
+            self._check_binary(n, record.batch.all_rewards)
         for stream, error in take_errors():
             message = (
                 f"{stream} cannot be written to ({error.strerror}); the run continues, and what it "
@@ -125,6 +132,17 @@ class RunLoop:
         self.progress.next_prompt += record.batch.num_sampled
         for stage, count in record.tokens.items():
             self.progress.tokens[stage] += count
+
+    def _check_binary(self, n: int, rewards: Tensor) -> None:
+        others = rewards[(rewards != 0) & (rewards != 1) & ~rewards.isnan()]
+        if len(others):
+            self.expects_binary, value = False, float(others[0])
+            name = self.context.config.objective.objective
+            said = (
+                f"a reward is {value:g}, but {name} is made for rewards of 0 or 1 and estimates "
+                "something else with others: use maxrl or maxpo, or set --reward-threshold"
+            )
+            self._warn(n, HealthWarning("not_binary", value, said))
 
     def _diagnose(self, batch: RolloutBatch) -> None:
         with self.clock("diagnosis"):

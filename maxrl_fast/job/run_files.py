@@ -185,10 +185,9 @@ class RunFiles:
 
     def write_config(self) -> None:
         if self._is_writer:
-            write_json(
-                self.out / "config.json",
-                {**self.options, "versions": versions(), "command": sys.argv},
-            )
+            used = {name: value for name, value in self.options.items() if value is not None}
+            content = {**used, "versions": versions(), "command": sys.argv}
+            write_json(self.out / "config.json", content)
             write_json(self.out / "weight.json", weight_of(self.options, PASS_RATES))
 
     def write(self, log: str, record: dict[str, Any]) -> None:

@@ -84,6 +84,13 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         raise InputError(
             f"the chat template in {file} rejects {messages!r:.200}: {cause}"
         ) from error
+    # jinja writes nothing for a misspelt name, and single braces as they stand
+    asked = messages[-1]["content"] if messages[-1]["role"] == "user" else ""
+    if isinstance(asked, str) and asked.strip() not in text:
+        raise InputError(
+            f"the chat template in {template_file(Path(tokenizer.name_or_path))} leaves out the "
+            f"last message, {asked!r:.80}: is a name or a brace in it misspelt?"
+        )
     # the template writes them itself
     return encode_response(tokenizer, text)
 

@@ -2,6 +2,7 @@
 used. Reward workers import this, so it must not import torch.
 """
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -137,7 +138,10 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
     except BaseException as error:
         raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
     if function is None:
-        raise LoadError(f"{place} has no {attribute}")
+        names = [x for x, value in vars(module).items() if callable(value) and x[0] != "_"]
+        close = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise LoadError(f"{place} has no {attribute}{meant}")
     if not callable(function):
         raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
     return function, getattr(module, "__file__", None) or ""

@@ -31,6 +31,7 @@ class Needs:
     reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
+    expects_binary: bool = False  # the same, but others are computable and only a warning
     parts: bool = False  # each of several rewards, not only their sum
     texts: bool = False  # the responses as text
     components: bool = False  # the components of the rewards of all ranks

@@ -78,8 +78,9 @@ def step_metrics(
 
 
 def summary(record: dict[str, float]) -> str:
+    kl = f"kl {record['kl']:.3g}  " if record["kl"] else ""
     return (
         f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
-        f"entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
+        f"{kl}entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
         f"grad {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s"
     )

@@ -60,17 +60,13 @@ def measured_update(model, dtype, lengths=(64, 48)):
     """Return the peak of the bytes that an update allocates beside the training state, and the
     tokens of its one pass.
     """
-    prompts, generator = (
-        make_prompts([list(range(3, 3 + lengths[0]))] * 4),
-        torch.Generator().manual_seed(0),
-    )
+    prompts = make_prompts([list(range(3, 3 + lengths[0]))] * 4)
+    generator = torch.Generator().manual_seed(0)
     rollouts = Rollouts.given(
         [torch.randint(3, 290, (lengths[1],), generator=generator).tolist() for _ in range(16)]
     )
-    settings, optimizer = (
-        LossSettings("ppo", "token_mean"),
-        make_optimizer(model, beta2=0.99, weight_decay=0.01),
-    )
+    optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
+    settings = LossSettings("ppo", "token_mean")
     learner = Learner(model, optimizer, settings, 1e9, 10_000, dtype)
     given = Samples(prompts, rollouts), torch.randn(16, generator=generator), torch.arange(16)
     learner.update(*given, when="step 1", lr=0.0)  # makes gradients and moments
@@ -162,19 +158,13 @@ def big(*flags):
 
 
 def test_sharding_divides_the_training_state():
-    model, machine, weights = (
-        big(),
-        Machine("cuda", 8, 80 * 10**9),
-        sum(p.numel() for p in big().parameters()),
-    )
+    model, machine = big(), Machine("cuda", 8, 80 * 10**9)
+    weights = sum(p.numel() for p in model.parameters())
     whole, sharded = (estimated(model, machine, sharding=kind) for kind in ("none", "full"))
     names = ("weights (float32)", "gradients (float32)", "Adam moments (float32)")
     for name, size in zip(names, (4, 4, 8), strict=True):
         assert whole[name][1:] == (size * weights, size * weights)
-        assert sharded[f"{name}, 1/8 of them (FSDP2)"][1:] == (
-            size * weights / 8,
-            size * weights / 8,
-        )
+        assert sharded[f"{name}, 1/8 of them (FSDP2)"][1:] == (size * weights / 8,) * 2
     assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == weights / 2
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     assert sharded["weights sharded at a time (float32)"] == (4 * layer, 0, 0)
@@ -188,26 +178,29 @@ def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     flags = "--lora-rank 4 --kl-coef 0.1 --dtype bfloat16".split()
     memory = estimated(model, Machine("cuda", 1, 24 * 10**9), *flags)
-    rows = [
-        memory[f"{name} (float32)"][2] / trained
-        for name in ("gradients", "Adam moments", "reference policy")
-    ]
-    assert rows == [4, 8, 4]
+    names = ("gradients", "Adam moments", "reference policy")
+    assert [memory[f"{name} (float32)"][2] / trained for name in names] == [4, 8, 4]
     # merged
     assert memory["rollout weights (bfloat16)"][1] == 2 * sum(p.numel() for p in big().parameters())
 
 
 def test_what_the_engine_frees_does_not_count_in_the_update():
-    model, weights = big(), 2 * sum(p.numel() for p in big().parameters())
-    flags = ("--dtype", "bfloat16", "--kv-cache-gb", "10", "--prompts", "64", "--rollouts", "256")
-    vllm = estimated(model, Machine("cuda", 4, 80 * 10**9), "--rollout", "vllm", *flags)
+    model, machine = big(), Machine("cuda", 4, 80 * 10**9)
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    flags = "--dtype bfloat16 --kv-cache-gb 10 --prompts 64 --rollouts 256".split()
+    config = resolve(parse(["--rollout", "vllm", *flags]), MazeTask(9)).replace(sharding="none")
+    vllm, shared = (
+        estimate_memory(config.replace(vllm_tensor_parallel=n), MazeTask(9), model, machine)
+        for n in (1, 2)
+    )
+    assert shared["rollout weights (bfloat16)"][1] == weights / 2
     assert vllm["key/value cache of vLLM"] == (1e10, 1e10, 0)
     assert vllm["rollout weights (bfloat16)"] == (weights, weights, 0)
-    native = estimated(model, Machine("cuda", 4, 80 * 10**9), *flags)
+    native = estimated(model, machine, *flags)
     assert native["rollout weights (bfloat16)"] == (weights, weights, weights)
     name = "key/value cache of at most 4096 samples"  # it is below a tenth of the memory
     assert native[name][2] > 0
-    filtered = estimated(model, Machine("cuda", 4, 80 * 10**9), *flags, "--top-p", "0.9")
+    filtered = estimated(model, machine, *flags, "--top-p", "0.9")
     assert filtered[name][1] - native[name][1] == 48 * 128 * model.config.vocab_size
     small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
     assert small[name][2] == 0
@@ -217,10 +210,8 @@ def test_what_the_engine_frees_does_not_count_in_the_update():
 def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtype):
     # keys are padded
     model = build_policy(resolve(parse(["--heads", "8"]), MazeTask(9)), MazeTask(9), is_empty=True)
-    flags = (
-        f"--dtype {dtype} --prompts 4 --rollouts 64 --eval-samples 1 --max-new-tokens 20".split()
-    )
-    memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
+    flags = f"--dtype {dtype} --prompts 4 --rollouts 64 --eval-samples 1 --max-new-tokens 20"
+    memory = estimated(model, Machine("cpu", 1, 10**10), *flags.split())
     arithmetic = arithmetic_of(getattr(torch, dtype))
     used = "float32" if arithmetic == "float32" else "bfloat16"
     embedding, element = model.model.embed_tokens.weight.numel(), getattr(torch, used).itemsize
@@ -232,16 +223,6 @@ def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtyp
     assert memory["key/value cache of at most 256 samples"] == (cache,) * 3
 
 
-def test_neighbours_that_share_a_vllm_engine_divide_its_weights():
-    options = ("--rollout", "vllm", "--dtype", "bfloat16")
-    one = estimated(big(), Machine("cuda", 4, 80 * 10**9), *options)
-    config = resolve(parse([*options]), MazeTask(9)).replace(
-        sharding="none", vllm_tensor_parallel=2
-    )
-    two = estimate_memory(config, MazeTask(9), big(), Machine("cuda", 4, 80 * 10**9))
-    assert two["rollout weights (bfloat16)"][1] == one["rollout weights (bfloat16)"][1] / 2
-
-
 SEVEN_BILLION = (
     "--hidden-size 4096 --intermediate-size 16384 --layers 28 --heads 32 --kv-heads 8".split()
 )
@@ -250,21 +231,12 @@ SEVEN_BILLION = (
 def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
     assert train.main(["--dry-run", "8x80", *SEVEN_BILLION]) == 0
     text = capsys.readouterr().out
-    # for that machine
-    for words in (
-        "memory of each of 8 GPUs of 80 GB",
-        "It fits",
-        "sharding = full",
-        "dtype = bfloat16",
-    ):
-        assert words in text
+    asked = "memory of each of 8 GPUs of 80 GB|It fits|sharding = full|dtype = bfloat16"
+    assert all(words in text for words in asked.split("|"))  # for that machine
     assert train.main(["--dry-run", "1x24", *SEVEN_BILLION]) == 0
     text = capsys.readouterr().out
     assert "It does not fit: it needs" in text
-    assert (
-        "a lower --token-budget, --checkpoint-activations, --lora-rank or --sharding full on more "
-        "GPUs needs less." in text
-    )
+    assert "-activations, --lora-rank or --sharding full on more GPUs needs less." in text
     assert train.main(["--dry-run", "1x80", *SEVEN_BILLION, "--kv-cache-gb", "75"]) == 0
     # which the native engine does not use
     assert "--vllm-tensor-parallel" not in capsys.readouterr().out
@@ -295,14 +267,13 @@ def test_a_vllm_engine_is_built_for_the_samples_of_its_own_processes(monkeypatch
     side.
     """
     task, given = MazeTask(9), {}
-    config = resolve(parse(["--prompts", "100", "--rollouts", "64", "--rollout", "vllm"]), task)
+    config = resolve(parse("--prompts 100 --rollouts 64 --rollout vllm".split()), task)
     monkeypatch.setattr(build, "build_engine", lambda *arguments, **options: given.update(options))
-    build.build_run_engine(config, None, task, Ranks(0, 8))
-    assert given["max_batch"] == 13 * 64
-    build.build_run_engine(config.replace(vllm_tensor_parallel=2), None, task, Ranks(0, 8))
-    assert given["max_batch"] == 2 * 13 * 64
-    build.build_run_engine(config, None, task)
-    assert given["max_batch"] == 100 * 64
+    for number, size, batch in ((1, 8, 13 * 64), (2, 8, 2 * 13 * 64), (1, 1, 100 * 64)):
+        build.build_run_engine(
+            config.replace(vllm_tensor_parallel=number), None, task, Ranks(0, size)
+        )
+        assert given["max_batch"] == batch
 
 
 def test_a_dry_run_reads_no_weights(tmp_path, capsys):
@@ -312,8 +283,6 @@ def test_a_dry_run_reads_no_weights(tmp_path, capsys):
     flags = ["--task", "maze", "--model", str(tmp_path), "--out", str(tmp_path / "run")]
     for value in ([], ["1x24"]):
         assert train.main([*flags, "--dry-run", *value]) == 0
-        assert (
-            f"policy: {sum(p.numel() for p in model.parameters()):,} parameters"
-            in capsys.readouterr().out
-        )
+        number = sum(p.numel() for p in model.parameters())
+        assert f"policy: {number:,} parameters" in capsys.readouterr().out
     assert train.main(flags) == 2

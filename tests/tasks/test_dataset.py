@@ -134,6 +134,14 @@ def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     assert task.stop_ids == (task._text.tokenizer.eos_token_id,)
 
 
+@pytest.mark.parametrize("typo", ["{{ m.contnt }}", "{ m.content }"])
+def test_a_template_that_leaves_out_the_question_is_refused(tmp_path, typo):
+    policy = save_byte_level_policy(tmp_path, chat=CHAT.replace("{{ m.content }}", typo))
+    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "why?"}]}\n' * 2)
+    with refused("leaves out the last message, 'why.': is a name or a brace in it misspelt"):
+        task_of(tmp_path / "data.jsonl", policy)
+
+
 def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
     path = written(tmp_path / "long.jsonl", [{"prompt": "x" * n} for n in range(1, 41)])
     task = task_of(path, policy, max_prompt_tokens=30)

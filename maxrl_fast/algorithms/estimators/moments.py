@@ -22,6 +22,7 @@ FalseNegativeRate = Annotated[
 @estimator(
     source="MaxRL, Algorithm 1",
     weight="(1-(1-p)^(N-1))/p at eps 0",
+    for_binary=True,
     kernel=Kernel(centred=True, scale="mean"),
 )
 def maxrl_ratio(g: Group, *, eps: Eps = 0.0) -> Tensor:
@@ -30,14 +31,18 @@ def maxrl_ratio(g: Group, *, eps: Eps = 0.0) -> Tensor:
 
 
 @estimator(
-    source="MaxRL, eq. 6", weight="(1-(1-p)^N)/p", kernel=Kernel(scale="mean"), min_rollouts=1
+    source="MaxRL, eq. 6",
+    weight="(1-(1-p)^N)/p",
+    for_binary=True,
+    kernel=Kernel(scale="mean"),
+    min_rollouts=1,
 )
 def maxrl_conditional(g: Group) -> Tensor:
     """r/mean, 0 where mean = 0; r N/C for rewards 0 or 1."""
     return ratio(g.rewards, g.mean(g.rewards))
 
 
-@estimator(source="MaxRL, eq. 7", weight="(1-(1-p)^N)/p")
+@estimator(source="MaxRL, eq. 7", weight="(1-(1-p)^N)/p", for_binary=True)
 def maxrl_control_variate(g: Group) -> Tensor:
     """r/mean - 1, -1 where mean = 0; r N/C - 1 for rewards 0 or 1."""
     return maxrl_conditional(g) - 1
@@ -176,7 +181,9 @@ def qae(
     return ratio(g.rewards - baseline, g.std(g.rewards, ddof) + eps)
 
 
-@estimator(source="NSR, Zhu et al. 2025, arXiv:2506.01347", weight="1", min_rollouts=1)
+@estimator(
+    source="NSR, Zhu et al. 2025, arXiv:2506.01347", weight="1", for_binary=True, min_rollouts=1
+)
 def nsr(g: Group) -> Tensor:
     """r - 1."""
     return g.rewards - 1
@@ -185,6 +192,7 @@ def nsr(g: Group) -> Tensor:
 @estimator(
     source="Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347",
     weight="1 + correct_weight",
+    for_binary=True,
     min_rollouts=1,
 )
 def w_reinforce(
@@ -203,6 +211,7 @@ def opo(g: Group, lengths: Tensor) -> Tensor:
 @estimator(
     source="RLVR under Imperfect Verifiers 2025, backward (from a secondary source)",
     weight="(N-1)/(N (1 - rho0 - rho1))",
+    for_binary=True,
 )
 def noisy_verifier_backward(
     g: Group, *, false_positive_rate: FalsePositiveRate, false_negative_rate: FalseNegativeRate
@@ -216,6 +225,7 @@ def noisy_verifier_backward(
 @estimator(
     source="RLVR under Imperfect Verifiers 2025, forward (derived, not compared)",
     weight="1",
+    for_binary=True,
     min_rollouts=1,
 )
 def noisy_verifier_forward(g: Group, *, false_negative_rate: FalseNegativeRate) -> Tensor:

@@ -30,7 +30,11 @@ def self_(g: Group, greedy_correct: Tensor, *, eps: Eps = 1e-6, ddof: Ddof = 1) 
     return torch.where(greedy_correct, 0.0, grpo(g, eps=eps, ddof=ddof))
 
 
-@estimator(source="Differential Smoothing, Gai et al. 2025", weight="depends on the log-probs")
+@estimator(
+    source="Differential Smoothing, Gai et al. 2025",
+    weight="depends on the log-probs",
+    for_binary=True,
+)
 def differential_smoothing(
     g: Group,
     logprobs: Tensor,

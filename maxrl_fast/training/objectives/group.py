@@ -41,6 +41,7 @@ class GroupObjective(Objective):
         return Needs(
             greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(inputs),
             binary=self.row.binary,
+            expects_binary=self.row.for_binary,
             parts="reward_parts" in inputs,
             texts="texts" in inputs,
             components="components" in inputs,

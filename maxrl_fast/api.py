@@ -32,7 +32,7 @@ from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import atomic_file
-from maxrl_fast.runtime.loading import check_members
+from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT
@@ -141,6 +141,7 @@ def _process_kept() -> Iterator[None]:
 
 
 @_process_kept()
+@naming_user_code()
 def run(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
@@ -169,8 +170,8 @@ def run(
 
     Raises:
         InputError: if an option is unknown or wrong, with the command line's message.
-        NonFiniteError, RewardError, StorageError, EngineError: if the run failed. The message names
-            the last checkpoint.
+        NonFiniteError, RewardError, StorageError, EngineError, UserCodeError: if the run failed.
+            The message names the last checkpoint.
     """
     if not isinstance(config, Mapping):
         config = {"config": config and os.fspath(config)}

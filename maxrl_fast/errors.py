@@ -48,6 +48,18 @@ class EngineError(RuntimeError):
     advice = "Restart the server or fix the engine, then continue with --resume."
 
 
+class UserCodeError(RuntimeError):
+    """Code of the user's has raised an exception, or returned what is wrong. The message says
+    where; exit code 1, or 2 before the first step.
+    """
+
+    advice = "Fix it, and continue with --resume --allow-changes."
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class RewardError(RuntimeError):
     """The reward function fails too often or no longer runs. The message says how, with an example;
     exit code 1.

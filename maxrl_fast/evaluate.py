@@ -8,9 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from maxrl_fast.config.evaluation import check, parse
-from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
+from maxrl_fast.errors import (
+    EngineError,
+    InputError,
+    NonFiniteError,
+    RewardError,
+    StorageError,
+    UserCodeError,
+)
 from maxrl_fast.job.evaluate import compare_evaluations, evaluate_checkpoint
 from maxrl_fast.job.screen import Screen
+from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
 
@@ -22,20 +30,21 @@ def main(arguments: Sequence[str]) -> int:
     """
     screen = Screen()
     try:
-        config, source = parse(arguments)
-        check(config)
-        if (size := Ranks.of_environment().size) > 1:
-            raise InputError(f"an evaluation runs in one process, got {size}")
-        if source is None:
-            return compare_evaluations(config, screen)
-        return evaluate_checkpoint(config, source, screen)
+        with naming_user_code():
+            config, source = parse(arguments)
+            check(config)
+            if (size := Ranks.of_environment().size) > 1:
+                raise InputError(f"an evaluation runs in one process, got {size}")
+            if source is None:
+                return compare_evaluations(config, screen)
+            return evaluate_checkpoint(config, source, screen)
     except KeyboardInterrupt:
         screen.warning("stopped; nothing was kept")
         return 130
     except torch.OutOfMemoryError as error:
         screen.error(f"{str(error).partition('. ')[0]}; a lower --kv-cache-gb needs less")
         return 1
-    except (EngineError, NonFiniteError, RewardError, StorageError) as error:
+    except (EngineError, NonFiniteError, RewardError, StorageError, UserCodeError) as error:
         screen.error(f"{error}; nothing was kept")
         return 1
     except InputError as error:

@@ -2,6 +2,7 @@
 training/trainer.py.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,12 +14,13 @@ from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse, source_location
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.errors import EngineError, InputError, StorageError
+from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
 from maxrl_fast.job.build_policy import build_policy, build_reference, find_policy
 from maxrl_fast.job.build_task import build_run_task, closing_task
 from maxrl_fast.job.launch import ExitStatus, Job
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
+from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
 from maxrl_fast.training.sharding import is_sharded
@@ -26,33 +28,22 @@ from maxrl_fast.training.sharding import is_sharded
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk or a
-    failing engine; 2 on bad input; 129 on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of
-    torchrun ends instead of returning."""
+    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk, or a
+    failing engine or code of the user's; 2 on bad input, or if such code fails before step 1; 129
+    on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning.
+    """
     ranks, code = Ranks.of_environment(), 0
     screen = Screen(is_quiet=not ranks.is_first)
     try:
-        with rank0_reports(ranks):
-            config = parse(arguments)
-        check(config)
-        ending = ExitStatus()
-        if config.run.dry_run is not None:
-            screen.info(dry_run(config, ranks.size, screen.warning))
-        else:
-            device = resolve_device(config.run.device)
-            with ranks.connected(device) as watch:
-                config = find_policy(config, ranks, screen.warning)
-                task = build_run_task(config)
-                resolved = resolve(config, task, ranks, warn=screen.warning)
-                ending, _ = Job(resolved, task, ranks, screen, device, watch).run()
+        ending = run_job(arguments, ranks, screen)
         if ending.error:
             screen.error(str(ending.error))
         code = ending.code
-    except KeyboardInterrupt:
-        code = 130
-    except (StorageError, EngineError) as error:
+    except KeyboardInterrupt as error:
+        code = 128 + getattr(error, "signal", signal.SIGINT)
+    except (StorageError, EngineError, UserCodeError) as error:
         Screen().error(str(error))
-        code = 1
+        code = getattr(error, "code", 1)
     except torch.OutOfMemoryError as error:
         needs_less = (
             "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full "
@@ -71,6 +62,23 @@ def main(arguments: Sequence[str]) -> int:
         Screen().error(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
         code = 2
     return code if ranks.size == 1 else exit_process(code)
+
+
+@naming_user_code()
+def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatus:
+    """Parse, build and run."""
+    with rank0_reports(ranks):
+        config = parse(arguments)
+    check(config)
+    if config.run.dry_run is not None:
+        screen.info(dry_run(config, ranks.size, screen.warning))
+        return ExitStatus()
+    device = resolve_device(config.run.device)
+    with ranks.connected(device) as watch:
+        config = find_policy(config, ranks, screen.warning)
+        task = build_run_task(config)
+        resolved = resolve(config, task, ranks, warn=screen.warning)
+        return Job(resolved, task, ranks, screen, device, watch).run()[0]
 
 
 def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:

@@ -30,6 +30,14 @@ class Interrupted(Exception):
         self.signal = number
 
 
+class StoppedNow(KeyboardInterrupt):
+    """A second signal, which stops at once; `signal` is its number."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.signal = number
+
+
 class StopSignal:
     """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on
     all ranks.
@@ -71,7 +79,7 @@ class StopSignal:
                 )
                 write_directly(f"\n{message}\n")
         elif now - self._since > ECHO:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            raise StoppedNow(number)
 
     @property
     def number(self) -> int:

@@ -13,7 +13,14 @@ from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import ResolvedConfig
-from maxrl_fast.errors import EngineError, InputError, NonFiniteError, RewardError, StorageError
+from maxrl_fast.errors import (
+    EngineError,
+    InputError,
+    NonFiniteError,
+    RewardError,
+    StorageError,
+    UserCodeError,
+)
 from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 from maxrl_fast.evaluation.tables import new_table
 from maxrl_fast.job.build import (
@@ -47,6 +54,7 @@ from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.files import locked
+from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
@@ -277,29 +285,42 @@ def check_rewards(collector: RolloutCollector) -> str:
     return warning
 
 
+FAILURES = NonFiniteError, RewardError, StorageError, EngineError
+
+
 def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
-    """Run the loop, and return how it ended. With several ranks a StorageError or EngineError is
-    raised, so that the others end too.
+    """Run the loop, and return how it ended. With several ranks an error that the others may not
+    have is raised, so that they end too.
     """
     checkpoints, screen = loop.checkpoints, loop.screen
     try:
-        loop.run()
+        with naming_user_code():
+            loop.run()
     except Interrupted as error:
         screen.info(
             f"stopped by {error} after {loop.progress}, saved in {checkpoints.newest}; --resume "
             f"{loop.files.out} resumes it"
         )
         return ExitStatus(128 + error.signal)
-    except (NonFiniteError, RewardError, StorageError, EngineError) as error:
+    except (*FAILURES, UserCodeError, InputError) as error:
         _finish_saving(checkpoints, screen)
+        # the first step follows the first evaluation
+        code = 1 if loop.progress.step or loop.progress.evaluations else 2
+        if code == 2 and isinstance(error, UserCodeError | InputError):
+            raise
         kept = "no checkpoint was written"
         if checkpoints.newest:
             kept = f"the last good checkpoint is {checkpoints.newest}"
-        sentence = f"{error}; {kept}. {error.advice}"
-        if isinstance(error, StorageError | EngineError) and not is_alone:
-            raise type(error)(sentence) from error
-        return ExitStatus(1, type(error)(sentence))
-    except (KeyboardInterrupt, SystemExit):  # the second signal
+        if isinstance(error, FAILURES):
+            failed: RuntimeError = type(error)(f"{error}; {kept}. {error.advice}")
+        else:
+            sentence = f"{error}, after {loop.progress}; {kept}. {UserCodeError.advice}"
+            failed = UserCodeError(sentence, code)
+        if not (is_alone or isinstance(error, NonFiniteError | RewardError)):
+            raise failed from error
+        failed.__cause__ = error
+        return ExitStatus(1, failed)
+    except KeyboardInterrupt:  # the second signal
         screen.error(
             f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}"
         )

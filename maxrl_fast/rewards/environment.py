@@ -184,7 +184,7 @@ class EnvironmentHost:
         except (MemoryError, InvalidReward):
             raise
         except error_replies() as error:
-            return {"text": _as_text(describe_error(error, "")), "is_error": True}
+            return {"text": _as_text(describe_error(error, None)), "is_error": True}
 
 
 def _result(function: Callable[..., Any], /, **arguments: Any) -> Any:

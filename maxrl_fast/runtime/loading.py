@@ -2,6 +2,7 @@
 used. Reward workers import this, so it must not import torch.
 """
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -9,18 +10,23 @@ import inspect
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, UserCodeError
 
 NOT_MODULES = ("gym", "python")  # what stands before the colon of --task gym:NAME, and of objects
 MESSAGE_LENGTH = 500  # characters
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
+
+
+PACKAGE = str(Path(__file__).parents[1])
+_loaded = set[str]()  # files of the user's, which may be in an installed package
 
 
 class LoadError(Exception):
@@ -137,6 +143,7 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
         raise LoadError(f"importing {place} called sys.exit({error.code!r})") from error
     except BaseException as error:
         raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
+    _loaded.add(getattr(module, "__file__", None) or "")
     if function is None:
         names = [x for x, value in vars(module).items() if callable(value) and x[0] != "_"]
         close = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
@@ -162,17 +169,45 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def describe_error(error: BaseException, file: str) -> str:
-    """Add the last line of its traceback in `file`."""
+@contextlib.contextmanager
+def naming_user_code() -> Iterator[None]:
+    """The context of all calls of a user's code, whoever makes them: what such code raises, be it
+    SystemExit, becomes a UserCodeError with its file and line.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        cls = type(error)
+        is_known = cls.__module__.startswith("maxrl_fast.") or "OutOfMemory" in cls.__name__
+        if is_known or not _place(error, ""):
+            raise
+        raise UserCodeError(describe_error(error, "")) from error
+
+
+def describe_error(error: BaseException, file: str | None) -> str:
+    """Add the last line of its traceback in `file`; "": in a file of the user's; None: no line."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:
         text = "(its message cannot be printed)"
-    line, trace = 0, error.__traceback__
+    return f"{type(error).__name__}: {text}" + ("" if file is None else _place(error, file))
+
+
+def _place(error: BaseException, file: str) -> str:
+    place, trace = "", error.__traceback__
     while trace:
-        if trace.tb_frame.f_code.co_filename == file:
-            line = trace.tb_lineno
+        name = trace.tb_frame.f_code.co_filename
+        if name == file or (not file and _is_users(name)):
+            place = f" ({os.path.basename(name)}, line {trace.tb_lineno})"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {text}" + (
-        f" ({os.path.basename(file)}, line {line})" if line else ""
-    )
+    return place
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file of a traceback is neither this package's nor a library's."""
+    libraries = PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    is_library = "-packages" in file or any(Path(file).is_relative_to(x) for x in libraries)
+    is_made_up = file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))
+    return file in _loaded or not (is_library or is_made_up)

@@ -115,6 +115,11 @@ class Scorer:
         self.components = [{} for _ in range(len(rollouts))]
         if episodes is None and self._source is None:
             rewards = self._task.score(prompts, rollouts)
+            if not isinstance(rewards, Tensor) or rewards.shape != (len(rollouts),):
+                got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
+                raise InputError(
+                    f"the task must score {len(rollouts)} responses with a tensor [S], got {got}"
+                )
         else:
             rewards = torch.zeros(len(rollouts))
             self._num_scored += len(rollouts)

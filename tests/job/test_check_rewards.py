@@ -74,18 +74,12 @@ def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
 
 
 def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(
-    reward, tmp_path, monkeypatch
+    reward, tmp_path, monkeypatch, capsys
 ):
-    class TrainingBegan(Exception):
-        pass
-
-    def begin(*_, **__):
-        raise TrainingBegan
-
-    monkeypatch.setattr(WarmStart, "steps", begin)
+    monkeypatch.setattr(WarmStart, "steps", lambda *_, **__: 1 / 0)
     reward.write_text("def score(prompt, response):\n    return .5\n")
-    with pytest.raises(TrainingBegan):
-        train.main([*job(reward, tmp_path / "run", "pacs"), "--reward-source", "vote"])
+    assert train.main([*job(reward, tmp_path / "run", "pacs"), "--reward-source", "vote"]) == 2
+    assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
 
 
 def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):

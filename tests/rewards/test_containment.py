@@ -55,12 +55,3 @@ def test_a_crash_and_exhausted_memory_are_followed_by_a_fresh_process(failing):
         before = pids(one)
         assert one.score([{"action": failing}, {"action": "count"}]).rewards == [0.0, 1.0]
         assert pids(one) != before
-
-
-def test_the_pool_says_what_contains_its_processes():
-    with pool("act") as two:
-        said, _ = two.lines()
-    assert said == (
-        "reward workers: 2, a fresh process after each call that crashes or exceeds a limit; this "
-        "contains mistakes; run untrusted or model-written code in a container"
-    )

@@ -113,12 +113,3 @@ def test_enough_failures_end_a_batch():
         "ZeroDivisionError: division by zero (test_in_process.py, line"
         in scores.failures[0].message
     )
-
-
-def test_its_lines_say_that_nothing_contains_it():
-    (line,) = source(of_lists).lines()
-    assert line == (
-        "reward python:f: called with all responses to a prompt at once, in this process, without "
-        "a time limit: a call that hangs stops the run, and a crash ends this process. "
-        "FILE.py:FUNCTION runs in separate processes"
-    )

@@ -306,14 +306,6 @@ def sometimes(prompt, response):
     assert any(line.startswith("│ total") for line in before)
 
 
-def test_a_missing_function_is_bad_input(rewards, tmp_path, capsys):
-    out = tmp_path / "run"
-    flags = ["--objective", "rloo", "--reward", f"{rewards}:missing", "--out", str(out)]
-    assert train.main([*base(), *flags]) == 2
-    assert "has no missing" in capsys.readouterr().err
-    assert not out.exists()
-
-
 def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
     rewards.write_text(
         REWARDS + "open(__file__ + '.started', 'a').write('.')\n"
@@ -347,6 +339,6 @@ def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch
     )
     assert train.main([*base(), *flags, "JUDGE_KEY"]) == 0
     said = capsys.readouterr()
-    assert "reward workers: 1, a fresh process after each call that " in said.out + said.err
+    assert "run untrusted or model-written code in a container" in said.out + said.err
     assert [record["reward_mean"] for record in read(out / "metrics.jsonl")] == [1.0, 1.0]
     assert json.loads((out / "config.json").read_text())["reward_env"] == "JUDGE_KEY"

@@ -9,7 +9,7 @@ import sympy
 
 from maxrl_fast.rewards.function import mismatch, result_of, signature_of
 from maxrl_fast.rewards.pool import RewardPool
-from tests.tables import refused
+from tests.tables import refused, table
 
 FUNCTIONS = """
 import asyncio, time
@@ -147,47 +147,21 @@ def of(parameters):
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
-        ("prompt, response, answer", ""),
-        ("response, **columns", ""),
-        (
-            "prompt, completion, **columns",
-            "your function asks for `completion`: rename it to `response`",
-        ),
-        ("data_source, solution_str, ground_truth, **c", "your function asks for `data_source`: "),
-        (
-            "solution_str, ground_truth, **c",
-            "your function asks for `solution_str`: rename it to `response`",
-        ),
-        (
-            "response, answers, **c",
-            "asks for `answers`: rename it to `answer`, or ask for `completions` and return a list",
-        ),
-        (
-            "response, anwser, **c",
-            "asks for `anwser`: did you mean `answer`? the arguments are prompt, response, answer",
-        ),
-        (
-            "prompt, response, solution, **c",
-            "asks for `solution`: the arguments are prompt, response, answer; give it",
-        ),
-        (
-            "response, answer, answers, **c",
-            "asks for `answers`: the arguments are prompt, response, answer; give it",
-        ),
-        (
-            "response, extra_info, **c",
-            "asks for `extra_info`: this trainer does not give it; leave it out",
-        ),
-        (
-            "prompt, response",
-            "your function does not take `answer`: add **columns to its parameters",
-        ),
-        ("completions", "your function does not take `answer`: add **columns"),
+        *(("prompt, response, answer", ""), ("response, **columns", "")),
         ("completions, prompts, answer", ""),
-        (
-            "completions, completion_ids, **c",
-            "asks for `completion_ids`: this trainer does not give it",
-        ),
+        *table("""
+        prompt, completion, **c | asks for `completion`: rename it to `response`
+        data_source, solution_str, ground_truth, **c | asks for `data_source`:
+        solution_str, ground_truth, **c | asks for `solution_str`: rename it to `response`
+        response, answers, **c | `answers`: rename it to `answer`, or ask for `completions` and
+        response, anwser, **c | did you mean `answer`? the arguments are prompt, response, answer
+        prompt, response, solution, **c | the arguments are prompt, response, answer; give it
+        response, answer, answers, **c | the arguments are prompt, response, answer; give it
+        response, extra_info, **c | asks for `extra_info`: this trainer does not give it; leave
+        prompt, response | does not take `answer`: add **columns to its parameters
+        completions | does not take `answer`: add **columns
+        completions, completion_ids, **c | asks for `completion_ids`: this trainer does not give
+        """),
     ],
 )
 def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, sentence):

@@ -345,14 +345,9 @@ def bad(tokens, is_last=False, sample=None):
 @pytest.mark.parametrize(
     ("say", "message"),
     [
-        (bad([5, VOCAB]), "replied with a token outside the vocabulary, 0 to 39: 40"),
-        (bad([-1]), "replied with a token outside the vocabulary, 0 to 39: -1"),
-        (bad([True]), "replied with a token outside the vocabulary, 0 to 39: True"),
-        (bad([1.0]), "replied with a token outside the vocabulary, 0 to 39: 1.0"),
+        *((bad([5, x]), f"outside the vocabulary, 0 to 39: {x}") for x in (VOCAB, -1, True, 1.0)),
         (bad([]), r"sample \d+ replied with no tokens, and not that the episode ends"),
-        (bad([1], sample=15), "the environments replied to sample 15, which has none due"),
-        (bad([1], sample=-1), "the environments replied to sample -1, which has none due"),
-        (bad([], True, sample=99), "the environments replied to sample 99, which has none due"),
+        *((bad([], True, x), f"replied to sample {x}, which has none due") for x in (15, -1, 99)),
     ],
 )
 def test_replies_that_cannot_be_true_are_a_sentence(checkpoint, kind, say, message):
@@ -543,6 +538,7 @@ class TogetherInThreads:
             rank=rank,
             size=2,
             concatenate=lambda x: torch.cat(self.exchange(rank, x)),
+            values=lambda x: self.exchange(rank, x),
             gather=lambda x: Prompts.concatenate(self.exchange(rank, x)),
         )
 

@@ -16,7 +16,6 @@ from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.model.test_huggingface import tiny_policy
-from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14], [9, 9], [30, 2, 4]])
 SAMPLING = Sampling(1.3, 20, (3, 17))
@@ -82,12 +81,6 @@ def test_samples_do_not_depend_on_the_size_of_a_pass():
         actual = generate(policy, **options)
         assert torch.equal(actual.tokens, expected.tokens)
         torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
-
-
-def test_a_cache_that_is_too_small_is_refused():
-    engine = TransformersEngine(tiny_policy("gemma2"), torch.float32, cache_bytes=1000)
-    with refused("kv_cache_gb must hold the longest prompt and a response"):
-        engine.sequence_bytes(10, 20)
 
 
 def test_load_weights_copies_and_merges_adapters():

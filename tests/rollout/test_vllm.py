@@ -46,6 +46,12 @@ def sampled(engine, *request):
     return engine.generate(RolloutRequest(PROMPTS, *request))
 
 
+def check_script(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Pretend that the given version of vLLM is installed, or no version."""
@@ -388,9 +394,7 @@ assert sampled(engine, 2, cold, 0, 1).logprobs.isnan().all()
 assert not sampled(engine, 2, cold.greedy, 0, 1).logprobs.any()
 print("done")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["done"]
+    check_script(code)
 
 
 @pytest.mark.vllm
@@ -467,9 +471,7 @@ rollouts = sampled(engine, 6, sampling, 0, 1)
 assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
 print("done")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["done"]
+    check_script(code)
 
 
 @pytest.mark.vllm

@@ -15,6 +15,7 @@ from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
 from maxrl_fast.algorithms.options import check_options, options_of, parameters_of
 from maxrl_fast.algorithms.tokens import Tokens
+from maxrl_fast.errors import InputError
 
 # numbers of several losses: arguments of ops.policy_gradient_loss
 CLIPS = ("clip_low", "clip_high", "dual_clip")
@@ -148,9 +149,9 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
     """
     wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
     if not isinstance(values, Tensor):
-        raise ValueError(f"{wanted}, got {type(values).__name__}")
+        raise InputError(f"{wanted}, got {type(values).__name__}")
     if values.shape != tokens.logprobs.shape or values.dtype != tokens.logprobs.dtype:
-        raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
+        raise InputError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
     is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
     if is_users and is_host_readable(values):
         # Where the policy is NaN, so are the log-probs, and the loss of any function.
@@ -158,7 +159,7 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
         if bool(is_wrong.any()):
             first = int(is_wrong.nonzero()[0])
             got = f"{values[first].item()} at token {first}"
-            raise ValueError(f"loss {loss.name} must be finite, got {got}")
+            raise InputError(f"loss {loss.name} must be finite, got {got}")
     return values
 
 

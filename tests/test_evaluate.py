@@ -137,9 +137,6 @@ def test_the_results_follow_from_the_samples(finished):
 
 
 def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
-    """A baseline has the same numbers whether it is sampled here or read from the folder of its own
-    evaluation.
-    """
     first = trained / "checkpoints" / "step-000000"
     assert run(first, "--out", tmp_path / "first") == 0
     alone, results = read(tmp_path / "first"), read(finished)

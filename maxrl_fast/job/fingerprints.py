@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import InputError
@@ -19,6 +21,8 @@ from maxrl_fast.tasks.names import OBJECT, is_plugin
 
 if TYPE_CHECKING:
     from maxrl_fast.job.resume import Saved
+
+NUM_PARTS, PART = 8, 1 << 12  # of each tensor of a model, and the bytes of a part
 
 
 def fingerprints(
@@ -43,22 +47,28 @@ def fingerprints(
     for option, file in files.items():
         if file is not None:
             try:
-                content = _model(file) if file.is_dir() else file.read_bytes()
+                content = model_content(file) if file.is_dir() else file.read_bytes()
                 contents[f"the file of --{option}"] = content
-            except OSError as error:
+            except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: of mmap
                 raise InputError(f"cannot read the file of --{option}, {file}: {error}") from error
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()} | kept
 
 
-def _model(directory: Path) -> bytes:
-    """Return the configuration of a model and samples of its weights, headers included."""
-    parts = [(directory / "config.json").read_bytes()]
+def model_content(directory: Path) -> bytes:
+    """Return what tells a model from another: its configuration and tokenizer, and the name, type,
+    shape and parts of every tensor, so that another head alone is noticed.
+    """
+    files = [directory / name for name in ("config.json", "tokenizer.json")]
+    parts = [path.read_bytes() for path in files if path.exists() or path == files[0]]
     for path in sorted(directory.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            for i in range(64):
-                file.seek(size * i // 64)
-                parts.append(file.read(1 << 14))
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)  # mapped: only what is read below is loaded
+                parts.append(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+                content = tensor.reshape(-1).view(torch.uint8)
+                places = {len(content) * i // NUM_PARTS for i in range(NUM_PARTS)}
+                parts += [content[i : i + PART].numpy().tobytes() for i in sorted(places)]
+                parts.append(content[-PART:].numpy().tobytes())
     return b"".join(parts)
 
 

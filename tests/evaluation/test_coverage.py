@@ -145,7 +145,6 @@ def test_the_interval_of_a_constant_is_the_constant():
 
 
 def test_the_interval_of_a_fraction_is_binomial():
-    """The resampled means of P zeros and ones have the quantiles of Binomial(P, p) / P."""
     num, p = 200, 0.3
     values = (torch.arange(num) < p * num).double()[:, None]
     probability = [comb(num, i) * p**i * (1 - p) ** (num - i) for i in range(num + 1)]
@@ -162,7 +161,6 @@ def test_the_interval_of_a_fraction_is_binomial():
 
 
 def test_the_bootstrap_is_exact_for_two_prompts():
-    """Two prompts have four equally likely resamples, with the means 0, 1/2, 1/2 and 1."""
     [interval] = bootstrap(torch.tensor([[0.0], [1.0]]), 4000, 0.4, seed=0)
     assert (interval["low"], interval["mean"], interval["high"]) == (0.5, 0.5, 0.5)
     [interval] = bootstrap(torch.tensor([[0.0], [1.0]]), 4000, 0.6, seed=0)

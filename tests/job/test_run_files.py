@@ -182,9 +182,6 @@ def test_timings_cover_all_stages(finished):
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 def test_prompt_gradient_norms_equal_autograd(aggregation):
-    """The norm of each prompt's gradient equals the norm that autograd gives from the prompt's rows
-    alone.
-    """
     model = tiny_decoder()
     prompts = make_prompts([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
     rollouts = Rollouts.given([[(3 * s + i) % 11 for i in range(1 + s % 5)] for s in range(12)])

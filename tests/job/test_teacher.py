@@ -4,8 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from maxrl_fast import train
+from maxrl_fast.job.fingerprints import model_content
 
 SMALL = "--maze-size 5 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
 
@@ -31,7 +34,8 @@ def lines(out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--kl full --divergence forward", "--lora-rank 2"])
-def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags):
+def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags, capsys):
+    teacher = shutil.copytree(teacher, tmp_path / "teacher")
     job = "--objective distill --hidden-size 64 --sft-steps 0 --lr-schedule constant".split()
     job += [*flags.split(), "--reference", teacher]
     assert run(tmp_path / "whole", *job, "--steps", 4) == 0
@@ -40,6 +44,26 @@ def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags):
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     assert lines(tmp_path / "run")[0]["kl"] > 0.01
     assert lines(tmp_path / "run")[0]["response_length_mean"] > 0
+    change(teacher / "model.safetensors", "model.norm.weight")
+    assert train.main(["--resume", str(tmp_path / "run"), "--steps", "5"]) == 2
+    assert "the file of --reference: changed" in capsys.readouterr().err
+
+
+def change(path, name):
+    """Add 1 to the first number of a tensor."""
+    tensors = load_file(path)
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, path, {"format": "pt"})
+
+
+def test_one_number_of_a_small_tensor_of_a_large_model_is_noticed(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1 << 20), "head": torch.zeros(3)}, path)
+    before = model_content(tmp_path)
+    assert before == model_content(tmp_path)
+    change(path, "head")
+    assert before != model_content(tmp_path)
 
 
 @pytest.mark.parametrize(

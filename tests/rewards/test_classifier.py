@@ -16,6 +16,7 @@ from transformers import (
 
 from maxrl_fast import train
 from maxrl_fast.rewards.models import Classifier
+from tests.job.test_teacher import change
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import base, read
@@ -138,6 +139,6 @@ def test_a_run_with_a_reward_model_beside_a_function(tokenizer, tmp_path, capsys
     [record] = read(out / "metrics.jsonl")
     assert 0 < record["reward/model"] < 1
     assert record["reward_mean"] == pytest.approx(2 * record["reward/model"] - 0.5, rel=1e-4)
-    (directory / "config.json").write_text((directory / "config.json").read_text() + "\n")
+    change(directory / "model.safetensors", "score.weight")
     assert train.main(["--resume", str(out)]) == 2
     assert "the file of --reward: changed" in capsys.readouterr().err

@@ -229,7 +229,6 @@ CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "
 
 @pytest.mark.slow
 def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
-    """The prompt cursor, which advances by the number of sampled prompts, is restored."""
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "6", "--steps", "6"]
     records = resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
     assert len({record["num_prompts_sampled"] for record in records}) > 1, records

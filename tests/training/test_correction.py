@@ -56,7 +56,6 @@ def disturbed(model, spread=1.5):
 
 
 def by_definition(name, off, lengths, *bounds):
-    """Return the weight of each token, response by response, as the publications write them."""
     weights, low, high = [], bounds[0], bounds[-1]
     for part in off.split(lengths.tolist()):
         ratios = [math.exp(x) for x in part.tolist()]
@@ -139,7 +138,6 @@ class Collector:
 
 
 def step(model, rollouts, correction, updates=1, lr=0.0, **options):
-    """Return the metrics of a step of the trainer by plain gradient descent on these rollouts."""
     settings = LossSettings(**{"loss": "ppo", "aggregation": "token_mean", **options})
     learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
     engine = NativeEngine(model, torch.float32)
@@ -152,7 +150,6 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
 
 
 def logprobs_of(model, rollouts):
-    """Return the log-probs [T] of the sampled tokens under the policy, with gradients."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
     return logits.log_softmax(-1).gather(1, rollouts.tokens[:, None])[:, 0]
 

@@ -233,7 +233,6 @@ TOKEN_REWARDS = torch.tensor([[1.0, 0, 2, 1], [0, 0, 0, 0], [-1, 0, 0, 0.5]])
 @pytest.mark.parametrize("name", ["alternating", "of_valid"])
 @pytest.mark.parametrize("is_corrected", [False, True])
 def test_advantages_of_tokens_have_the_gradient_of_their_log_probs(tmp_path, name, is_corrected):
-    """The reference: autograd of -1/T sum_t w_t A_t log pi_t in float64."""
     model = tiny_decoder()
     rollouts, valid = sampled(model), torch.ones(3, 4, dtype=torch.bool)
     valid[0, 1] = valid[0, 2] = valid[2, 3] = False

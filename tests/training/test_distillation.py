@@ -75,7 +75,6 @@ def logits_of(model, prompts):
 
 
 def expected_gradients(model, teacher, prompts, divergence, weights):
-    """Return the gradients of sum_t weights_t D_t, by autograd of whole logits."""
     log_p = (logits_of(model, PROMPTS).double() / 0.9).log_softmax(-1)
     log_q = (logits_of(teacher, prompts).detach().double() / 0.9).log_softmax(-1)
     kl = torch.nn.functional.kl_div

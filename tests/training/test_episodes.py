@@ -46,7 +46,6 @@ def parts_of(packer, budget):
 @pytest.mark.parametrize("merge_cost", [0.0, 0.2, 1.0, 1e9])
 @pytest.mark.parametrize("vocabulary", [2, 32])
 def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge_cost, budget):
-    """Log-probs and the gradient of their weighted sum, in float64."""
     prompts, episodes, samples = samples_of(vocabulary, vocabulary)
     model = tiny_decoder().double()
     weights = torch.randn(

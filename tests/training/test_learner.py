@@ -145,7 +145,6 @@ ALIKE = Rollouts.given(
 
 @pytest.mark.parametrize("loss", ops.LOSSES)
 def test_an_update_by_trees_equals_one_of_every_sample_alone(loss):
-    """Samples that begin alike have different advantages, old log-probs and weights."""
     generator = torch.Generator().manual_seed(0)
     noise, weights = torch.rand(2, len(ALIKE.tokens), generator=generator, dtype=torch.float64)
     advantages = torch.randn(12, generator=generator).double()
@@ -344,7 +343,6 @@ def test_updates_below_bfloat16_precision_add_up():
 
 
 def test_moment_variance_is_the_sum_of_second_minus_squared_first_moments():
-    """Compare with Adam's moments, computed here from the gradients of three steps."""
     model = tiny_decoder()
     trained = learner(model, optimizer=make_optimizer(model, beta2=0.95, weight_decay=0.01))
     generator = torch.Generator().manual_seed(0)
@@ -467,7 +465,6 @@ def test_a_factor_below_0_turns_the_advantage_of_its_token(loss):
 
 @pytest.mark.parametrize("num_updates", [1, 3])
 def test_log_probs_of_the_reference_are_computed_once(monkeypatch, num_updates):
-    """A policy that equals its reference is at 0, but for rounding."""
     model, passes, run_batch = tiny_decoder(), [], learner_passes.run_batch
     settings = LossSettings(loss="ppo", aggregation="token_mean", kl="k2", kl_coef=1.0)
     trained = learner(model, settings, budget=20, reference=model.copied().requires_grad_(False))

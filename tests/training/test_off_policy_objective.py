@@ -45,9 +45,6 @@ def sums(values, rollouts):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_update_has_the_gradient_of_the_definition(name):
-    """Compare with autograd of -(1/B) sum_i A_i log pi(y_i), where A has the ratios of the policy
-    as it is then.
-    """
     model = tiny_decoder()
     rollouts = sampled(model)
     samples, learner = collected(Samples(PROMPTS, rollouts), REWARDS), make_learner(model, lr=0.005)

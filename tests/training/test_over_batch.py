@@ -96,9 +96,6 @@ def nucleus_entropy(row):
 
 
 def direct(model, samples, settings):
-    """Return the loss of the whole batch, its gradients, its Tokens, and how many responses have a
-    gradient.
-    """
     rollouts, row = samples.rollouts, find_loss(settings.loss)
     log_p = (
         response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).double()

@@ -133,7 +133,6 @@ def test_the_first_update_of_a_step_needs_no_forward_pass(monkeypatch):
 
 
 def test_baselines_leave_out_rollouts_without_a_reward():
-    """Compare with the loss of the smaller groups, written out."""
     model = tiny_decoder()
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = valid[2, 3] = False

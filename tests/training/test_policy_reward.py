@@ -182,9 +182,6 @@ def scored(model, task=None, cases=CASES, prompts=PROMPTS):
 
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
 def test_an_update_has_the_gradient_of_verifree(loss):
-    """The gradient of (1/S) sum_i A_i log pi(z_i) + R_i log pi(y*_i), with factors written from the
-    probabilities.
-    """
     model = tiny_decoder()
     samples = scored(model)
     if loss == "ppo":  # at ratios of 1

@@ -72,7 +72,6 @@ def test_taking_does_not_wait_for_the_batch_after_it():
 
 @pytest.mark.parametrize(("start", "count"), [(50, 2), (0, 2), (2, 3)])
 def test_a_batch_that_does_not_follow_is_made_when_it_is_asked_for(start, count):
-    """After a resume, and where the number of prompts changes."""
     task = RecordedTask()
     ahead = PromptPrefetcher(task)
     ahead.take(0, 2)

@@ -19,9 +19,6 @@ REWARD = torch.randn(V, V, generator=torch.Generator().manual_seed(2), dtype=tor
 
 @pytest.fixture
 def tables():
-    """Return the logits of the first token [V], and of the second after each first one [V, V], with
-    gradients.
-    """
     generator = torch.Generator().manual_seed(1)
     first = (1.5 * torch.randn(V, generator=generator, dtype=torch.float64)).requires_grad_()
     return first, (

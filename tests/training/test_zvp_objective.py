@@ -22,9 +22,6 @@ REWARDS = torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1]])
 
 
 def by_token(rewards, valid, entropies, alpha):
-    """Return the advantages of each token of each response, from the entropies [G][N][tokens], as
-    the paper writes them.
-    """
     advantages = []
     for r, keep, group in zip(rewards.double(), valid, entropies, strict=True):
         known = r[keep]
@@ -40,9 +37,6 @@ def by_token(rewards, valid, entropies, alpha):
 
 
 def entropies_of(model, rollouts):
-    """Return the entropy of each sampled token's distribution, in float64, as lists by group and
-    response.
-    """
     with torch.no_grad():
         logprobs = (
             response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)

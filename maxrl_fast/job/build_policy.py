@@ -23,7 +23,6 @@ from maxrl_fast.model.tokenizer import tokenizer_files
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
@@ -217,15 +216,9 @@ def build_engine(
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         engine = build_from_code("rollout", name, Engine, offered, limit, hint)
     else:
-        own: NativeEngine | TransformersEngine
-        if isinstance(model, HuggingFacePolicy):
-            own = TransformersEngine(model, dtype, cache_bytes=cache_bytes)
-        else:
-            assert isinstance(model, Decoder)
-            own = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+        engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
         # refuses a cache that is too small
-        own.sequence_bytes(task.prompt_length, max_new_tokens)
-        engine = own
+        engine.sequence_bytes(task.prompt_length, max_new_tokens)
     return CheckedEngine(engine, name, model.config.vocab_size)
 
 

@@ -142,17 +142,6 @@ class Engine(Protocol):
         """
 
 
-def check_cache(
-    cache_bytes: int, prompt: int, response: int, prompt_length: int, max_new_tokens: int
-) -> None:
-    if prompt + response > cache_bytes:
-        raise InputError(
-            "kv_cache_gb must hold the longest prompt and a response, "
-            f"{(prompt + response) / 1e9:.3g} GB at {prompt_length} "
-            f"and {max_new_tokens} tokens, got {cache_bytes / 1e9:.3g}"
-        )
-
-
 def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
     """Raise NonFiniteError naming the first prompt with a reward [G, N] that is not finite."""
     broken = (~rewards.isfinite()).nonzero()

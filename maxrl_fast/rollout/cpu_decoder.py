@@ -7,6 +7,7 @@ import torch
 
 from maxrl_fast import _C
 from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
@@ -64,7 +65,8 @@ class CpuDecoder:
     def cache_bytes(self, length: int) -> int:
         return self._decoder.cache_bytes(length)
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
+        assert isinstance(model, Decoder)
         if replace(model.config, dtype=self.config.dtype) != self.config:
             raise ValueError(
                 f"the policy must have the decoder's sizes, {self.config}, got {model.config}"
@@ -92,7 +94,7 @@ class CpuDecoder:
         )
 
     def describe(self) -> str:
-        return f"C++, {self.arithmetic}, key/value cache"
+        return f"native (C++, {self.arithmetic}, key/value cache"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
         """Return the KV-cache bytes of a prompt and of a response."""

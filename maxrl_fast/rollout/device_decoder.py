@@ -16,6 +16,7 @@ from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, decode_sample, decode_slots
 from maxrl_fast.rollout.decode_attention import has_kernel
@@ -54,7 +55,7 @@ class DeviceDecoder:
 
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        how = f"PyTorch, {dtype}{', compiled' if self.compiled else ''}"
+        how = f"native (PyTorch, {dtype}{', compiled' if self.compiled else ''}"
         if self.device.type == "cuda":
             own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
             how += ", CUDA graphs" + "".join(
@@ -74,7 +75,7 @@ class DeviceDecoder:
         if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.batch = None
 
-    def load_weights(self, model: Decoder) -> None:
+    def load_weights(self, model: PolicyModel) -> None:
         own = dict(self.model.weights())
         for name, weight in model.weights():
             own[name].copy_(weight)

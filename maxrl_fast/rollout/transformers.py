@@ -1,4 +1,4 @@
-"""The rollout engine for policies that transformers runs: for tests and small models.
+"""Decoding of policies that transformers runs: for tests and small models.
 
 Each prompt is computed once. Decoding uses the attention function of training, with a KV cache of
 its own. All samples of a pass decode together until the last one has ended. In episodes a pass
@@ -13,38 +13,21 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutRequest, check_cache
+from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
 from maxrl_fast.rollout.episodes import Turns
-from maxrl_fast.rollout.native import MAX_BATCH, default_cache_bytes
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
 
-class TransformersEngine:
-    """Samples responses with a copy of the policy in the compute dtype. The random numbers of a
-    sample depend only on (seed, step, prompt id, sample, position). Prompts beyond `cache_bytes`
-    wait."""
+class TransformersDecoder:
+    """A copy of the policy in the compute dtype."""
 
-    def __init__(
-        self,
-        model: HuggingFacePolicy,
-        dtype: torch.dtype,
-        *,
-        cache_bytes: int | None = None,
-        max_batch: int | None = None,
-    ):
-        self.device = model.lm_head.weight.device
-        self.config, self.dtype = model.config, dtype
-        self.cache_bytes = default_cache_bytes(self.device) if cache_bytes is None else cache_bytes
-        self.max_batch = MAX_BATCH[self.device.type] if max_batch is None else max_batch
-        self.model = model.copy_in(dtype)
+    def __init__(self, model: HuggingFacePolicy, dtype: torch.dtype):
+        self.dtype, self.model = dtype, model.copy_in(dtype)
 
     def describe(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return (
-            f"plain ({self.model.backend}, {name}, key/value cache of at most "
-            f"{self.cache_bytes / 1e9:.3g} GB)"
-        )
+        return f"plain ({self.model.backend}, {name}, key/value cache"
 
     def load_weights(self, model: PolicyModel) -> None:
         assert isinstance(model, HuggingFacePolicy)
@@ -54,32 +37,32 @@ class TransformersEngine:
         """The cache exists only while samples are decoded."""
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        c, element = self.config, torch.empty((), dtype=self.dtype).element_size()
-        token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * element
-        prompt, own = token * prompt_length, token * max_new_tokens
-        check_cache(self.cache_bytes, prompt, own, prompt_length, max_new_tokens)
-        return prompt, own
+        c = self.model.config
+        token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * self.dtype.itemsize
+        return token * prompt_length, token * max_new_tokens
 
     @torch.no_grad()
-    def generate(self, request: RolloutRequest) -> Rollouts:
-        request.check(self.config)
+    def generate(
+        self, request: RolloutRequest, budget: int, max_batch: int
+    ) -> tuple[Rollouts, RolloutStatistics]:
+        """Serve a checked request; prompts beyond `budget` bytes of KV cache wait."""
         prompts, num_samples = request.prompts, request.num_samples
         limit = request.sampling.max_new_tokens
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), limit)
         # of a prompt, in one pass
-        samples = max(1, min(num_samples, self.max_batch, (self.cache_bytes - prompt) // own))
-        fitting = self.cache_bytes // (prompt + samples * own)
-        groups = max(1, min(self.max_batch // samples, fitting))
+        samples = max(1, min(num_samples, max_batch, (budget - prompt) // own))
+        groups = max(1, min(max_batch // samples, budget // (prompt + samples * own)))
         turns = None
         if request.environments is not None:
-            turns = Turns(request, self.config.vocab_size)
+            turns = Turns(request, self.model.config.vocab_size)
         passes = _Passes(self.model, self.dtype, request, turns)
-        index = torch.arange(request.num_sequences, device=self.device).view(-1, num_samples)
+        index = torch.arange(request.num_sequences, device=prompts.ids.device)
+        index = index.view(-1, num_samples)
         for i in range(0, len(prompts), groups):
             for part in index[i : i + groups].split(samples, 1):
                 request.beat()
                 passes.run(prompts.take(i, groups), part)
-        return passes.rollouts()
+        return passes.rollouts(), RolloutStatistics()
 
 
 class _Passes:

@@ -24,7 +24,6 @@ from maxrl_fast.rollout.cpu_decoder import CpuDecoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
-from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from maxrl_fast.tasks.episode import Reply
@@ -53,7 +52,7 @@ def checkpoint(tmp_path_factory):
 
 def make_engine(checkpoint, kind, **options):
     if kind == "plain":
-        return TransformersEngine(load_huggingface(checkpoint, 64), torch.float32, **options)
+        return NativeEngine(load_huggingface(checkpoint, 64), torch.float32, **options)
     return NativeEngine(load_checkpoint(checkpoint), torch.float32, in_cpp=kind == "C++", **options)
 
 

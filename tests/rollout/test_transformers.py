@@ -11,7 +11,6 @@ from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
@@ -22,7 +21,7 @@ SAMPLING = Sampling(1.3, 20, (3, 17))
 
 
 def generate(policy, num_samples=6, sampling=SAMPLING, dtype=torch.float32, **options):
-    return TransformersEngine(policy, dtype, **options).generate(
+    return NativeEngine(policy, dtype, **options).generate(
         RolloutRequest(PROMPTS, num_samples, sampling, 4, 2)
     )
 
@@ -86,7 +85,7 @@ def test_samples_do_not_depend_on_the_size_of_a_pass():
 def test_load_weights_copies_and_merges_adapters():
     policy = tiny_policy("gemma2")
     add_adapters(policy, 2, 4.0, "q_proj,down_proj", seed=0)
-    engine = TransformersEngine(policy, torch.float32)
+    engine = NativeEngine(policy, torch.float32)
     with torch.no_grad():
         for module in policy.modules():
             if isinstance(module, LoraLinear):

@@ -25,7 +25,6 @@ from maxrl_fast.model.huggingface_checkpoint import policy_of
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.rollout.transformers import TransformersEngine
 from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
 from maxrl_fast.rollout.vllm_shared import NEEDS, named_weights
@@ -185,12 +184,12 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
 def test_an_engine_that_samples_from_another_model_is_refused():
     """A run would otherwise only show it as a logprob_diff that is large from the start."""
     policy = tiny_policy("gemma2")
-    told = check_engine(policy, TransformersEngine(policy, torch.float32))
+    told = check_engine(policy, NativeEngine(policy, torch.float32))
     assert float(told.partition(" by ")[2].partition(" nats")[0]) < 1e-4
     with refused("samples from another model than this gemma2: log-probs differ by"):
         check_engine(
             policy,
-            TransformersEngine(
+            NativeEngine(
                 policy_of(tiny_model(policy.hf.config, seed=1), policy.config), torch.float32
             ),
         )

@@ -125,8 +125,12 @@ class Run:
 
     def __repr__(self) -> str:
         ended = "" if self.exit == 0 else f", ended early with exit {self.exit}"
-        passes: Any = self.evaluations["pass_at_1"] if len(self.evaluations) else []
-        shown = f", pass@1 {passes[0]:.3f} to {passes[-1]:.3f}" if len(passes) else ""
+        scores, shown = self.evaluations, ""
+        if len(scores):
+            passes, rewards = scores["pass_at_1"], scores["max_at_1"]
+            is_binary = bool((passes == rewards).all())
+            name, x = ("pass@1", passes) if is_binary else ("mean reward", rewards)
+            shown = f", {name} {x[0]:.3f} to {x[-1]:.3f}"
         return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown}{ended})"
 
 

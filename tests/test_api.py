@@ -182,6 +182,7 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
     run = maxrl_fast.run(ratio, reward=score, out=tmp_path / "run")
     [warned] = [w for w in read(run.out / "warnings.jsonl") if w["kind"] == "not_binary"]
     assert (warned["step"], "made for rewards of 0 or 1" in warned["message"]) == (1, True)
+    assert "3 steps, mean reward 0." in repr(run)
     assert run.metrics["reward_mean"] == pytest.approx(
         run.metrics["response_length_mean"] / 8, rel=1e-6
     )

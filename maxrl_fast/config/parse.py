@@ -232,7 +232,7 @@ def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
     other libraries give it (trainer.total_epochs).
     """
     parts = name.lower().replace("-", "_").split(".")
-    if PROCESSES.fullmatch(parts[-1]):
+    if "sharding" in known and PROCESSES.fullmatch(parts[-1]):  # not in an evaluation
         return "; torchrun --nproc-per-node N starts a process for each of N GPUs"
     words = ("_".join(parts), "_".join(parts[-2:]), parts[-1], parts[-1].removeprefix("no_"))
     names = [word if word in known else OTHER_NAMES.get(word, word) for word in words]

@@ -85,8 +85,9 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
             f"the chat template in {file} rejects {messages!r:.200}: {cause}"
         ) from error
     # jinja writes nothing for a misspelt name, and single braces as they stand
-    asked = messages[-1]["content"] if messages[-1]["role"] == "user" else ""
-    if isinstance(asked, str) and asked.strip() not in text:
+    last: dict[str, Any] = {**messages[-1]} if messages else {}
+    asked = last.get("content")
+    if last.get("role") == "user" and isinstance(asked, str) and asked.strip() not in text:
         raise InputError(
             f"the chat template in {template_file(Path(tokenizer.name_or_path))} leaves out the "
             f"last message, {asked!r:.80}: is a name or a brace in it misspelt?"

@@ -11,6 +11,7 @@ from maxrl_fast.algorithms.arguments import check_flag, check_integer, check_ten
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.ops.group_advantage import group_advantage
+from maxrl_fast.runtime.loading import describe_error
 
 _LARGEST = 10_000  # number n of rollouts: the rewards of the n + 1 groups take 8 n^2 bytes
 
@@ -62,9 +63,8 @@ def try_out(
     except ValueError as error:
         raise ValueError(f"{error}, on a small example") from error
     except Exception as error:
-        raise ValueError(
-            f"{row.name} fails on a small example: {type(error).__name__}: {error}"
-        ) from error
+        what = f"{row.name} fails on a small example"
+        raise ValueError(f"{what}: {describe_error(error)}") from error
 
 
 def example_inputs(row: Estimator, rewards: Tensor) -> dict[str, Any]:

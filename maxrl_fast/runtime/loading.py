@@ -181,21 +181,22 @@ def naming_user_code() -> Iterator[None]:
     except BaseException as error:
         cls = type(error)
         is_known = cls.__module__.startswith("maxrl_fast.") or "OutOfMemory" in cls.__name__
-        if is_known or not _place(error, ""):
+        if is_known or not place_of(error):
             raise
-        raise UserCodeError(describe_error(error, "")) from error
+        raise UserCodeError(describe_error(error)) from error
 
 
-def describe_error(error: BaseException, file: str | None) -> str:
+def describe_error(error: BaseException, file: str | None = "") -> str:
     """Add the last line of its traceback in `file`; "": in a file of the user's; None: no line."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
     except BaseException:
         text = "(its message cannot be printed)"
-    return f"{type(error).__name__}: {text}" + ("" if file is None else _place(error, file))
+    return f"{type(error).__name__}: {text}" + ("" if file is None else place_of(error, file))
 
 
-def _place(error: BaseException, file: str) -> str:
+def place_of(error: BaseException, file: str = "") -> str:
+    """Return " (FILE, line N)", the last line of its traceback in a file; "": of the user's."""
     place, trace = "", error.__traceback__
     while trace:
         name = trace.tb_frame.f_code.co_filename

@@ -6,7 +6,7 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.runtime.loading import load_code
+from maxrl_fast.runtime.loading import describe_error, load_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.policy_reward import check_answers
@@ -78,8 +78,7 @@ class TeacherPrompts:
             raise
         except Exception as error:
             raise InputError(
-                f"--teacher-prompt {self.source} fails for prompt {i}: "
-                f"{type(error).__name__}: {error}"
+                f"--teacher-prompt {self.source} fails for prompt {i}: {describe_error(error)}"
             ) from error
         if isinstance(made, str) and not isinstance(own, str):
             return [{"role": "user", "content": made}]

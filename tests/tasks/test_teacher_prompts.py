@@ -38,8 +38,8 @@ def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task)
 
 
 def test_a_function_that_fails_is_named(tmp_path, task):
-    (tmp_path / "teacher.py").write_text("def f(prompt):\n    return 3\n")
-    with pytest.raises(InputError, match="fails for prompt 0: TypeError"):
+    (tmp_path / "teacher.py").write_text("def f(**columns):\n    return 1 / 0\n")
+    with pytest.raises(InputError, match=r"fails for prompt 0: ZeroDivisionError: .* line 2\)"):
         TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100).check()
     with pytest.raises(InputError, match="answer"):
         TeacherPrompts(task, "answer", 100).check()  # only the reward reads these lines

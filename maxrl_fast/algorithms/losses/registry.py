@@ -16,6 +16,7 @@ from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
 from maxrl_fast.algorithms.options import check_options, options_of, parameters_of
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import InputError
+from maxrl_fast.runtime.loading import describe_error
 
 # numbers of several losses: arguments of ops.policy_gradient_loss
 CLIPS = ("clip_low", "clip_high", "dual_clip")
@@ -127,7 +128,7 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
             raise
         except Exception as error:  # whatever a user's function raises becomes one sentence
             raise ValueError(
-                f"loss {loss.name} fails on seven tokens: {type(error).__name__}: {error}"
+                f"loss {loss.name} fails on seven tokens: {describe_error(error)}"
             ) from error
         if not values.requires_grad:
             raise ValueError(

@@ -12,6 +12,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.ops.register import example_inputs
 from maxrl_fast.records import sequence_sums
+from maxrl_fast.runtime.loading import place_of
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
@@ -118,7 +119,7 @@ class GroupObjective(Objective):
         try:
             return group_advantage(rewards, self.estimator, valid=valid, **inputs, **options)
         except ValueError as error:
-            raise InputError(f"step {batch.step}: {error}") from error
+            raise InputError(f"step {batch.step}: {error}{place_of(error)}") from error
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

@@ -9,7 +9,7 @@ from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.options import Option, check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import try_out
-from maxrl_fast.runtime.loading import is_code, load_code
+from maxrl_fast.runtime.loading import is_code, load_code, place_of
 from maxrl_fast.training.objectives import distill as distill  # each fills OBJECTIVE_CLASSES
 from maxrl_fast.training.objectives import pacs as pacs
 from maxrl_fast.training.objectives import ppo as ppo
@@ -32,7 +32,9 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
     try:
         return find(function)
     except ValueError as error:
-        raise InputError(f"--{option} {name} cannot be used: {error}", option) from error
+        raise InputError(
+            f"--{option} {name} cannot be used: {error}{place_of(error)}", option
+        ) from error
 
 
 def _estimator(name: str) -> Estimator:

@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts: the rewards of all samples, from which every estimate follows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,10 @@ class Evaluation:
     def max_at_k(self) -> dict[int, float]:
         """The same of max@k; max@1 is the mean reward."""
         return mean_max_at_k(self.values)
+
+    def first(self, count: int) -> "Evaluation":
+        """Return the evaluation on the first prompts alone, with the tokens of all."""
+        return replace(self, ids=self.ids[:count], rewards=self.rewards[:count])
 
     def record(self) -> dict[str, Any]:
         """Return the numbers of eval.jsonl; failed rewards count as wrong."""

@@ -87,6 +87,26 @@ def _cut(value: Any) -> Any:
     return value if len(text) <= COLUMN_LENGTH else f"{text[:COLUMN_LENGTH]}..."
 
 
+def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield lines for a terminal of this width that show a sample: its reward and the components of
+    that, its prompt and its response, each cut in the middle to fit its line.
+    """
+    reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in _known(record["components"]))
+    yield f"  sample    prompt {record['id']}, reward {reward}{f' ({parts})' if parts else ''}"
+    for name in ("prompt", "response"):
+        # a text of a model may hold what a terminal would obey
+        text = "".join(x if x.isprintable() else "?" for x in " ".join(record[name].split()))
+        room = max(width - 12, 20)
+        if len(text) > room:
+            text = f"{text[: room // 2 - 2]} ... {text[3 - (room + 1) // 2 :]}"
+        yield f"  {name:<10}{text}"
+
+
+def _known(components: Mapping[str, float | None]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in components.items() if value is not None]
+
+
 class KeptSamples:
     """Keeps the first 32 responses of an evaluation, at most 4 per prompt."""
 

@@ -1,6 +1,7 @@
 """Builds a run from a resolved configuration and trains it, for train.py and api.py."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ from maxrl_fast.training.sharding import is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 
 NUM_PROMPTS, NUM_ROLLOUTS, MAX_TOKENS = 2, 2, 256  # of check_rewards
+STEP = ("rollout", "advantage", "update")  # stages of tokens_per_second in metrics.jsonl
 WHEN = "before the first step"
 # seconds to wait for the previous process of this folder, which may still be exiting
 LOCK_LIMIT = 60.0
@@ -354,19 +356,22 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
     whole = [x for x in evaluations if x["num_prompts"] == num_prompts]
     if len(whole) > 1:
         screen.console.print(evaluation_table(whole[0], whole[-1]))
-    screen.console.print(stage_table(seconds, loop.progress.tokens))
+    screen.console.print(stage_table(seconds))
+    if trained := loop.clock.total(*STEP):
+        speed = loop.progress.tokens["rollout"] / trained
+        screen.info(f"{speed:,.0f} sampled tokens per second of {', '.join(STEP)}")
     for name, path in files.listing().items():
         screen.info(f"{name:<12}{path}")
+    if loop.progress.tokens["rollout"]:
+        screen.info(f"{'next':<12}maxrl-fast report {shlex.quote(str(files.out))}")
     return ending
 
 
-def stage_table(seconds: dict[str, float], tokens: dict[str, int]) -> Table:
-    table = new_table("stage", "seconds", "share", "tokens/s")
-    total = sum(seconds.values())
+def stage_table(seconds: dict[str, float]) -> Table:
+    table, total = new_table("stage", "seconds", "share"), sum(seconds.values())
     for stage, value in seconds.items():
-        speed = f"{tokens[stage] / value:,.0f}" if tokens.get(stage) else ""
-        table.add_row(stage, f"{value:.1f}", f"{value / max(total, 1e-9):.0%}", speed)
-    table.add_row("total", f"{total:.1f}", "", "")
+        table.add_row(stage, f"{value:.1f}", f"{value / max(total, 1e-9):.0%}")
+    table.add_row("total", f"{total:.1f}", "")
     return table
 
 

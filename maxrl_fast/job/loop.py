@@ -1,11 +1,13 @@
 """The loop around the training step: warm start, steps, evaluations, checkpoints, logs."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from maxrl_fast.config.resolve import evaluation_schedule
-from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records
+from maxrl_fast.evaluation.evaluator import Evaluation
+from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, sample_lines
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext, build_evaluator
 from maxrl_fast.job.checkpoints import Checkpoints
@@ -130,8 +132,7 @@ class RunLoop:
             (self.screen.warning if stream == "standard output" else self.screen.info)(message)
         self.progress.step = n
         self.progress.next_prompt += record.batch.num_sampled
-        for stage, count in record.tokens.items():
-            self.progress.tokens[stage] += count
+        self.progress.tokens["rollout"] += record.batch.num_tokens
 
     def _check_binary(self, n: int, rewards: Tensor) -> None:
         others = rewards[(rewards != 0) & (rewards != 1) & ~rewards.isnan()]
@@ -183,17 +184,25 @@ class RunLoop:
             for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
                 self.files.write("eval_prompts", prompt)
         record = self.progress.evaluations[step] = evaluation.record()
-        score = score_of(self.progress.evaluations.values())
         rates = scorer.pop_metrics().over(self.ranks)
         self.files.write("eval", {"step": step, **record, **rates})
         is_whole = evaluator.num_prompts == self.evaluator.num_prompts
         if is_whole:  # those of a part are not compared by prompt
             self.files.write("pass_rates", {"step": step, **evaluation.pass_counts()})
         self.files.write_samples(kept.records, step)
-        self.screen.info(
-            f"step {step}: "
-            + "  ".join(f"{label_of(score, k)} {x:.3f}" for k, x in record[score].items())
-            + f"  ({evaluator.num_prompts} of {self.evaluator.num_prompts} prompts)"
-            * (not is_whole)
-        )
+        self._show(step, evaluation, kept.records)
         self.checkpoints.mark_best(self.progress, learner)
+
+    def _show(self, step: int, evaluation: Evaluation, samples: list[dict[str, Any]]) -> None:
+        """Print an evaluation, one at an end also on the prompts of those between, and a sample."""
+        score, screen = score_of(self.progress.evaluations.values()), self.screen
+        total, between = self.evaluator.num_prompts, self.schedule
+        sizes = [len(evaluation.rewards)]
+        sizes += [between.num_prompts] if between.every and between.num_prompts < sizes[0] else []
+        for size in sizes:
+            scores = evaluation.first(size).record()[score].items()
+            shown = "  ".join(f"{label_of(score, k)} {x:.3f}" for k, x in scores)
+            which = f"  ({size} of {total} prompts)" if size < total else ""
+            screen.info(f"step {step}: {shown}{which}")
+        for line in sample_lines(samples[0], screen.console.width) if samples else ():
+            screen.info(line)

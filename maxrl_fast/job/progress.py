@@ -11,8 +11,7 @@ class Progress:
     phase: Phase = "warm start"
     step: int = 0  # number of steps done in this phase
     next_prompt: int = 0  # index of the first unused training prompt
-    # so far, by stage
-    tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0, "update": 0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"rollout": 0})  # sampled so far
     seconds: dict[str, float] = field(default_factory=dict)  # so far, by stage
     # by step, each as Evaluation.record
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)

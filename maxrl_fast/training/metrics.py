@@ -82,5 +82,5 @@ def summary(record: dict[str, float]) -> str:
     return (
         f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
         f"{kl}entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
-        f"grad {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s"
+        f"grad {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} sampled tokens/s"
     )

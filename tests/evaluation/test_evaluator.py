@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
@@ -12,7 +13,7 @@ import torch
 from maxrl_fast.evaluation import evaluator
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
-from maxrl_fast.evaluation.kept_samples import sample_records
+from maxrl_fast.evaluation.kept_samples import sample_lines, sample_records
 from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
@@ -134,6 +135,16 @@ def test_the_training_split_has_other_prompts():
     task = MazeTask(7)
     assert evaluated(Oracle(task, 8, "train"), task, split="train").pass_at_k[1] == 1
     assert evaluated(Oracle(task, 8, "train"), task).pass_at_k[1] < 0.5
+
+
+def test_a_sample_on_the_screen_is_cut_and_harmless():
+    sample = {"id": 7, "reward": 0.25, "components": {"form": 1.0, "none": None}}
+    sample |= {"prompt": "2 +\n 2?", "response": f"\x1b[2J<think>{'so ' * 99}4"}
+    lines = [*sample_lines(sample, 40)]
+    assert lines[:2] == ["  sample    prompt 7, reward 0.25 (form 1)", "  prompt    2 + 2?"]
+    assert re.fullmatch(r"  response  \?\[2J<think>s \.\.\. .* so 4", lines[2])
+    assert len(lines[2]) == 40
+    assert "reward failed" in next(sample_lines(sample | {"reward": None}, 40))
 
 
 def test_sample_records():

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
+from maxrl_fast.evaluation.kept_samples import sample_lines
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
@@ -712,14 +713,15 @@ def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, capf
     job = [*few.split(), *"--sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()]
     job += [*"--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()]
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
-    assert "and every 2 steps on 33 prompts" in capfd.readouterr().out
-    evaluations = read(tmp_path / "whole" / "eval.jsonl")
-    assert [(x["step"], x["num_prompts"]) for x in evaluations] == [
-        (0, 64),
-        (2, 33),
-        (4, 33),
-        (5, 64),
-    ]
+    shown, out = capfd.readouterr().out, tmp_path / "whole"
+    assert "and every 2 steps on 33 prompts" in shown
+    evaluations, samples = read(out / "eval.jsonl"), read(out / "samples.jsonl")
+    sizes = [(x["step"], x["num_prompts"]) for x in evaluations]
+    assert sizes == [(0, 64), (2, 33), (4, 33), (5, 64)]
+    rates = re.findall(r"step (\d): pass@1 (\S+)  \(33 of 64 prompts\)", shown)
+    assert rates == [(step, f"{evaluations[1]['pass_at_k']['1']:.3f}") for step in "0245"]
+    assert all(line in shown for line in sample_lines(samples[0], 80))
+    assert shown.endswith(f"next        maxrl-fast report {out}\n")
     by_step = {x["step"]: x for x in read(tmp_path / "whole" / "pass_rates.jsonl")}
     assert sorted(by_step) == [0, 5]
     # at this learning rate the policy stays as it is

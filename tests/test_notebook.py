@@ -32,7 +32,7 @@ def test_the_notebook_runs_and_shows_its_results(tmp_path):
         if cell.cell_type == "code"
     ]
     assert "maxpo k=4, task maze 5x5" in shown[0]
-    assert "60 steps)" in shown[0]
+    assert "60 steps, pass@1 " in shown[0]
     assert len([line for line in shown[0].splitlines() if line.startswith("train ")]) == 20
     assert "\x1b" not in shown[0]
     assert "<table>" in shown[1]

@@ -145,8 +145,8 @@ class EvaluationConfig(Groups):
 
     CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
     the folder of a run of maxrl_fast.train: its latest checkpoint; RUN/best is the one with the
-    best pass@1. Of a run, and of a checkpoint in its folder, the task's options are the run's,
-    unless others are given.
+    highest mean reward. Of a run, and of a checkpoint in its folder, the task's options are the
+    run's, unless others are given.
 
     Examples:
         python -m maxrl_fast.evaluate runs/maxpo-... --samples 256

@@ -4,14 +4,14 @@ A layer is one matrix multiplication for q, k and v, rotary embedding, attention
 norm, one multiplication for gate and up, SwiGLU, down, and addition with the next layer's norm.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maxrl_fast.model.decoder import Attention, DecoderConfig, rotary_table
+from maxrl_fast.model.decoder import Attention, Decoder, DecoderConfig, Layer, RMSNorm, rotary_table
 from maxrl_fast.model.layer_kernels import KERNELS, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.ops.logit_chunks import output_product
@@ -48,56 +48,15 @@ class DecodeModel:
             self._before = torch.compile(before_attention, dynamic=True)
             self._after = torch.compile(after_attention, dynamic=True)
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        hidden, dim = c.hidden_size, c.head_dim
-        width = sum(self.head_counts) * dim
-
-        def head_norms() -> HeadNorms | None:
-            return HeadNorms(empty(dim), empty(dim), c.rms_norm_eps) if c.has_qk_norm else None
-
-        self.layers = [
-            DecodeLayer(
-                input_norm=empty(hidden),
-                qkv=empty(width, hidden),
-                qkv_bias=empty(width) if c.has_qkv_bias else None,
-                head_norms=head_norms(),
-                o=empty(hidden, c.num_attention_heads * dim),
-                post_norm=empty(hidden),
-                gate_up=empty(2 * c.intermediate_size, hidden),
-                down=empty(hidden, c.intermediate_size),
-            )
-            for _ in range(c.num_hidden_layers)
-        ]
-        self.norm, self.embedding = empty(hidden), empty(c.vocab_size, hidden)
-        self.output = self.embedding if c.tie_word_embeddings else empty(c.vocab_size, hidden)
+        decoder = Decoder.empty(config, device, dtype)
+        self.layers = [packed_layer(layer) for layer in decoder.blocks]
+        # by their names in checkpoints; parts of packed weights are views
+        self.weights = {name: x.data for name, x in decoder.named_parameters()}
+        self.norm = decoder.model.norm.weight.data
+        self.embedding = decoder.model.embed_tokens.weight.data
+        self.output = decoder.lm_head.weight.data
         # [positions, 1, D/2] float32: the angles of every position are computed once.
         self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield them by their names in checkpoints; parts of packed weights are views."""
-        sizes = [count * self.config.head_dim for count in self.head_counts]
-        yield "model.embed_tokens.weight", self.embedding
-        for i, layer in enumerate(self.layers):
-            name = f"model.layers.{i}."
-            yield f"{name}input_layernorm.weight", layer.input_norm
-            for own, part in zip("qkv", layer.qkv.split(sizes), strict=True):
-                yield f"{name}self_attn.{own}_proj.weight", part
-            if layer.qkv_bias is not None:
-                for own, part in zip("qkv", layer.qkv_bias.split(sizes), strict=True):
-                    yield f"{name}self_attn.{own}_proj.bias", part
-            if layer.head_norms is not None:
-                yield f"{name}self_attn.q_norm.weight", layer.head_norms.q
-                yield f"{name}self_attn.k_norm.weight", layer.head_norms.k
-            yield f"{name}self_attn.o_proj.weight", layer.o
-            yield f"{name}post_attention_layernorm.weight", layer.post_norm
-            for own, part in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
-                yield f"{name}mlp.{own}_proj.weight", part
-            yield f"{name}mlp.down_proj.weight", layer.down
-        yield "model.norm.weight", self.norm
-        if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self.output
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
@@ -123,6 +82,34 @@ class DecodeModel:
         if self.ops is KERNELS:
             return Rotary(cos, sin, positions)
         return Rotary(cos[positions].to(self.dtype), sin[positions].to(self.dtype))
+
+
+def packed_layer(layer: nn.Module) -> DecodeLayer:
+    """Return the weights of a decoder's layer, which keeps those of several matrices as views."""
+    assert isinstance(layer, Layer)
+    own, mlp, norms = layer.self_attn, layer.mlp, None
+    if isinstance(own.q_norm, RMSNorm) and isinstance(own.k_norm, RMSNorm):
+        norms = HeadNorms(own.q_norm.weight.data, own.k_norm.weight.data, own.q_norm.eps)
+    projections = own.q_proj, own.k_proj, own.v_proj
+    biases = [x.bias for x in projections if x.bias is not None]
+    return DecodeLayer(
+        input_norm=layer.input_layernorm.weight.data,
+        qkv=pack([x.weight for x in projections]),
+        qkv_bias=pack(biases) if biases else None,
+        head_norms=norms,
+        o=own.o_proj.weight.data,
+        post_norm=layer.post_attention_layernorm.weight.data,
+        gate_up=pack([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight.data,
+    )
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """Return one tensor for these parameters, which become views of it."""
+    whole = parts[0].data.new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    for part, view in zip(parts, whole.split([*map(len, parts)]), strict=True):
+        part.data = view
+    return whole
 
 
 def before_attention(

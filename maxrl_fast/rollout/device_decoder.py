@@ -76,9 +76,8 @@ class DeviceDecoder:
             self.batch = None
 
     def load_weights(self, model: PolicyModel) -> None:
-        own = dict(self.model.weights())
         for name, weight in model.weights():
-            own[name].copy_(weight)
+            self.model.weights[name].copy_(weight)
 
     @torch.no_grad()
     def generate(

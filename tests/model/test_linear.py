@@ -77,7 +77,7 @@ def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     decoder = DeviceDecoder(model, torch.float32)
     decoder.load_weights(model)
     torch.testing.assert_close(
-        dict(decoder.model.weights())["model.layers.1.self_attn.v_proj.weight"], merged
+        decoder.model.weights["model.layers.1.self_attn.v_proj.weight"], merged
     )
 
 

@@ -61,9 +61,9 @@ def test_every_weight_is_loaded_in_place_under_its_name(family, has_adapters):
     )
     decoder = DeviceDecoder(model, torch.bfloat16)
     decoder.load_weights(old)
-    addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights()}
+    addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights.items()}
     decoder.load_weights(model)
-    expected, actual = dict(model.weights()), dict(decoder.model.weights())
+    expected, actual = dict(model.weights()), decoder.model.weights
     assert actual.keys() == expected.keys() == addresses.keys()
     for name, weight in actual.items():
         assert torch.equal(weight, expected[name].to(torch.bfloat16)), name

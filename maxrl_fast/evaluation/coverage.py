@@ -60,8 +60,14 @@ def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
 
 def max_curve(rewards: Tensor) -> Tensor:
     """Return max@k for k = 1..n, the mean over prompts: rewards [P, n] -> float64 [n]."""
-    mean = rewards.double().sort(1).values.mean(0)  # max@k is linear in the sorted rewards
-    return torch.stack([max_at_k(mean, k) for k in range(1, len(mean) + 1)])
+    ordered = rewards.double().sort(1).values.mean(0).cpu().numpy()  # max@k is linear in these
+    n, gaps, j = len(ordered), np.diff(ordered), np.arange(1, len(ordered))
+    below = np.ones(n - 1)  # C(j, k) / C(n, k): no drawn sample is above gap j
+    curve = torch.empty(n, dtype=torch.float64)
+    for k in range(n):
+        below = below * np.maximum(j - k, 0) / (n - k)
+        curve[k] = float(ordered[-1] - below @ gaps)
+    return curve
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import reward_names
-from maxrl_fast.model.hub import HUB, directory_of
+from maxrl_fast.model.hub import HUB
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.tasks import Task
@@ -59,7 +59,7 @@ def model_content(directory: Path) -> bytes:
     shape and parts of every tensor, so that another head alone is noticed.
     """
     files = [directory / name for name in ("config.json", "tokenizer.json")]
-    parts = [path.read_bytes() for path in files if path.exists() or path == files[0]]
+    parts = [path.read_bytes() for path in files if path.exists()]  # who reads it refuses others
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
@@ -74,7 +74,7 @@ def model_content(directory: Path) -> bytes:
 
 def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
     """Return the files that the result depends on, by the option that names them."""
-    name, loss, model = config.task.task, config.loss, config.model.model
+    name, loss = config.task.task, config.loss
     files = {
         "objective": source_file(config.objective.objective),
         "loss": source_file(loss.loss),
@@ -82,11 +82,10 @@ def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
         "environment": source_file(config.task.environment or ""),
         "rollout": source_file(config.rollout.rollout),
         "teacher-prompt": source_file(loss.teacher_prompt or ""),
-        # one of the hub has its commit
-        "model": None if model is None or model.startswith(HUB) else Path(model),
     }
-    if loss.reference is not None:
-        files["reference"] = directory_of(loss.reference)
+    for option, model in (("model", config.model.model), ("reference", loss.reference)):
+        if model is not None and not model.startswith(HUB):  # one of the hub has its commit
+            files[option] = Path(model)
     for i, reward in enumerate(reward_names(config.reward, task)):
         is_model = reward.startswith(CLASSIFIER)
         path = Path(reward.removeprefix(CLASSIFIER)) if is_model else source_file(reward)

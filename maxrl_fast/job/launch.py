@@ -42,7 +42,7 @@ from maxrl_fast.job.build_policy import (
 from maxrl_fast.job.build_task import build_scorer, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
-from maxrl_fast.job.fingerprints import fingerprints
+from maxrl_fast.job.fingerprints import differences, fingerprints
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, check_same, find_saved
@@ -108,13 +108,15 @@ class Job:
             environments = task.output if isinstance(task, ToolTask) else None
             output = held.enter_context(contextlib.closing(environments or RewardOutput()))
             config, saved = self._open_folder(held)
-            config, policy, teacher = self._build_policies(config, saved)
             prints = fingerprints(config, task, saved)
+            config, policy, teacher = self._build_policies(config, saved)
             if saved:
                 may_change = config.run.allow_changes
                 check_same(saved, config.flat(), prints, ranks, screen.warning, may_change)
             context, lines = self._build(config, policy, teacher, saved, output)
             held.enter_context(contextlib.closing(context.scorer))
+            if changed := differences(prints, fingerprints(config, task, saved)):
+                raise InputError(f"files changed while they were read: {'; '.join(changed)}")
             if not saved and (error := self._check_rewards(context)):
                 return ExitStatus(1, error), None
             files = self._open_files(context, saved, output, held)

@@ -99,7 +99,6 @@ def whole(tmp_path_factory):
 
 
 def stop_and_resume(monkeypatch, out, job, *stops):
-    """Run the job, stop it during each of these updates and resume it, the last time to its end."""
     arguments = [*job, "--out", str(out)]
     for when in stops:
         stop_at(monkeypatch, when)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxrl_fast import train
+from maxrl_fast.job import launch
 from maxrl_fast.job.fingerprints import model_content
 
 SMALL = "--maze-size 5 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
@@ -54,6 +55,20 @@ def change(path, name):
     tensors = load_file(path)
     tensors[name].view(-1)[0] += 1
     save_file(tensors, path, {"format": "pt"})
+
+
+def test_a_teacher_that_changes_while_it_is_read_is_refused(tmp_path, teacher, monkeypatch, capsys):
+    teacher, read = shutil.copytree(teacher, tmp_path / "teacher"), launch.build_reference
+
+    def build_reference(*arguments, **options):
+        model = read(*arguments, **options)
+        change(teacher / "model.safetensors", "model.norm.weight")
+        return model
+
+    monkeypatch.setattr(launch, "build_reference", build_reference)
+    assert run(tmp_path / "run", "--objective", "distill", "--reference", teacher) == 2
+    wanted = "files changed while they were read: the file of --reference: changed"
+    assert wanted in capsys.readouterr().err
 
 
 def test_one_number_of_a_small_tensor_of_a_large_model_is_noticed(tmp_path):

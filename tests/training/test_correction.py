@@ -194,9 +194,6 @@ def distances_of(model, rollouts):
 
 
 def masked_by_definition(model, rollouts, advantages, delta):
-    """Return whether DeepSeek-V3.2's M of each response is 0: A < 0 and mean_t(log pi_old - log pi)
-    > delta.
-    """
     return torch.tensor(
         [
             a < 0 and d > delta

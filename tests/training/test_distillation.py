@@ -129,7 +129,6 @@ def test_a_teacher_that_equals_the_policy_has_no_gradient():
 
 @pytest.mark.parametrize("kl", ["k2", "full"])
 def test_the_policy_teaches_itself_by_another_prompt(kl):
-    """Without a reference policy the teacher is the policy, with its own prompts."""
     model = tiny_decoder()
     k2 = dataclasses.replace(FULL, kl="k2", kl_coef=0.7, divergence_coef=0.0)
     trained = learner(model, k2 if kl == "k2" else FULL)

@@ -68,7 +68,6 @@ def enumerated():
 
 
 def dense_logprobs(model, tokens):
-    """Return the log-probs [S, L] of tokens [S, L] after <bos>, each row by itself."""
     rows = torch.cat([torch.full((len(tokens), 1), BOS), tokens], 1)[:, :-1]
 
     def attention(layer, q, k, v):

@@ -87,7 +87,6 @@ def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_shares_of_the_ranks_add_up(num_ranks):
-    """Each rank's passes in turn, in one process: their gradients are those of dense attention."""
     prompts, episodes, samples = samples_of(3)
     model = tiny_decoder().double()
     naive = torch.cat(

@@ -21,9 +21,6 @@ def numbers(seed, size=T):
 
 
 def by_definition(values, rewards, lengths, gamma, gae_lambda):
-    """Return A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, of each
-    response in turn.
-    """
     advantages, start = [], 0
     for reward, length in zip(rewards, lengths, strict=True):
         v = [*values[start : start + length], 0.0]

@@ -133,9 +133,6 @@ def test_rollouts_without_a_reward_are_left_out(name):
 
 
 def test_a_policy_that_is_not_finite_ends_the_update_with_its_name():
-    """As where an earlier update of the step has made a weight too large: the ratios are NaN
-    then.
-    """
     model = tiny_decoder()
     samples, learner = collected(Samples(PROMPTS, sampled(model)), REWARDS), make_learner(model)
     objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})

@@ -63,8 +63,6 @@ def with_critic(model, clip=0.2, settings=None, budget=10_000):
 
 
 def plain_values(critic, rollouts):
-    """Return the values [T] by a causal forward pass over each prompt with each response, with
-    plain attention, in float64, for a critic in float64."""
     values = []
 
     def attention(layer, q, k, v, *_):

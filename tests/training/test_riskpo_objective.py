@@ -54,7 +54,6 @@ def spread(values):
 
 
 def paper_by_paper(rewards, keep, size, low, high):
-    """Return the advantages [G][N] with the quantiles `low` and `high` of levels .2 and .9."""
     advantages = [[0.0] * len(row) for row in rewards]
     for first in range(0, len(rewards), size):
         prompts = range(first, first + size)

@@ -27,9 +27,6 @@ def tables():
 
 
 def kept_tokens(logits):
-    """Return whether each token [V] is among the most probable ones that have TOP_P of the
-    probability.
-    """
     p, kept, mass = logits.detach().softmax(-1), torch.zeros(V, dtype=torch.bool), 0.0
     for token in p.argsort(descending=True).tolist():
         if mass >= TOP_P:

@@ -11,7 +11,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
-from maxrl_fast.rollout.episodes import Turns
+from maxrl_fast.rollout.episodes import Turns, finished
 
 CPU = torch.device("cpu")
 RUN_SECONDS = 0.2  # how long C++ runs before Python handles signals
@@ -144,26 +144,24 @@ class CpuDecoder:
             truncated=call.keep(truncated),
             num_threads=torch.get_num_threads(),
         )
-        given = None
+        turns: Turns | None = None
         if request.environments is None:
             while not generation.run(RUN_SECONDS):
                 request.beat()
         else:
-            turns = Turns(request, self.config.vocab_size)
+            turns = episodes = Turns(request, self.config.vocab_size)
 
             def sample_on() -> tuple[list[tuple[int, list[int]]], bool]:
-                is_done = generation.run(REPLY_SECONDS if turns.waiting else RUN_SECONDS)
+                is_done = generation.run(REPLY_SECONDS if episodes.waiting else RUN_SECONDS)
                 ended = [
-                    (s, tokens[s, turns.lengths[s] : lengths[s]].tolist())
+                    (s, tokens[s, episodes.lengths[s] : lengths[s]].tolist())
                     for s in generation.take_turns()
                 ]
                 return ended, not (is_done or generation.all_wait)
 
             turns.play(sample_on, generation.feed)
-            truncated |= turns.truncated
-            given = turns.given
         done = generation.statistics
-        return Rollouts.from_padded(tokens, logprobs, lengths, truncated, given), RolloutStatistics(
+        return finished(turns, tokens, logprobs, lengths, truncated), RolloutStatistics(
             prefill_seconds=done["prefill_seconds"],
             decode_seconds=done["decode_seconds"],
             decode_steps=done["steps"],

@@ -22,7 +22,7 @@ from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, decode_sample,
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
-from maxrl_fast.rollout.episodes import Turns
+from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
@@ -177,11 +177,7 @@ class _Job:
                     active, held, lengths = self._finish(due)
         tokens, logprobs, lengths = self.results.values()
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
-        truncated, given = ~batch.stops[last], None
-        if self.turns is not None:
-            truncated |= self.turns.truncated.to(truncated.device)
-            given = self.turns.given.to(tokens.device)
-        rollouts = Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
+        rollouts = finished(self.turns, tokens, logprobs, lengths, ~batch.stops[last])
         return rollouts, RolloutStatistics(
             prefill_seconds=self.prefill_seconds,
             decode_seconds=time.perf_counter() - start - self.prefill_seconds,

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from maxrl_fast.errors import EngineError
+from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.episode import Reply
@@ -118,3 +120,15 @@ class Turns:
         self.given[row, start:end] = True
         self.lengths[sample] = end
         return Reply(sample, tokens, is_last=False)
+
+
+def finished(
+    turns: Turns | None, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
+) -> Rollouts:
+    """Return right-padded samples [S, limit], with what environments wrote apart; lengths and
+    truncated are [S].
+    """
+    if turns is None:
+        return Rollouts.from_padded(tokens, logprobs, lengths, truncated)
+    cut, given = turns.truncated.to(tokens.device), turns.given.to(tokens.device)
+    return Rollouts.from_padded(tokens, logprobs, lengths, truncated | cut, given)

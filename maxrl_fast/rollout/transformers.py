@@ -14,7 +14,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
-from maxrl_fast.rollout.episodes import Turns
+from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
@@ -143,11 +143,7 @@ class _Passes:
 
     def rollouts(self) -> Rollouts:
         last = self.tokens.gather(1, self.lengths[:, None] - 1)[:, 0]
-        truncated, given = ~self.stops[last], None  # [S]
-        if self.turns is not None:
-            truncated |= self.turns.truncated.to(truncated.device)
-            given = self.turns.given.to(truncated.device)
-        return Rollouts.from_padded(self.tokens, self.logprobs, self.lengths, truncated, given)
+        return finished(self.turns, self.tokens, self.logprobs, self.lengths, ~self.stops[last])
 
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
         lengths = prompts.lengths

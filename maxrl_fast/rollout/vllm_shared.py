@@ -10,7 +10,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, pack, padded_slots, unpack
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.episodes import Turns
+from maxrl_fast.rollout.episodes import Turns, finished
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
 # the first version that --rollout vllm supports, and the first one that it does not
@@ -115,8 +115,7 @@ def play(
     slots = padded_slots(whole.lengths, size[1])
     padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)  # tokens and log-probs
     padded[0].view(-1)[slots], padded[1].view(-1)[slots] = whole.tokens, whole.logprobs
-    truncated = whole.truncated | turns.truncated
-    return Rollouts.from_padded(*padded, whole.lengths, truncated, turns.given)
+    return finished(turns, *padded, whole.lengths, whole.truncated)
 
 
 def rollouts_of(

@@ -209,6 +209,7 @@ def place_of(error: BaseException, file: str = "") -> str:
 def _is_users(file: str) -> bool:
     """Whether a file of a traceback is neither this package's nor a library's."""
     libraries = PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    is_library = "-packages" in file or any(Path(file).is_relative_to(x) for x in libraries)
+    is_library = any(Path(file).is_relative_to(x) for x in libraries)
+    is_library |= any(name in file for name in ("-packages", "torchinductor"))  # compiled code
     is_made_up = file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))
     return file in _loaded or not (is_library or is_made_up)

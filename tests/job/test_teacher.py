@@ -45,6 +45,8 @@ def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags, capsys):
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     assert lines(tmp_path / "run")[0]["kl"] > 0.01
     assert lines(tmp_path / "run")[0]["response_length_mean"] > 0
+    shown = capsys.readouterr()
+    assert ("  kl " in shown.out, "nothing is learned" in shown.err) == (True, False)
     change(teacher / "model.safetensors", "model.norm.weight")
     assert train.main(["--resume", str(tmp_path / "run"), "--steps", "5"]) == 2
     assert "the file of --reference: changed" in capsys.readouterr().err

@@ -237,10 +237,7 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
                 step = torch.zeros((), device=parameter.device)
                 optimizer.state[parameter] = {"step": step, **moments}
     own = learner_tensors(learner)
-    own_alone, saved_alone = own.keys() - names, names - own.keys()
-    of_objective = {
-        name for name in own_alone | saved_alone if name.startswith((OBJECTIVE, CRITIC))
-    }
+    of_objective = {name for name in own.keys() ^ names if name.startswith((OBJECTIVE, CRITIC))}
     tensors = {name: tensor for name, tensor in own.items() if name not in of_objective}
     names -= of_objective
     if ranks.is_first and names != tensors.keys():
@@ -274,8 +271,5 @@ def _share_frozen(learner: Learner) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
+    files = (safe_open(path, framework="pt") for path in folder.glob("*.safetensors"))
+    return {name for file in files for name in file.keys()}  # noqa: SIM118

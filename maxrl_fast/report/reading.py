@@ -81,10 +81,9 @@ def read_folder(path: Path, name: str) -> Folder:
                 "which is not a folder"
             )
         folder = Folder(name)
-        is_run, is_evaluation = (path / "metrics.jsonl").exists(), (path / "eval.json").exists()
-        if is_run:
+        if any((path / name).exists() for name in ("metrics.jsonl", "weight.json")):
             _read_run(path, folder)
-        elif is_evaluation:
+        elif (path / "eval.json").exists():
             _read_evaluation(path, folder)
         else:
             wanted = "metrics.jsonl of a run or eval.json of an evaluation"

@@ -14,21 +14,12 @@ ENVIRONMENTS = Path(__file__).parent / "tasks" / "environments.py"
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator_environment.py"
 TOOL_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TOOL_TOKENS += ("<tool_response>", "</tool_response>")
-HEADER = (
-    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
-)
-FOOTER = (
-    "</tools>\n\nFor each function call, return a json object with function name and arguments "
-    'within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
-    "<args-json-object>}\n</tool_call>"
-)
 NL = r"{{ '\n' }}"  # Jinja drops a line's end after a block
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}"
-    f"{{{{ messages[0].content }}}}{NL}{NL}{{% endif %}}{HEADER}"
+    f"{{{{ messages[0].content }}}}{NL}{NL}{{% endif %}}# Tools"
     f"{{% for tool in tools %}}{NL}{{{{ tool | tojson }}}}{{% endfor %}}"
-    f"{NL}{FOOTER}<|im_end|>\n{{% elif messages[0].role == 'system' %}}<|im_start|>system\n"
+    "<|im_end|>\n{% elif messages[0].role == 'system' %}<|im_start|>system\n"
     "{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}"

@@ -16,6 +16,9 @@ hub: dataset_name dataset dataset_config
 prompt_key: input_key prompt_column prompt_field
 answer_key: label_key answer_column
 max_prompt_tokens: max_prompt_length prompt_max_len max_prompt_len rollout_max_prompt_len
+chat_template: chat_template_path custom_chat_template
+chat_template_kwargs: apply_chat_template_kwargs template_kwargs enable_thinking
+stop: stop_strings stop_sequences stop_words rollout_stop stop_string
 environment: environment_factory env_class
 max_turns: max_tool_calling_iterations max_steps_per_episode
 reward: reward_funcs reward_function custom_reward_function reward_fn remote_rm_url

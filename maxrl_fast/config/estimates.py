@@ -23,6 +23,7 @@ from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.policy_reward import LIKELIHOODS
@@ -65,6 +66,7 @@ def describe_run(
         *_describe_critic(config, model),
         f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in "
         f"{config.run.out}",
+        *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
         str(evaluation_schedule(config)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]

@@ -20,6 +20,10 @@ OF_TASK = (
     "plain_prompts",
     "max_prompt_tokens",
     "allow_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "template_date",
+    "stop",
     "environment",
     "max_turns",
 )

@@ -5,6 +5,7 @@ as resolved.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -67,6 +68,13 @@ TopP = Annotated[
         "the probability; 1: from all."
     ),
 ]
+
+
+def is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def numbers_by_name(option: str, texts: Iterable[str]) -> dict[str, float]:
@@ -151,6 +159,30 @@ class TaskOptions:
     """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>; otherwise
     they are refused.
     """
+    chat_template: Annotated[
+        Path | None, Default("the tokenizer's own", "FILE"), when.READS_TEXT
+    ] = None
+    """File of a chat template in Jinja, which checkpoints have too."""
+    chat_template_kwargs: Annotated[str, when.READS_TEXT, Note.JSON] = ""
+    """Arguments of the chat template as a JSON object, such as {"enable_thinking": false}."""
+    template_date: Annotated[
+        str | None,
+        Default("the day on which the run starts", "YYYY-MM-DD"),
+        when.READS_TEXT,
+        Refusal(
+            "template_date must be a day such as 2026-11-26, got {template_date}",
+            lambda c: c["template_date"] and not is_day(c["template_date"]),
+        ),
+    ] = None
+    """What the clock of a chat template shows, if it has one."""
+    stop: Annotated[
+        tuple[str, ...],
+        Default("none", "TEXT ..."),
+        when.READS_TEXT,
+        Refusal("stop must not be an empty text", lambda c: "" in as_list(c["stop"])),
+    ] = ()
+    """Texts that end a response, besides the stop tokens; the text is part of it. One that is no
+    single token is found after sampling, and what follows it is dropped."""
     environment: Annotated[
         str | None, Default("none", "FILE:CLASS"), when.DATASET, Note.MAY_NAME_CODE
     ] = None

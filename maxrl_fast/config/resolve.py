@@ -28,6 +28,7 @@ from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.objectives.registry import objective_defaults
 
 # of the default evaluations between the first step and the last: their samples, relative to those
@@ -90,6 +91,7 @@ def resolve(
         **{name: value for name, value in defaults.items() if name not in options_of(Config)},
         **config.objective.options,
         "max_new_tokens": limit,
+        "template_date": task.conversation.clock if isinstance(task, TextTask) else None,
         "correction": correction,
         "importance_cap": numbers.get("importance_cap"),
         "sft_steps": _sft_steps(config, task),

@@ -27,6 +27,7 @@ from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_engine
 
 CPU = torch.device("cpu")
@@ -113,7 +114,8 @@ def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
     """Raise InputError, naming the first token that differs, if a reference policy's tokenizer is
     another than the policy's.
     """
-    own, others = tokens_of(files), tokens_of(tokenizer_files(directory))
+    own = tokens_of(files, "--model")
+    others = tokens_of(tokenizer_files(directory), f"--reference {directory}")
     for i in sorted(own.keys() | others.keys()):
         if own.get(i) != others.get(i):
             raise InputError(
@@ -122,15 +124,24 @@ def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
             )
 
 
-def tokens_of(files: Mapping[str, Any]) -> dict[int, str]:
-    """Return the tokens of a tokenizer's files by id; {} without a tokenizer.json."""
+def tokens_of(files: Mapping[str, Any], place: str) -> dict[int, str]:
+    """Return the tokens of a tokenizer's files by id; {} without a tokenizer.json. place: whose
+    they are, for messages."""
     content = files.get("tokenizer.json", {})
-    fields = json.loads(content) if isinstance(content, bytes) else content
-    vocabulary = fields.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score
-        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-    tokens = {i: token for token, i in vocabulary.items()}
-    return tokens | {token["id"]: token["content"] for token in fields.get("added_tokens", [])}
+    try:
+        fields = json.loads(content) if isinstance(content, bytes) else content
+        vocabulary = fields.get("model", {}).get("vocab", {})
+        if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score
+            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+        tokens = {int(i): str(token) for token, i in vocabulary.items()}
+        added = {int(x["id"]): str(x["content"]) for x in fields.get("added_tokens", [])}
+    # of a file that is damaged anywhere
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{place} must have a tokenizer.json of the library tokenizers, got one that cannot be "
+            f"read: {type(error).__name__}: {error}"
+        ) from error
+    return tokens | added
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
@@ -257,4 +268,5 @@ def build_run_engine(
 
 def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:
     options = config.rollout
-    return Sampling(options.temperature, options.max_new_tokens, task.stop_ids, top_p=options.top_p)
+    limits = options.temperature, options.max_new_tokens, task.stop_ids
+    return Sampling(*limits, top_p=options.top_p, end_of=end_of(task))

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ def build_task(
         "plain_prompts": options.plain_prompts,
         "max_prompt_tokens": options.max_prompt_tokens,
         "allow_special_tokens": options.allow_special_tokens,
+        "template": options.chat_template,
+        "arguments": json_object("--chat-template-kwargs", options.chat_template_kwargs),
+        "day": options.template_date and date.fromisoformat(options.template_date),
+        "stop_texts": options.stop,
     }
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)

@@ -51,6 +51,7 @@ from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -291,7 +292,13 @@ def _sample(
         policy.engine,
         policy.task,
         scorer,
-        Sampling(options.temperature, options.max_new_tokens, policy.task.stop_ids, *limits),
+        Sampling(
+            options.temperature,
+            options.max_new_tokens,
+            policy.task.stop_ids,
+            *limits,
+            end_of=end_of(policy.task),
+        ),
         num_prompts=measure.eval_prompts,
         num_samples=measure.samples,
         seed=options.seed,

@@ -44,6 +44,7 @@ def write_policy(
     for name, content in files.items():
         if not isinstance(content, bytes):
             content = (json.dumps(content, indent=2) + "\n").encode()
+        (directory / name).parent.mkdir(exist_ok=True)  # of additional chat templates
         (directory / name).write_bytes(content)
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0

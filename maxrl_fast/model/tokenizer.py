@@ -5,21 +5,25 @@ and commands.
 """
 
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
 
-FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
-)
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+FILES = (
+    *VOCABULARIES,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+)
 THINKING = ("<think>", "</think>")
+REASONING = ("reasoning_content", "reasoning", "thinking")  # as messages and templates call it
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+# {"role": ..., "content": ...}, of the assistant perhaps with reasoning_content, or tool_calls
+Message = dict[str, Any]
 Prompt = str | Sequence[Message]
 
 
@@ -46,56 +50,6 @@ def load_tokenizer(directory: Path) -> Any:
         ) from error
 
 
-def template_file(directory: Path) -> Path:
-    for name in ("chat_template.jinja", "chat_template.json"):
-        if (directory / name).exists():
-            return directory / name
-    return directory / "tokenizer_config.json"
-
-
-def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str):
-        return encode_chat(tokenizer, prompt)
-    ids: list[int] = tokenizer(prompt)["input_ids"]
-    return ids
-
-
-def encode_response(tokenizer: Any, response: str) -> list[int]:
-    """Return the token ids without tokens that begin or end a text."""
-    ids: list[int] = tokenizer(response, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Encode messages up to where the answer starts."""
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template; give prompts as text "
-            "instead"
-        )
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    # errors of jinja and of the template itself; MemoryError has no text
-    except Exception as error:
-        file = template_file(Path(tokenizer.name_or_path))
-        cause = str(error) or type(error).__name__
-        raise InputError(
-            f"the chat template in {file} rejects {messages!r:.200}: {cause}"
-        ) from error
-    # jinja writes nothing for a misspelt name, and single braces as they stand
-    last: dict[str, Any] = {**messages[-1]} if messages else {}
-    asked = last.get("content")
-    if last.get("role") == "user" and isinstance(asked, str) and asked.strip() not in text:
-        raise InputError(
-            f"the chat template in {template_file(Path(tokenizer.name_or_path))} leaves out the "
-            f"last message, {asked!r:.80}: is a name or a brace in it misspelt?"
-        )
-    # the template writes them itself
-    return encode_response(tokenizer, text)
-
-
 class ControlTokens:
     """The control tokens of a tokenizer, which delimit messages and texts: forged, if in a prompt's
     text.
@@ -118,11 +72,11 @@ class ControlTokens:
             if _is_control(token.content, source)
             or (includes_thinking and token.content in THINKING)
         }
-        self._texts = {i: text for i, text in (written | special).items() if text.strip()}
+        self.texts = {i: text for i, text in (written | special).items() if text.strip()}
         # the id of all text that the tokenizer does not know
-        self._ids = self._texts.keys() - {tokenizer.unk_token_id}
+        self._ids = self.texts.keys() - {tokenizer.unk_token_id}
         # (?!) is in no text
-        self._pattern = re.compile("|".join(map(re.escape, self._texts.values())) or "(?!)")
+        self._pattern = re.compile("|".join(map(re.escape, self.texts.values())) or "(?!)")
         self._tokenizer = tokenizer
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
@@ -130,7 +84,7 @@ class ControlTokens:
         if isinstance(prompt, str):
             texts = [prompt]
         else:
-            texts = [text for message in prompt for text in message.values()]
+            texts = [x for message in prompt for x in message.values() if isinstance(x, str)]
         for text in texts:
             if token := self._find(text):
                 raise InputError(
@@ -143,15 +97,19 @@ class ControlTokens:
         the marks have none.
         """
         divided = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
-        ids = {i for part in divided.split(mark) for i in encode_response(self._tokenizer, part)}
+        ids = {i for part in divided.split(mark) for i in self._encode(part)}
         return mark.join(text) if ids & self._ids else divided
 
     def _search(self, text: str) -> str | None:
         """A tokenizer that normalizes may read a token in capitals or full-width forms."""
         if match := self._pattern.search(text):
             return match[0]
-        forged = self._ids.intersection(encode_response(self._tokenizer, text))
-        return self._texts[min(forged)] if forged else None
+        forged = self._ids.intersection(self._encode(text))
+        return self.texts[min(forged)] if forged else None
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 def _is_control(token: str, template: str) -> bool:
@@ -165,4 +123,54 @@ def _is_control(token: str, template: str) -> bool:
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in FILES if (directory / name).exists()}
+    """Return the tokenizer's files in a directory, by their paths there."""
+    found = {path for pattern in FILES for path in directory.glob(pattern)}
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(found)}
+
+
+def saved_files(tokenizer: Any, directory: Path, template: str | None) -> dict[str, bytes]:
+    """Return the files with which checkpoints have the tokenizer of a directory: those there, and,
+    where they are not all that it needs, what transformers saves beside them.
+
+    Args:
+        template: a chat template in place of its own.
+    """
+    files = tokenizer_files(directory)
+    if template is not None:
+        files.pop("chat_template.json", None)
+        files["chat_template.jinja"] = template.encode()
+    config = {"config.json": (directory / "config.json").read_bytes()}  # may name its class
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if _difference(tokenizer, files | config, folder / "read"):
+            tokenizer.save_pretrained(folder / "made")
+            made = {path for path in (folder / "made").rglob("*") if path.is_file()}
+            for path in made:
+                files.setdefault(path.relative_to(folder / "made").as_posix(), path.read_bytes())
+            if found := _difference(tokenizer, files | config, folder / "both"):
+                raise InputError(
+                    f"the tokenizer of {directory} cannot be saved in checkpoints: loaded again "
+                    f"from {', '.join(files)}, {found}"
+                )
+    return files
+
+
+def _difference(tokenizer: Any, files: Mapping[str, bytes], folder: Path) -> str:
+    """Return how a tokenizer that is loaded from these files differs, or ""; they are written to
+    a folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    try:
+        other = load_tokenizer(folder)
+    except InputError as error:
+        return str(error)
+    for what in ("chat_template", "all_special_ids", "eos_token_id"):
+        if getattr(tokenizer, what) != getattr(other, what):
+            return f"its {what} is another"
+    own = tokenizer.get_vocab()
+    sample = (
+        "".join([*own][:: len(own) // 200 + 1]) + " na\u00efve \u6771\u4eac e\u0301\n\n  12,345 "
+    )
+    is_same = own == other.get_vocab() and tokenizer(sample).input_ids == other(sample).input_ids
+    return "" if is_same else "it encodes text otherwise"

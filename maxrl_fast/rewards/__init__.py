@@ -83,6 +83,8 @@ class RewardSource(Protocol):
     """
 
     name: str  # as in --reward
+    # whether its rows also have "response_raw", the response with its special tokens
+    wants_raw: bool = False
 
     def score(
         self,

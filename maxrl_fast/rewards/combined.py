@@ -31,6 +31,7 @@ class WeightedRewards(RewardSource):
         # by the names that the components have
         self.weights = {name: weight for name, _, weight in self._sources}
         self._seconds = [0.0] * len(sources)  # of each, so far
+        self.wants_raw = any(source.wants_raw for source in sources)
 
     def score(
         self,

@@ -21,6 +21,7 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 
 Result = dict[str, Any]
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
+RAW = "response_raw"
 ROW = "row"  # f(prompt, response, **columns) -> number
 ROWS = "rows"  # async def f(prompt, response, **columns) -> number: several run at a time
 # f(completions, prompts, **columns) -> list of numbers, for all responses to a prompt
@@ -87,6 +88,8 @@ def calls_for(
     those of an async function of single responses are a list.
     """
     style = signature["style"]
+    if not takes_raw(signature):
+        rows = [{key: x for key, x in row.items() if key != RAW} for row in rows]
     size = {ROW: 1, ROWS: concurrency, BATCH: group}[style]
     calls = []
     for start in range(0, len(rows), size):
@@ -96,6 +99,12 @@ def calls_for(
         )
         calls.append((range(start, start + len(part)), arguments))
     return calls
+
+
+def takes_raw(signature: Signature) -> bool:
+    """Return whether a function gets the response with its special tokens too, by this name or in
+    **columns."""
+    return signature["takes_any"] or RAW in signature["names"]
 
 
 def batch_arguments(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, Any]:

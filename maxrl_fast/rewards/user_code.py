@@ -16,7 +16,16 @@ from maxrl_fast.rewards import (
     no_progress,
 )
 from maxrl_fast.rewards.environment import EnvironmentHost
-from maxrl_fast.rewards.function import STYLES, Caller, Result, Signature, calls_for, mismatch
+from maxrl_fast.rewards.function import (
+    RAW,
+    STYLES,
+    Caller,
+    Result,
+    Signature,
+    calls_for,
+    mismatch,
+    takes_raw,
+)
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.runtime.loading import LoadError
 
@@ -87,8 +96,13 @@ class UserCode(RewardSource):
                 self.drop()
         return scores
 
+    @property
+    def wants_raw(self) -> bool:  # type: ignore[override]
+        return takes_raw(self.signature) and not self.is_verifier
+
     def check(self, row: dict[str, Any]) -> None:
-        if sentence := mismatch(self.signature, row):
+        own = {**row, RAW: ""} if self.wants_raw else row
+        if sentence := mismatch(self.signature, own):
             raise InputError(f"--reward {self.name}: {sentence}")
 
 

@@ -1,6 +1,7 @@
 """Rollout engines: they take prompts and return sampled responses with their log-probs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges, unpack
 from maxrl_fast.rewards import Progress, no_progress
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.tasks.episode import Environments
@@ -28,6 +29,8 @@ class Sampling:
     # keep tokens with at least min_p times the probability of the most probable one
     min_p: float = 0.0
     max_turns: int = 1  # of an episode, with environments
+    # gives the length at which a response ends before its last token, as at a stop text, or None
+    end_of: Callable[[list[int]], int | None] | None = None
 
     @property
     def greedy(self) -> "Sampling":
@@ -36,6 +39,25 @@ class Sampling:
     @property
     def filters_tokens(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def cut(rollouts: Rollouts, sampling: Sampling) -> Rollouts:
+    """Return responses of one turn up to where `sampling.end_of` says that they end, which no
+    engine knows: later tokens count as never sampled, and a response that ends is not truncated."""
+    if sampling.end_of is None:
+        return rollouts
+    ends = [*map(sampling.end_of, unpack(rollouts.tokens, rollouts.lengths))]
+    is_cut = torch.tensor([end is not None for end in ends], device=rollouts.tokens.device)
+    given = torch.tensor([end or 0 for end in ends], device=rollouts.tokens.device)
+    lengths = torch.where(is_cut, given, rollouts.lengths)
+    kept = ranges(rollouts.cu_seqlens[:-1], lengths)
+    return replace(
+        rollouts,
+        tokens=rollouts.tokens[kept],
+        logprobs=rollouts.logprobs[kept],
+        cu_seqlens=cumulative(lengths),
+        truncated=rollouts.truncated & ~is_cut,
+    )
 
 
 @dataclass(frozen=True)

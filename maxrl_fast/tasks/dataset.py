@@ -44,16 +44,15 @@ class DatasetTask(TextTask):
         prompt_key: str | None = None,
         answer_key: str | None = None,
         prompt_suffix: str | None = None,
-        plain_prompts: bool = False,
         max_prompt_tokens: int = 1024,
-        allow_special_tokens: bool = False,
         sft_data: Path | None = None,
         max_new_tokens: int | None = None,
         needs_reward: bool = True,
+        **options: Any,
     ):
         suffix = spec.suffix if prompt_suffix is None else prompt_suffix
         super().__init__(
-            model, suffix, plain_prompts, max_prompt_tokens, allow_special_tokens, needs_reward
+            model, suffix, needs_reward, max_prompt_tokens=max_prompt_tokens, **options
         )
         self._seed, self._spec, self._key = seed, spec, prompt_key or spec.prompt_key
         self.max_new_tokens = spec.max_new_tokens
@@ -102,20 +101,22 @@ class DatasetTask(TextTask):
     def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
         # A run lowers its limit to this number, and a resumed run must find the same demonstrations
         # with the lower limit.
-        if (room := self._text.positions - self.prompt_length) > 0:
+        if (room := self.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
         places = [place for place, _, _ in lines]
-        prompts = self._encode([self._asked(prompt) for _, prompt, _ in lines], places)
-        responses = self._text.encode_responses(
-            [response for _, _, response in lines], places, most_tokens
-        )
+        pairs = [(self._asked(prompt), response) for _, prompt, response in lines]
         held_out = {tuple(tokens) for tokens, _ in self._lines["test"]}
-        num_held_out, positions = 0, self._text.positions
-        for prompt, response in zip(prompts, responses, strict=True):
-            if prompt is not None and tuple(prompt) in held_out:
+        num_held_out, positions = 0, self.positions
+        for prompt, response in self.encode_demonstrations(pairs, places):
+            lengths = len(prompt), len(response)
+            if tuple(prompt) in held_out:
                 num_held_out += 1
-            elif prompt and response and len(prompt) + len(response) <= positions:
+            elif (
+                0 < lengths[0] <= most_prompt_tokens
+                and lengths[1] <= most_tokens
+                and sum(lengths) <= positions
+            ):
                 self._demonstrations.append((prompt, response))
         limits = (
             f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {positions} of "
@@ -134,7 +135,7 @@ class DatasetTask(TextTask):
 
     def _asked(self, prompt: Any) -> Any:
         if isinstance(prompt, str) and self._spec.is_question:
-            return self._text.prompt(prompt + self._suffix)
+            return self.prompt(prompt + self._suffix)
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
     def _columns(self, lines: list[Line], answer_key: str | None, odd: list[str]) -> list[Line]:
@@ -156,7 +157,7 @@ class DatasetTask(TextTask):
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
         """Leave out prompts that are too long."""
-        encoded = self._encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
+        encoded = self.encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
         return [
             (tokens, line)
             for tokens, (_, line) in zip(encoded, lines, strict=True)
@@ -195,7 +196,7 @@ class DatasetTask(TextTask):
                 "the reference answer must be known, but only the reward function reads the lines "
                 f"of {self.name}"
             )
-        return text_answers(self._text, self._spec.form, prompts, rollouts)
+        return text_answers(self, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         return self._spec.answer(response)

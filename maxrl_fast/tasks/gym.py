@@ -46,9 +46,8 @@ class GymTask(TextTask):
         *,
         config: str = "",
         prompt_suffix: str | None = None,
-        plain_prompts: bool = False,
         max_prompt_tokens: int = 1024,
-        allow_special_tokens: bool = False,
+        **options: Any,
     ):
         try:
             importlib.import_module("reasoning_gym")
@@ -78,11 +77,10 @@ class GymTask(TextTask):
             ) from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
-        suffix = prompt_suffix or ""
-        super().__init__(model, suffix, plain_prompts, max_prompt_tokens, allow_special_tokens)
+        super().__init__(model, prompt_suffix or "", max_prompt_tokens=max_prompt_tokens, **options)
         version = importlib.metadata.version("reasoning-gym")
         # By the tokenizer and its chat template.
-        encoded = self._text.encode([self._text.prompt("1 + 1 =" + self._suffix)], ["a question"])
+        encoded = self.encode([self.prompt("1 + 1 =" + self._suffix)], ["a question"])
         self.fingerprint = f"reasoning-gym {version}, {encoded}"
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = max_prompt_tokens
@@ -98,8 +96,8 @@ class GymTask(TextTask):
             question, answer = entry["question"], entry["answer"]
             is_test = zlib.crc32(question.encode()) % TEST_SHARE == 0
             if is_test == (split == "test"):
-                prompt = self._text.prompt(question + self._suffix)
-                [tokens] = self._text.encode([prompt], [f"{self.name}, question {i}"])
+                prompt = self.prompt(question + self._suffix)
+                [tokens] = self.encode([prompt], [f"{self.name}, question {i}"])
                 if tokens is not None:
                     origin = {
                         "name": self._dataset,
@@ -139,11 +137,14 @@ class GymTask(TextTask):
             raise InputError(
                 f"--sft-steps must be 0, as {self.name} has questions without an answer"
             )
-        return prompts, Rollouts.given([self._text.encode_response(answer) for answer in answers])
+        places = [f"{self.name}, question {i}" for i in prompts.ids.tolist()]
+        pairs = [(line["prompt"], x) for line, x in zip(prompts.columns, answers, strict=True)]
+        shown = self.encode_demonstrations(pairs, places)
+        return prompts, Rollouts.given([response for _, response in shown])
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
         """Return the data set's answer after the first answer tag that each response opens."""
-        return text_answers(self._text, TAGS, prompts, rollouts)
+        return text_answers(self, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         """Return the last answer tags or the last box, or the whole response if it has neither."""

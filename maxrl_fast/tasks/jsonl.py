@@ -4,46 +4,44 @@ names the invalid line.
 
 import itertools
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import why_unreachable
+from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
 from maxrl_fast.runtime.files import check_regular, printable
 from maxrl_fast.tasks.dataset_specs import keys_of
 
-ROLES = ("system", "user", "assistant", "tool")
-
+ROLES = ("system", "user", "assistant", "tool", "developer")
 
 Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
-Demonstration = tuple[str, Any, str]  # its place, its prompt (text or messages) and its response
+# its place, its prompt (text or messages) and its response (text or the assistant's message)
+Demonstration = tuple[str, Any, str | Message]
 
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
     """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
     with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}."""
-    return [
-        (location, _checked(fields, location, prompt_key))
-        for location, fields in _read_objects(path, option)
-    ]
+    return [(place, _checked(x, place, prompt_key)) for place, x in _read_objects(path, option)]
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
     """Return the demonstrations in a file of --sft-data. A line has a prompt as in `read_lines` and
     text at "response", or messages at `prompt_key` or "messages" of which the last is the response.
     """
-    return [
-        _demonstration(fields, location, prompt_key)
-        for location, fields in _read_objects(path, "--sft-data")
-    ]
+    return [_demonstration(x, place, prompt_key) for place, x in _read_objects(path, "--sft-data")]
 
 
-def _read_objects(path: Path, option: str) -> list[Line]:
-    read = _read_parquet if path.suffix == ".parquet" else _read_json_lines
+def _read_objects(path: Path, option: str) -> list[tuple[str, Any]]:
     try:
         check_regular(path)
-        lines = [(location, _checked_object(fields, location)) for location, fields in read(path)]
+        lines = [*(_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)]
     except OSError as error:
         raise InputError(
             f"{option} must be a readable JSON Lines or Parquet file, got {printable(path)}: "
@@ -80,10 +78,8 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
             "copy"
         ) from error
     places = (f"{name}, {split} row {i}" for i in itertools.count(1))
-    return [
-        (place, _checked(_checked_object(row, place), place, prompt_key))
-        for place, row in zip(places, rows, strict=False)
-    ]
+    pairs = zip(places, rows, strict=False)
+    return [(place, _checked(row, place, prompt_key)) for place, row in pairs]
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -94,8 +90,8 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 yield location, json.loads(line, object_pairs_hook=_without_duplicates)
-            # invalid JSON, invalid UTF-8, or an integer of too many digits
-            except ValueError as error:
+            # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
+            except (ValueError, RecursionError) as error:
                 raise InputError(
                     f"{location}: it must be a JSON object in UTF-8: {error}"
                 ) from error
@@ -111,71 +107,120 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
     try:
         with ParquetFile(path) as file:
-            for i, row in enumerate(file.read().to_pylist(), start=1):
-                yield f"{printable(path)}, row {i}", row
-    except (ArrowException, ValueError) as error:
+            table = file.read()
+    except (ArrowException, OSError, ValueError) as error:
         raise InputError(f"{printable(path)} must be a Parquet file: {error}") from error
+    columns = {}
+    for name in table.column_names:
+        try:
+            columns[name] = table.column(name).to_pylist()
+        # a repeated name, or values that Python has no type for
+        except (ArrowException, KeyError, OverflowError, ValueError):
+            columns[name] = [None] * len(table)
+    for i in range(len(table)):
+        yield f"{printable(path)}, row {i + 1}", {name: x[i] for name, x in columns.items()}
 
 
-def _checked(fields: dict[str, Any], location: str, prompt_key: str) -> dict[str, Any]:
-    if "response" in fields:
-        raise InputError(
-            f"{location}: the key 'response' is reserved for the response that is scored; rename it"
-        )
-    _prompt_of(fields, location, prompt_key)
-    return fields
+def _checked(fields: Any, place: str, prompt_key: str) -> dict[str, Any]:
+    prompt = _prompt_of(fields, place, prompt_key)
+    for name in ("response", "response_raw"):
+        if name in fields:
+            raise InputError(
+                f"{place}: the key {name!r} is reserved for the response that is scored; rename it"
+            )
+    return {str(name): _json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
 
 
-def _demonstration(fields: dict[str, Any], location: str, prompt_key: str) -> Demonstration:
-    if prompt_key not in fields and "messages" in fields:
+def _demonstration(fields: Any, place: str, prompt_key: str) -> Demonstration:
+    if isinstance(fields, dict) and prompt_key not in fields and "messages" in fields:
         prompt_key = "messages"
-    prompt, response = _prompt_of(fields, location, prompt_key), fields.get("response")
+    prompt = _prompt_of(fields, place, prompt_key)
+    response = said = fields.get("response")
     is_chat = isinstance(prompt, list) and len(prompt) > 1
     if response is None and is_chat and prompt[-1]["role"] == "assistant":
-        *prompt, last = prompt
-        response = last["content"]
-    if not isinstance(response, str) or not response:
+        *prompt, response = prompt
+        said = response["content"] or response.get(REASONING[0])
+    if not isinstance(said, str) or not said:
         raise InputError(
-            f"{location}: a demonstration must have text at 'response', or messages of which the "
-            "last is the assistant's, "
-            f"got {response!r:.80}; {keys_of(fields)}"
+            f"{place}: a demonstration must have text at 'response', or messages of which the last "
+            f"is the assistant's, got {said!r:.80}; {keys_of(fields)}"
         )
-    return location, prompt, response
+    _check_utf8(said, f"{place}: response")
+    return place, prompt, response
 
 
-def _prompt_of(fields: dict[str, Any], location: str, key: str) -> Any:
+def _prompt_of(fields: Any, place: str, key: str) -> Any:
+    if not isinstance(fields, dict):
+        raise InputError(f"{place}: it must be a JSON object, got {fields!r:.80}")
     if key not in fields:
         raise InputError(
-            f"{location}: the line must have a prompt at {key!r} (--prompt-key), but "
-            f"{keys_of(fields)}"
+            f"{place}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"
         )
-    prompt, name = fields[key], f"{location}: {key}"
+    return read_prompt(fields[key], f"{place}: {key}")
+
+
+def read_prompt(prompt: Any, what: str) -> Prompt:
+    """Return text, or messages as chat templates take them: a value that is null is absent, and a
+    list of text parts is their text. Every prompt of a file or of a user's function comes here, by
+    the name `what` in messages."""
     if isinstance(prompt, str) and prompt:
+        _check_utf8(prompt, what)
         return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise InputError(f"{name} must be text or a list of messages, got {prompt!r:.80}")
-    for message in prompt:
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise InputError(
-                f"{name} must have messages with a role and a content, got {message!r:.80}"
-            )
-        if message["role"] not in ROLES or not isinstance(message["content"], str):
-            roles = ", ".join(ROLES)
-            raise InputError(
-                f"{name} must have a role in {roles} and text as content in each message, got "
-                f"{message!r:.80}"
-            )
-    return prompt
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        raise InputError(f"{what} must be text or a list of messages, got {prompt!r:.80}")
+    return [_message(message, what) for message in prompt]
 
 
-def _checked_object(fields: Any, location: str) -> dict[str, Any]:
+def _message(given: Any, what: str) -> Message:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{what} must have messages with a role and a content, got {given!r:.80}")
+    # Arrow gives every message the keys of all
+    message = {k: x for k, x in given.items() if x is not None and (k == "content" or x != [])}
+    if isinstance(parts := message.get("content"), (list, tuple)):
+        texts = [x["text"] for x in parts if isinstance(x, Mapping) and "text" in x]
+        if len(texts) == len(parts) and all(isinstance(x, str) for x in texts):
+            message["content"] = "".join(texts)
+    if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+        raise InputError(
+            f"{what} must have a role in {', '.join(ROLES)} and text as content in each message, "
+            f"got {given!r:.80}"
+        )
+    names = {"role": "role", "content": "content"}
+    if message["role"] == "assistant":
+        names |= dict.fromkeys(REASONING, REASONING[0])
+    for key, value in message.items():
+        if key not in names or not isinstance(value, str):
+            raise InputError(
+                f"{what} must have messages with a role and a content, of the assistant also with "
+                f"{REASONING[0]}, each as text, got {key!r} in {given!r:.200}"
+            )
+        _check_utf8(value, what)
+    return {names[key]: value for key, value in message.items()}
+
+
+def _check_utf8(text: str, what: str) -> None:
     try:
-        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()  # no half a surrogate pair
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{location}: it must be a JSON object in UTF-8: {error}") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{location}: it must be a JSON object, got {fields!r:.80}")
-    return fields
+        text.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair
+        raise InputError(f"{what} must be text in UTF-8: {error}") from error
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value of a column in the types of JSON. Nothing refuses a file here: nobody may use
+    the column. Dates and decimal numbers become text; NaN, bytes and what else JSON lacks null."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(x) for x in value]
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    return str(value) if isinstance(value, (Decimal, UUID, timedelta)) else None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

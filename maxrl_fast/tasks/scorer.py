@@ -10,6 +10,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Scores, no_progress
+from maxrl_fast.rewards.function import RAW
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import Environments, EpisodeTask
@@ -150,6 +151,9 @@ class Scorer:
         responses = response_texts(self._task, rollouts)
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
         rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
+        if source.wants_raw:
+            raw = response_texts(self._task, rollouts, with_special=True)
+            rows = [{**row, RAW: raw[s]} for row, s in zip(rows, indices, strict=True)]
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, beat, num_rollouts)

@@ -1,8 +1,12 @@
-"""Tokenization for tasks whose prompts are text: prompts, responses and stop tokens by the
-tokenizer of a checkpoint.
+"""What tasks share whose prompts are text: prompts, responses and stop tokens by the tokenizer of a
+checkpoint.
 """
 
-from collections.abc import Callable, Sequence
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +15,36 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
-from maxrl_fast.model.tokenizer import (
-    ControlTokens,
-    Message,
-    Prompt,
-    encode_prompt,
-    encode_response,
-    load_tokenizer,
-    tokenizer_files,
-)
+from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
 from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.runtime.files import read_json
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
+from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.conversation import Conversation
 
 
 class TextCodec:
-    """Encodes prompts and responses with the tokenizer of a checkpoint, and decodes them. is_plain:
-    prompts that are text have no chat template. allow_special: encode control tokens in the text of
-    a prompt; otherwise they are refused."""
+    """Encodes prompts and responses with the tokenizer of a checkpoint, and decodes them.
+
+    Args:
+        is_plain: prompts that are text have no chat template.
+        allow_special: encode control tokens in the text of a prompt; otherwise they are refused.
+        template: file of a chat template in place of the tokenizer's own.
+        arguments, day, tools: as of Conversation; with tools, prompts that are text are messages.
+        stop_texts: end a response besides the stop tokens.
+    """
 
     def __init__(
-        self, model: Path, max_prompt_tokens: int, is_plain: bool, allow_special: bool = False
+        self,
+        model: Path,
+        max_prompt_tokens: int,
+        is_plain: bool,
+        allow_special: bool = False,
+        *,
+        template: Path | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        day: date | None = None,
+        stop_texts: Sequence[str] = (),
+        tools: Sequence[dict[str, Any]] = (),
     ):
         self.model = model
         sizes = read_sizes(model)
@@ -42,9 +56,30 @@ class TextCodec:
                 f"the policy in {model} must have a vocabulary of at least {needed}, got "
                 f"{self.vocab_size}"
             )
-        self.stop_ids = _stop_ids(model, self.tokenizer)
+        self._template = None if template is None else _read_template(template)
+        if self._template is not None:
+            self.tokenizer.chat_template = self._template
+        # a text that is one token ends a response as a token too
+        one = {x: self.tokenizer(x, add_special_tokens=False)["input_ids"] for x in stop_texts}
+        one = {
+            x: ids for x, ids in one.items() if len(ids) == 1 and x in self.tokenizer.decode(ids)
+        }
+        if tools and (longer := [x for x in stop_texts if x not in one]):
+            raise InputError(
+                f"--stop must be single tokens with --environment, got {longer[0]!r}, which the "
+                f"tokenizer of {model} divides"
+            )
+        listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {
+            i for ids in one.values() for i in ids
+        }
+        self.conversation = Conversation(self.tokenizer, listed, tools, arguments, day)
+        self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
+        # no other tokens spell an added one
+        spelled = [x for x in stop_texts if x not in one or one[x][0] not in added]
+        self.stop_texts = [] if tools else spelled
         self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
-        self._uses_chat = self.tokenizer.chat_template is not None and not is_plain
+        has_template = self.tokenizer.chat_template is not None
+        self._has_tools, self._uses_chat = bool(tools), has_template and not is_plain
 
     def prompt(self, question: str) -> str | list[Message]:
         """Return one user message, or the question unchanged if no chat template is used."""
@@ -55,73 +90,71 @@ class TextCodec:
     ) -> list[list[int] | None]:
         """Return the token ids of each prompt; None if there are none, or too many. places: where
         each comes from, for messages."""
-        return self._encode_each(
-            encode_prompt, "a prompt", prompts, places, limit or self._max_prompt_tokens
-        )
+        most, encoded = limit or self._max_prompt_tokens, []
+        for prompt, place in zip(prompts, places, strict=True):
+            with _at(place):
+                ids = self.conversation.prompt(self._checked(prompt))
+            encoded.append(ids if 0 < len(ids) <= most else None)
+        return encoded
 
-    def encode_chats(
-        self,
-        encode: Callable[[Sequence[Message]], list[int]],
-        chats: Sequence[Sequence[Message]],
-        places: Sequence[str],
-        limit: int | None = None,
-    ) -> list[list[int] | None]:
-        """Encode prompts otherwise than by the chat template; the rest is as in `encode`."""
-        most = limit or self._max_prompt_tokens
-        return self._encode_each(lambda _, chat: encode(chat), "a prompt", chats, places, most)
-
-    def encode_response(self, response: str) -> list[int]:
-        return self._stopped(encode_response(self.tokenizer, response))
-
-    def encode_responses(
-        self, responses: Sequence[str], places: Sequence[str], limit: int
-    ) -> list[list[int] | None]:
-        """Each is followed by its stop token; None for more than `limit` tokens."""
-        encoded = self._encode_each(encode_response, "a response", responses, places, limit - 1)
-        return [None if ids is None else self._stopped(ids) for ids in encoded]
+    def encode_demonstrations(
+        self, pairs: Sequence[tuple[Prompt, str | Message]], places: Sequence[str]
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return the token ids of prompts, and of the responses to learn after them, each with the
+        token that ends it."""
+        encoded = []
+        for (prompt, response), place in zip(pairs, places, strict=True):
+            with _at(place):
+                self._refuse(response if isinstance(response, str) else [response], "a response")
+                shown = self.conversation.demonstration(self._checked(prompt), response)
+            encoded.append(shown)
+        return encoded
 
     def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Encode texts within a response, without a stop token."""
-        encoded = self._encode_each(encode_response, "a response", texts, places, 2**31)
-        return [ids or [] for ids in encoded]
-
-    def _encode_each(
-        self,
-        encode: Callable[[Any, Any], list[int]],
-        what: str,
-        texts: Sequence[Prompt],
-        places: Sequence[str],
-        limit: int,
-    ) -> list[list[int] | None]:
-        encoded: list[list[int] | None] = []
         for text, place in zip(texts, places, strict=True):
-            try:
-                if self._control_tokens is not None:
-                    self._control_tokens.refuse(text, what)
-                ids = encode(self.tokenizer, text)
-            except InputError as error:
-                raise InputError(f"{place}: {error}") from error
-            encoded.append(ids if 0 < len(ids) <= limit else None)
-        return encoded
+            with _at(place):
+                self._refuse(text, "a response")
+        return [*map(self.conversation.encode, texts)]
 
-    def _stopped(self, ids: list[int]) -> list[int]:
-        if ids and ids[-1] in self.stop_ids:
-            return ids
-        end = self.tokenizer.eos_token_id
-        return [*ids, self.stop_ids[0] if end is None else end]
+    def _checked(self, prompt: Prompt) -> Prompt:
+        self._refuse(prompt, "a prompt")
+        is_text = isinstance(prompt, str) and self._has_tools
+        return [{"role": "user", "content": prompt}] if is_text else prompt
 
-    def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=not with_special)
-        return text
+    def _refuse(self, text: Prompt, what: str) -> None:
+        if self._control_tokens is not None:
+            self._control_tokens.refuse(text, what)
+
+    def decode(self, tokens: Sequence[int], with_special: bool = False) -> str:
+        return self.conversation.text(tokens, raw=with_special)
+
+    def length_to_stop(self, tokens: list[int]) -> int | None:
+        """Return the length of the shortest beginning of a response whose text has one of the stop
+        texts, None if it has none. Special tokens are part of the text."""
+
+        def has_stop(length: int) -> bool:
+            text = self.decode(tokens[:length], with_special=True)
+            return any(stop in text for stop in self.stop_texts)
+
+        if not has_stop(len(tokens)):
+            return None
+        return bisect.bisect_left(range(len(tokens) + 1), True, key=has_stop)
+
+    @property
+    def stops(self) -> str:
+        """What ends a response, for the start of a run."""
+        names = [repr(self.decode([i], with_special=True)) for i in self.stop_ids]
+        return ", ".join([*names, *(f"the text {x!r}" for x in self.stop_texts)])
 
 
-class TextTask:
+class TextTask(TextCodec):
     """What tasks share whose prompts are text.
 
     Args:
-        model, max_prompt_tokens, is_plain, allow_special: as of TextCodec.
         suffix: of prompts that are text.
         needs_reward: False: without --reward, every response has the reward 0.
+        plain_prompts, allow_special_tokens: is_plain and allow_special of TextCodec, as the others.
     """
 
     name: str
@@ -130,14 +163,15 @@ class TextTask:
         self,
         model: Path,
         suffix: str,
-        is_plain: bool,
-        max_prompt_tokens: int,
-        allow_special: bool,
         needs_reward: bool = True,
+        *,
+        max_prompt_tokens: int = 1024,
+        plain_prompts: bool = False,
+        allow_special_tokens: bool = False,
+        **options: Any,
     ):
-        self._text = TextCodec(model, max_prompt_tokens, is_plain, allow_special)
+        super().__init__(model, max_prompt_tokens, plain_prompts, allow_special_tokens, **options)
         self._suffix, self._needs_reward = suffix, needs_reward
-        self.vocab_size, self.stop_ids = self._text.vocab_size, self._text.stop_ids
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         """`reward` or the user's function scores responses, in worker processes."""
@@ -147,18 +181,27 @@ class TextTask:
 
     def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
         """Return the token ids of a prompt of any length; `place` is for messages."""
-        return self._encode([prompt], [place], 2**31)[0] or []
+        return self.encode([prompt], [place], 2**31)[0] or []
 
-    def _encode(
-        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
-    ) -> list[list[int] | None]:
-        return self._text.encode(prompts, places, limit)
-
-    def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        return self._text.decode(tokens, with_special)
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        return saved_files(self.tokenizer, self.model, self._template)
 
     def tokenizer_files(self) -> dict[str, Any]:
-        return dict(tokenizer_files(self._text.model))
+        return {**self._files}
+
+
+@contextlib.contextmanager
+def _at(place: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from error
+
+
+def end_of(task: Task) -> Callable[[list[int]], int | None] | None:
+    """Return where stop texts end the responses to a task, for `Sampling`; None without such."""
+    return task.length_to_stop if isinstance(task, TextTask) and task.stop_texts else None
 
 
 def prompts_of(
@@ -168,15 +211,24 @@ def prompts_of(
     return Prompts(packed, cu_seqlens, torch.tensor(ids, dtype=torch.int64), tuple(columns))
 
 
-def _stop_ids(model: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence token and the tokens in generation_config.json."""
-    path = model / "generation_config.json"
-    listed = read_json(path).get("eos_token_id") if path.exists() else None
-    ids = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
-    stop_ids = tuple(sorted({stop for stop in ids if isinstance(stop, int)}))
-    if not stop_ids:
+def _listed_stops(model: Path, tokenizer: Any, vocab_size: int) -> set[int]:
+    """Return the end-of-sequence tokens of the tokenizer, generation_config.json and config.json,
+    where transformers looks for them too."""
+    listed = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        fields = read_json(model / name) if (model / name).exists() else {}
+        text = fields.get("text_config")  # of a model that reads images too
+        for part in (fields, text if isinstance(text, dict) else {}):
+            ids = part.get("eos_token_id")
+            listed += ids if isinstance(ids, list) else [ids]
+    return {i for i in listed if type(i) is int and 0 <= i < vocab_size}
+
+
+def _read_template(path: Path) -> str:
+    try:
+        check_regular(path, JSON_BYTES)
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise InputError(
-            f"{model} must name a stop token in its tokenizer or in generation_config.json, got "
-            "none"
-        )
-    return stop_ids
+            f"--chat-template must be a file of a Jinja template, got {path}: {error}"
+        ) from error

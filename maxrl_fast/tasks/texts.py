@@ -7,9 +7,10 @@ OPEN, CLOSE = "⟦", "⟧"  # around what was inserted
 _PLAIN = str.maketrans({OPEN: "[[", CLOSE: "]]"})  # what they are in the texts themselves
 
 
-def response_texts(task: Task, rollouts: Rollouts) -> list[str]:
+def response_texts(task: Task, rollouts: Rollouts, with_special: bool = False) -> list[str]:
     """Return each response as rewards and answers read it, with what was inserted."""
-    return [task.decode([x for part in parts for x in part]) for parts in rollouts.turns()]
+    whole = ([x for part in parts for x in part] for parts in rollouts.turns())
+    return [task.decode(tokens, with_special) for tokens in whole]
 
 
 def shown_text(task: Task, parts: list[list[int]]) -> str:

@@ -1,21 +1,21 @@
 """Episodes with tools: prompts of a data set, and an environment of the user's for each sample."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import Message, Prompt
-from maxrl_fast.records import Prompts, unpack
+from maxrl_fast.model.tokenizer import Message
+from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import Progress, Scores, no_progress, printable
 from maxrl_fast.rewards.function import mismatch
 from maxrl_fast.rewards.user_code import UserCode
-from maxrl_fast.tasks.chat_format import ChatFormat, ToolCall
+from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.jsonl import Line
+from maxrl_fast.tasks.tool_calls import ToolCall
 
 WAIT_SECONDS = 1.0  # of a look for results
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
@@ -32,48 +32,31 @@ class ToolTask(DatasetTask):
     def __init__(self, workers: UserCode, max_turns: int, *arguments: Any, **options: Any) -> None:
         self._workers, self.max_turns, self.output = workers, max_turns, workers.output
         self._numbers = itertools.count()  # of environments
-        self._chat: ChatFormat | None = None
-        # by what rewards see of a line: what `reset` gets, and what it returned
-        self._starts = dict[str, tuple[dict[str, Any], str | None]]()
-        super().__init__(*arguments, **options)
+        tools = workers.signature["tools"]
+        super().__init__(*arguments, tools=tools, **options)
         # the environment, or the functions of --reward, score whole responses
         self.reward = self.answer_limit = None
-        tools = ", ".join(tool["function"]["name"] for tool in workers.signature["tools"])
         self.name += (
-            f"; environment {workers.name} {workers.place}, with the tools {tools} in the "
-            f"chat format {self._format.name}, at most {max_turns} turns"
+            f"; environment {workers.name} {workers.place}, with the tools "
+            f"{', '.join(tool['function']['name'] for tool in tools)}, at most {max_turns} turns"
         )
-
-    @property
-    def _format(self) -> ChatFormat:
-        assert self._chat is not None  # made with the first lines
-        return self._chat
+        if note := self.conversation.note:
+            self.name += f"; {note}"
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
         if not lines:
             return []
         texts, chats = self._observe(lines), [_chat(columns["prompt"]) for _, columns in lines]
-        if self._chat is None:
-            tools = self._workers.signature["tools"]
-            self._chat = ChatFormat(self._text.tokenizer, tools, chats[:2], str(self._text.model))
-            self.stop_ids = tuple(sorted({*self.stop_ids, *self._chat.stop_ids}))
+        as_text = self.conversation.as_text
         marked = [
-            _appended(chat, self._chat.as_text(text or ""))
-            for chat, text in zip(chats, texts, strict=True)
+            _appended(chat, as_text(text or "")) for chat, text in zip(chats, texts, strict=True)
         ]
-        encoded = self._encode(marked, [place for place, _ in lines])
-        kept = []
-        for tokens, chat, text, (_, columns) in zip(encoded, chats, texts, lines, strict=True):
-            seen = {**columns, "prompt": _appended(chat, text or "")}
-            self._starts[_key(seen)] = columns, text
-            if tokens is not None:
-                kept.append((tokens, seen))
-        return kept
-
-    def _encode(
-        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
-    ) -> list[list[int] | None]:
-        return self._text.encode_chats(self._format.prompt, [*map(_chat, prompts)], places, limit)
+        encoded = self.encode(marked, [place for place, _ in lines])
+        return [
+            (tokens, ToolLine({**columns, "prompt": _appended(chat, text or "")}, columns, text))
+            for tokens, chat, text, (_, columns) in zip(encoded, chats, texts, lines, strict=True)
+            if tokens is not None
+        ]
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""
@@ -98,29 +81,33 @@ class ToolTask(DatasetTask):
     def environments(
         self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
     ) -> "ToolEpisodes":
-        contexts = unpack(prompts.tokens, prompts.lengths)
-        starts = [self._starts[_key(columns)] for columns in prompts.columns or ()]
-        episodes = [
-            Episode(next(self._numbers), s, contexts[s // num_samples], *starts[s // num_samples])
-            for s in range(len(prompts) * num_samples)
-        ]
-        return ToolEpisodes(self._workers, self._format, self.max_turns, episodes, beat)
+        episodes = []
+        for s in range(len(prompts) * num_samples):
+            line = (prompts.columns or ())[s // num_samples]
+            assert isinstance(line, ToolLine)
+            episodes.append(Episode(next(self._numbers), s, line.columns, line.text))
+        return ToolEpisodes(self._workers, self.conversation, self.max_turns, episodes, beat)
 
     def close(self) -> None:
         """End the workers, which start again if they are needed."""
         self._workers.close()
 
 
-def _chat(prompt: Prompt) -> list[Message]:
+class ToolLine(dict[str, Any]):
+    """A line of the data as rewards see it, whose prompt has the text of `reset`; and what `reset`
+    gets, and what it returned."""
+
+    def __init__(self, seen: dict[str, Any], columns: dict[str, Any], text: str | None):
+        super().__init__(seen)
+        self.columns, self.text = columns, text
+
+
+def _chat(prompt: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
 
 
 def _appended(chat: Sequence[Message], text: str) -> list[Message]:
     return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + text}]
-
-
-def _key(columns: dict[str, Any]) -> str:
-    return json.dumps(columns, sort_keys=True)
 
 
 @dataclass
@@ -129,7 +116,6 @@ class Episode:
 
     number: int  # of the environment
     sample: int
-    context: list[int]  # all tokens before the turn
     columns: dict[str, Any]  # what `reset` gets
     text: str | None  # what it must return
     word: str = ""  # the operation that it does
@@ -152,7 +138,7 @@ class ToolEpisodes:
     def __init__(
         self,
         workers: UserCode,
-        chat: ChatFormat,
+        chat: Conversation,
         max_turns: int,
         episodes: Sequence[Episode],
         beat: Progress,
@@ -170,7 +156,7 @@ class ToolEpisodes:
         episode = self._episodes[sample]
         episode.num_turns += 1
         episode.turn = turn if episode.num_turns < self._max_turns else None
-        episode.calls, episode.replies = self._chat.calls(episode.context, turn), []
+        episode.calls, episode.replies = self._chat.calls(turn), []
         if not episode.word:  # otherwise its environment is still being reset
             self._advance(episode)
 
@@ -245,8 +231,6 @@ class ToolEpisodes:
         last = Reply(episode.sample, [], is_last=True)
         if self._is_ending or episode.failure or not episode.calls:
             return last
-        tokens = self._chat.extend(episode.context, turn, episode.calls, episode.replies)
-        if tokens is None:
-            return last
-        episode.context = [*episode.context, *turn, *tokens]
-        return Reply(episode.sample, tokens, is_last=False)
+        return Reply(
+            episode.sample, self._chat.reply(episode.calls, episode.replies), is_last=False
+        )

@@ -8,6 +8,7 @@ from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.runtime.loading import describe_error, load_code
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.jsonl import read_prompt
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.policy_reward import check_answers
 
@@ -80,10 +81,7 @@ class TeacherPrompts:
             raise InputError(
                 f"--teacher-prompt {self.source} fails for prompt {i}: {describe_error(error)}"
             ) from error
-        if isinstance(made, str) and not isinstance(own, str):
-            return [{"role": "user", "content": made}]
-        if not isinstance(made, (str, list)):
-            raise InputError(
-                f"--teacher-prompt {self.source} must return text or messages, got {made!r:.80}"
-            )
-        return made
+        prompt = read_prompt(made, f"what --teacher-prompt {self.source} returns for prompt {i}")
+        if isinstance(prompt, str) and not isinstance(own, str):
+            return [{"role": "user", "content": prompt}]
+        return prompt

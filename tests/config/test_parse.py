@@ -279,9 +279,7 @@ def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message)
         parse(words.split())
 
 
-@pytest.mark.parametrize(
-    "name", ["delta", "num-iterations", "eos-token", "system-prompt", "chat-template"]
-)
+@pytest.mark.parametrize("name", ["delta", "num-iterations", "eos-token", "system-prompt"])
 def test_no_option_is_named_for_what_none_of_them_does(name):
     with refused(f"unknown option --{name}; --help lists the options"):
         parse([f"--{name}", "3"])

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from maxrl_fast.model.checkpoint import SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
-from maxrl_fast.model.tokenizer import encode_chat, load_tokenizer, tokenizer_files
+from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.runtime.files import atomic_directory, temporary_path
+from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
@@ -229,10 +230,11 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
     model = tiny_decoder()
     save_checkpoint(tmp_path / "b", model.config, model.weights(), files, (2,))
     tokenizer = load_tokenizer(tmp_path / "b")
-    assert encode_chat(tokenizer, [{"role": "START", "content": "UP DOWN"}]) == [11, 13, 14, 6]
+    chat = [{"role": "START", "content": "UP DOWN"}]
+    assert Conversation(tokenizer, (2,)).prompt(chat) == [11, 13, 14, 6]
     (tmp_path / "b" / "chat_template.jinja").unlink()
     with refused("has no chat template"):
-        encode_chat(load_tokenizer(tmp_path / "b"), [{"role": "user", "content": "UP"}])
+        Conversation(load_tokenizer(tmp_path / "b"), (2,)).prompt(chat)
     (tmp_path / "b" / "tokenizer.json").write_text("{")
     with refused(r"cannot read the tokenizer of .*b: "):
         load_tokenizer(tmp_path / "b")

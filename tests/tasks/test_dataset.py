@@ -126,12 +126,12 @@ def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     task = task_of(path, policy, prompt_key="question", test_data=path)
     prompts = task.prompts("train", 0, 1)
     assert (
-        task._text.tokenizer.decode(prompts.tokens)
+        task.tokenizer.decode(prompts.tokens)
         == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompts.columns == ({"question": messages, "prompt": messages, "answer": "2"},)
     assert prompts.take(0, 1).to(torch.device("cpu")).columns == prompts.columns
-    assert task.stop_ids == (task._text.tokenizer.eos_token_id,)
+    assert task.stop_ids == (task.tokenizer.eos_token_id,)
 
 
 @pytest.mark.parametrize("typo", ["{{ m.contnt }}", "{ m.content }"])
@@ -162,12 +162,8 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
         (b"{", "line 2: it must be a JSON object in UTF-8"),
         (b"[]", r"line 2: it must be a JSON object, got \[\]"),
         (b'{"prompt": "\xff"}', "line 2: it must be a JSON object in UTF-8"),
-        (b'{"prompt": "\\ud800"}', "line 2: it must be a JSON object in UTF-8"),
+        (b'{"prompt": "\\ud800"}', "line 2: prompt must be text in UTF-8"),
         (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key appears twice"),
-        (
-            b'{"prompt": "1", "answer": NaN}',
-            "line 2: it must be a JSON object in UTF-8: .*not JSON compliant",
-        ),
         (
             b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}",
             "line 2: it must be a JSON object in UTF-8",
@@ -182,7 +178,7 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
         (b'{"prompt": 7}', "line 2: prompt must be text"),
         (
             b'{"prompt": [{"role": "user"}]}',
-            "line 2: prompt must have messages with a role and a content",
+            "line 2: prompt must have a role in system, .* and text as content in each message",
         ),
         (
             b'{"prompt": [{"role": "root", "content": "1"}]}',
@@ -191,6 +187,10 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
         (
             b'{"prompt": [{"role": "user", "content": ["1"]}]}',
             "line 2: prompt must have a role .* and text as content",
+        ),
+        (
+            b'{"prompt": [{"role": "user", "content": "1", "name": "Ada"}]}',
+            "line 2: prompt must have messages with .* each as text, got 'name' in ",
         ),
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
@@ -263,7 +263,7 @@ def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text
         task_of(path, policy, test_data=path)
     task = task_of(path, policy, test_data=path, allow_special_tokens=True)
     honest, allowed = (task.prompts("test", i, 1).tokens.tolist() for i in range(2))
-    number = task._text.tokenizer.convert_tokens_to_ids(token)
+    number = task.tokenizer.convert_tokens_to_ids(token)
     assert allowed.count(number) == honest.count(number) + 1
 
 
@@ -279,7 +279,7 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
     )
     task = task_of(path, policy, test_data=path)
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-    assert [task._text.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [
+    assert [task.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [
         prompt,
         text,
     ]
@@ -289,10 +289,9 @@ def test_samples_show_special_tokens_and_answers_do_not(tmp_path, policy):
     path = written(tmp_path / "data.jsonl", [{"prompt": [{"role": "user", "content": "1+1="}]}])
     task = task_of(path, policy, test_data=path)
     stop, start = (
-        task._text.tokenizer.convert_tokens_to_ids(token)
-        for token in ("<|im_end|>", "<|im_start|>")
+        task.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>")
     )
-    two = task._text.tokenizer("2")["input_ids"]
+    two = task.tokenizer("2")["input_ids"]
     samples = Samples(
         task.prompts("test", 0, 1),
         Rollouts.given([[*two, stop], [*two, start, *two], two, [*two, *two, stop]]),

@@ -47,7 +47,9 @@ def scored(task, prompts, responses):
     try:
         rewards = scorer.score(
             prompts,
-            Rollouts.given([task._text.encode_response(response) for response in responses]),
+            Rollouts.given(
+                [task.conversation.demonstration("", response)[1] for response in responses]
+            ),
         )
         return rewards, scorer.failures(Ranks(), "now")[1]
     finally:

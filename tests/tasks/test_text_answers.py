@@ -112,7 +112,7 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     prompts = task.prompts("train", 0, 2)
     right = [f"{line['answer']}" for line in prompts.columns]
     encoded = [
-        task._text.encode_response(text)
+        task.conversation.demonstration("", text)[1]
         for text in ("it is \\boxed{1}.", "none", "\\boxed{", "\\boxed{2}")
     ]
     found = task.reference_answers(prompts, Rollouts.given(encoded))
@@ -123,7 +123,8 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     gym = build_task(TaskOptions("gym:chain_sum"), 0, policy)
     prompts = gym.prompts("train", 0, 1)
     [reference] = gym.reference_answers(
-        prompts, Rollouts.given([gym._text.encode_response("so <answer>3</answer>")])
+        prompts,
+        Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]]),
     )
     assert (reference.length, gym.decode(reference.answer)) == (
         10,

@@ -11,9 +11,7 @@ import pytest
 import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.records import unpack
-from maxrl_fast.tasks.chat_format import ChatFormat
 from maxrl_fast.tasks.tools import ToolEpisodes
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.job.test_resume import resumes_after_a_kill_in_an_episode
@@ -67,7 +65,7 @@ def hostile(make):
 
 
 def tokenizer_of(task):
-    return task._text.tokenizer
+    return task.tokenizer
 
 
 def counting(task, num_prompts, num_samples):
@@ -365,6 +363,29 @@ def test_a_class_of_this_process_runs_in_it(make, cls):
     assert play(in_process, scripts, 3, order=1) == play(in_workers, scripts, 3)
 
 
+class Completing(environments.CounterEnv):
+    """Two lines can have the same whole prompt."""
+
+    def reset(self, prompt, **columns) -> str:
+        self.value, self.goal = 0, len(prompt[0]["content"]) % 2
+        return "" if self.goal else "!"
+
+
+def test_lines_of_the_same_whole_prompt_keep_their_columns(make, tmp_path):
+    lines = [
+        {"prompt": [{"role": "user", "content": f"{i:02}{end}"}]}
+        for i in range(12)
+        for end in ("", "!")
+    ]
+    task = make("python:Completing", written(tmp_path / "lines.jsonl", lines), cls=Completing)
+    prompts = task.prompts("train", 0, task.num_train_prompts)
+    end = [turn_of(tokenizer_of(task), text="Done.")]
+    _, scores = play(task, [end] * len(prompts))
+    asked = [columns.columns["prompt"][0]["content"] for columns in prompts.columns]
+    assert len({*asked}) > len({columns["prompt"][0]["content"] for columns in prompts.columns})
+    assert scores.rewards == [float(len(text) % 2 == 0) for text in asked]
+
+
 def test_a_teachers_prompt_has_the_tools(make, tmp_path):
     code = "def f(prompt, goal, **others):\n    return prompt[-1]['content'] + f' It is {goal}.'\n"
     (tmp_path / "teacher.py").write_text(code)
@@ -424,8 +445,8 @@ def test_a_class_without_a_reward_is_taken_with_reward_functions(make):
 
 
 TEMPLATES = {
-    "none of the 28 formats": CHAT,
-    "needs a chat template, and": None,
+    "must write calls of tools in a form that can be read": CHAT,
+    "has no chat template; --environment needs one": None,
     "rejects": "{{ raise_exception('no tools') }}",
 }
 
@@ -437,22 +458,6 @@ def test_a_model_whose_chat_cannot_be_extended_is_refused(tmp_path, data, reason
         tool_task(policy, data, "CounterEnv")
     assert reason in str(error.value)
     assert str(policy) in str(error.value)
-
-
-def test_a_format_that_cannot_extend_a_turn_is_refused(policy, monkeypatch):
-    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    function = {"name": "f", "description": "F.", "parameters": parameters}
-    arguments = (
-        load_tokenizer(policy),
-        [{"type": "function", "function": function}],
-        [[{"role": "user", "content": "Hello."}]],
-        "the model",
-    )
-    assert ChatFormat(*arguments).name == "qwen3"
-    for name in ("renderers.qwen3.Qwen3Renderer", "renderers.prime_qwen3.PrimeQwen3Renderer"):
-        monkeypatch.setattr(f"{name}.bridge_to_next_turn", lambda *_, **__: None)
-    with pytest.raises(InputError, match=r"of the model the format \S+ cannot extend"):
-        ChatFormat(*arguments)
 
 
 OWN = f"--task dataset --environment {ENVIRONMENTS}:CounterEnv"

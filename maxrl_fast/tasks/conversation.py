@@ -1,0 +1,352 @@
+"""Conversations as the chat template of a checkpoint writes them: prompts, demonstrations, turns of
+episodes with their calls of tools, and the tokens that end a turn.
+
+No family of models is known here. A template, which transformers runs in Jinja's sandbox, renders a
+conversation whole, and the parts are found in the text by their offsets, or beside words that stand
+for them. A part is encoded apart where a token would reach over its border, as sampling never does.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NoReturn
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.tokenizer import REASONING, THINKING, ControlTokens, Message, Prompt
+from maxrl_fast.tasks.tool_calls import ARGUMENTS, NAME, ToolCall, learn
+
+# a noncharacter, which no text should have: text on both sides of it is encoded separately
+MARK = "\ufdd0"
+WORD = "qzxvq"  # stands for a text: one word, which no template trims, escapes or divides
+SECONDS = 60.0  # that a template may take
+_CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_ASKED = {"role": "user", "content": "Hi"}
+
+
+class Conversation:
+    """The conversations of a tokenizer.
+
+    Args:
+        listed_stops: token ids that end a response, as the checkpoint's files list them.
+        tools: JSON schemas of what the policy may call.
+        arguments: of the template, such as {"enable_thinking": False}.
+        day: what the template's clock shows, at midnight; None: today.
+
+    Attributes:
+        stop_ids: the listed tokens, and the one with which the template ends a turn.
+        end: of these, the one that ends a demonstration.
+        clock: the day that was given or that the template shows, YYYY-MM-DD; None: neither.
+        note: what the template does to earlier turns of episodes, which keep their tokens; "".
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        listed_stops: Collection[int] = (),
+        tools: Sequence[dict[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ):
+        self.tokenizer, self._file = tokenizer, template_file(Path(tokenizer.name_or_path))
+        self._tools, self._arguments, self.note = [*tools] or None, arguments or {}, ""
+        self.clock = None if day is None else day.isoformat()
+        self._template = self._with_day(day or date.today())
+        self._control = ControlTokens(tokenizer, includes_thinking=True)
+        self._chat_begin: int | None = None  # the first token of a chat
+        own = None if self._template is None else self._turn_end({*listed_stops})
+        self.stop_ids = tuple(sorted({*listed_stops} if own is None else {*listed_stops, own}))
+        if not self.stop_ids:
+            raise InputError(
+                f"{tokenizer.name_or_path} must name a stop token in its tokenizer, config.json or "
+                "generation_config.json, got none"
+            )
+        eos = tokenizer.eos_token_id
+        self._text_end: int = self.stop_ids[0] if eos is None else eos
+        self.end: int = self._text_end if own is None else own
+        names = sorted({self.text([i], raw=True).strip() for i in self.stop_ids} - {""}, key=len)
+        self._stops = re.compile("|".join(map(re.escape, names[::-1])) or "(?!)")
+        # what the tokenizer puts before a text
+        bare, whole = self.encode("a"), tokenizer("a")["input_ids"]
+        starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        self._begin: list[int] = whole[: next(starts, 0)]
+        if tools:
+            self._learn_calls(tools)
+
+    def encode(self, text: str) -> list[int]:
+        """Return token ids without those that begin or end a text."""
+        encode, parts = self.tokenizer, text.split(MARK)
+        return [i for x in parts for i in encode(x, add_special_tokens=False)["input_ids"]]
+
+    def text(self, tokens: Sequence[int], raw: bool = False) -> str:
+        """Return tokens as text; with `raw`, with special tokens."""
+        # transformers 4 would write "[1 , 2]" as "[1, 2]"
+        options = {"skip_special_tokens": not raw, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(tokens, **options))
+
+    def as_text(self, text: str) -> str:
+        """Return text of an environment for messages: what is written like a control token in it is
+        encoded as text."""
+        return self._control.divide(text.replace(MARK, "\ufffd"), MARK)
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of text, or of messages up to where the answer begins; a last
+        message of the assistant is continued."""
+        if isinstance(prompt, str):
+            ids = self.encode(prompt)
+            # text in a chat's format may begin with the token already, or as a chat without it does
+            has_begun = ids[: len(self._begin)] == self._begin or ids[:1] == [self._chat_begin]
+            return ids if has_begun else [*self._begin, *ids]
+        text, asked = self._render(prompt, begins=True), prompt[-1]
+        # jinja writes nothing for a misspelt name, and single braces as they stand
+        if asked["role"] == "user" and asked["content"].strip() not in text:
+            left_out = f"the last message, {asked['content']!r:.80}"
+            raise self._error(f"leaves out {left_out}: is a name or a brace in it misspelt?")
+        return self.encode(text)
+
+    def demonstration(self, prompt: Prompt, response: str | Message) -> tuple[list[int], list[int]]:
+        """Return the token ids of the prompt, and those that are learned after it: what the
+        template writes of the response (text, or the assistant's message, perhaps with its
+        reasoning_content), up to the token that ends a turn."""
+        answer = response if isinstance(response, dict) else _said(response)
+        if isinstance(prompt, str):
+            own, learned, end = self.prompt(prompt), self.encode(_in_tags(answer)), self._text_end
+        else:
+            before, end = self._render(prompt, begins=True), self.end
+            rest = self._rest(before, prompt, answer)
+            own, learned = self.encode(before), self.encode(before + rest)
+            is_joined = learned[: len(own)] == own
+            learned = learned[len(own) :] if is_joined else self.encode(rest)
+        at = next((i for i, token in enumerate(learned) if token in self.stop_ids), None)
+        return own, [*learned, end] if at is None else learned[: at + 1]
+
+    def _rest(self, before: str, prompt: Sequence[Message], answer: Message) -> str:
+        """Return what the template writes after the prompt `before` where the answer follows."""
+        chat, content, reasoning = [*prompt], answer["content"], answer.get(REASONING[0], "")
+        start = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
+        whole = self._render([*chat, {**answer, "content": start + content}])
+        if not _has(whole[_common(before, whole) :], reasoning):
+            if THINKING[1] not in str(self._template):
+                raise self._error(
+                    "does not write reasoning_content; give it in the content, as the policy "
+                    "should write it"
+                )
+            return self._rest(before, prompt, _said(_in_tags(answer)))
+        if whole.startswith(before) and _has(whole, content):
+            return whole[len(before) :]
+        # The template drops what the prompt opens, as <think>, or reasoning: then the response is
+        # put where a word would stand.
+        frame = self._render([*chat, _said(start + WORD)])
+        same = _common(before, frame)
+        opened, closing = before[same:].strip(), frame.rpartition(WORD)[2]
+        if frame[same:].startswith(WORD):
+            if content.startswith(opened):
+                return content.removeprefix(opened).lstrip("\n" * bool(opened)) + closing
+            if opened == THINKING[0] and THINKING[1] in content:  # it closes what is open
+                return content + closing
+        raise InputError(
+            f"the prompt ends with {before[-30:]!r}, and a response must continue it, but with "
+            f"this one the chat template in {self._file} writes "
+            f"{whole[max(0, same - 20) :]!r:.100} there; give the response its reasoning"
+        )
+
+    def reply(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[int]:
+        """Return the tokens between a sampled turn and the next one: the reply to each of its
+        calls. What the template writes of the turn itself is cut away, so that its tokens stay."""
+        made = [_call(i, call.name or "unknown", {}) for i, call in enumerate(calls)]
+        made[-1]["function"]["arguments"] = {"x": WORD}
+        replies = [_replied(call, self.as_text(x)) for call, x in zip(made, texts, strict=True)]
+        text = self._render([_ASKED, _said("", tool_calls=made), *replies], begins=True)
+        after = text.partition(WORD)[2]
+        if (end := self._stops.search(after)) is None:
+            names = self.text(self.stop_ids, raw=True)
+            raise self._error(f"ends a call of a tool by none of {names}; --stop adds a stop token")
+        # with the token before it, after which no tokenizer adds a space
+        return self.encode(after[end.start() :])[1:]
+
+    def calls(self, turn: Sequence[int]) -> list[ToolCall]:
+        """Return the tool calls in a sampled turn, after its reasoning."""
+        text = self.text(turn[:-1] if turn[-1] in self.stop_ids else turn, raw=True)
+        is_reasoned = self._opens_thinking or text.lstrip().startswith(THINKING[0])
+        if is_reasoned and THINKING[1] in text:
+            text = text.partition(THINKING[1])[2]
+        return self._form.read(text)[: None if self._takes_several else 1]
+
+    def _learn_calls(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Learn how the template writes calls, and refuse one that cannot be read or replied to."""
+        before, call = self._render([_ASKED], begins=True), _call(0, NAME, ARGUMENTS)
+        self._opens_thinking, texts = before.rstrip().endswith(THINKING[0]), []
+        for content in ("", WORD):
+            text = self._render([_ASKED, _said(content, tool_calls=[call])])
+            start = text.rfind(WORD) + len(WORD) if WORD in text else _common(before, text)
+            if NAME in text[start:]:
+                texts.append(self._stops.split(text[start:])[0])
+        form = learn(texts, tools)
+        read = [(one.name, one.arguments) for one in form.read(texts[0])] if form else []
+        if form is None or read != [(NAME, ARGUMENTS)]:
+            what = texts[0] if texts else "nothing"
+            raise self._error(
+                f"must write calls of tools in a form that can be read, for --environment, got "
+                f"{what!r:.200} for one"
+            )
+        self._form, self._takes_several = form, True
+        two = [ToolCall(tools[0]["function"]["name"], {})] * 2
+        self.reply(two[:1], ["1"])
+        try:
+            self.reply(two, ["1", "2"])
+        except InputError:  # Llama 3's template takes one call in a turn
+            self._takes_several = False
+        turn = _said("", tool_calls=[call], **{REASONING[0]: WORD})
+        own = self._render([_ASKED, turn])
+        later = self._render([_ASKED, turn, _replied(call, "1"), _said("2"), _ASKED], begins=True)
+        if lost := self._stops.split(own[_common(own, later) :])[0].strip():
+            self.note = (
+                "turns stay as they were sampled, where the chat template would later leave out "
+                f"or rewrite {lost.replace(WORD, '...')[:30]!r}"
+            )
+
+    def _turn_end(self, listed: set[int]) -> int | None:
+        """Return the token that ends a turn: of the control tokens that the assistant's text is
+        followed by, without anything between them, the first that is listed, or the first of all.
+        Where there is none, as in GLM's, the next message's first token ends it. None: the template
+        writes no such turn."""
+        control = {i for i, text in self._control.texts.items() if text not in THINKING}
+        names = {self.text([i], raw=True): i for i in control | listed}
+        pattern = re.compile(
+            "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        )
+        end = 0
+        for asked in ([], [{"role": "user", "content": NAME}]):
+            try:
+                text = self._render([_ASKED, _said(WORD), *asked])
+            except InputError:  # which is said of the prompts and demonstrations
+                return None
+            self._chat_begin = next((i for i in self.encode(text)[:1] if i in control), None)
+            after, found = text.rpartition(WORD)[2].partition(NAME)[0], list[int]()
+            for match in pattern.finditer(after) if WORD in text else ():
+                if found and match.start() > end:
+                    break
+                found, end = [*found, names[match[0]]], match.end()
+            if found:
+                return next((token for token in found if token in listed), found[0])
+        return None
+
+    def _with_day(self, day: date) -> str | None:
+        """Return the template, with the day in place of its clock."""
+        if self.tokenizer.chat_template is None:
+            return None
+        try:
+            source: str = self.tokenizer.get_chat_template(tools=self._tools)
+        except ValueError as error:  # several, without a default
+            raise self._error(f"cannot be chosen: {error}") from error
+        if _CLOCK.search(source):
+            self.clock = day.isoformat()
+        source = _CLOCK.sub(lambda found: json.dumps(day.strftime(found[2])), source)
+        if "strftime_now(" in source:
+            raise self._error("must give strftime_now its format as text, so that a run has a date")
+        return source
+
+    def _render(self, messages: Sequence[Message], *, begins: bool = False) -> str:
+        """Return the text of messages; begins: up to where the assistant's answer begins, or goes
+        on in a last message of its own."""
+        if self._template is None:
+            needs = "--environment needs one" if self._tools else "give prompts as text instead"
+            who = self.tokenizer.name_or_path
+            raise InputError(f"the tokenizer of {who} has no chat template; {needs}")
+        chat = [dict(message) for message in messages]
+        for message in chat:
+            if message["role"] == "developer" and "developer" not in self._template:
+                message["role"] = "system"
+            if reasoning := message.get(REASONING[0]):
+                message |= dict.fromkeys(REASONING, reasoning)
+        is_continued = begins and chat[-1]["role"] == "assistant"
+        options = {
+            "chat_template": self._template,
+            "tools": self._tools,
+            "tokenize": False,
+            "add_generation_prompt": begins and not is_continued,
+            "continue_final_message": is_continued,
+            **self._arguments,
+        }
+        try:
+            with _time_limit():
+                try:
+                    return str(self.tokenizer.apply_chat_template(chat, **options))
+                except TypeError:  # some templates take the arguments of calls as text
+                    chat = json.loads(json.dumps(chat), object_hook=_with_text_arguments)
+                    return str(self.tokenizer.apply_chat_template(chat, **options))
+        # errors of jinja and of the template itself; MemoryError has no text
+        except Exception as error:
+            cause, with_tools = (
+                str(error) or type(error).__name__,
+                " with tools" * bool(self._tools),
+            )
+            raise self._error(f"rejects {[*messages]!r:.200}{with_tools}: {cause}") from error
+
+    def _error(self, what: str) -> InputError:
+        return InputError(f"the chat template in {self._file} {what}")
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    """Limit a template to SECONDS, on the main thread; others make prompts of templates that have
+    been rendered there."""
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it takes longer than {SECONDS:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
+
+
+def template_file(directory: Path) -> Path:
+    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    return next((directory / x for x in names if (directory / x).exists()), directory)
+
+
+def _said(content: str, **others: Any) -> Message:
+    return {"role": "assistant", "content": content, **others}
+
+
+def _call(i: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{i}", "type": "function", "function": function}
+
+
+def _replied(call: Mapping[str, Any], text: str) -> Message:
+    name = call["function"]["name"]
+    return {"role": "tool", "name": name, "tool_call_id": call["id"], "content": text}
+
+
+def _with_text_arguments(fields: dict[str, Any]) -> dict[str, Any]:
+    is_call = isinstance(fields.get("arguments"), dict)
+    return {**fields, "arguments": json.dumps(fields["arguments"])} if is_call else fields
+
+
+def _in_tags(message: Message) -> str:
+    """Return a message's content, with its reasoning in tags before it."""
+    reasoning, content = message.get(REASONING[0], ""), message["content"]
+    return f"{THINKING[0]}\n{reasoning}\n{THINKING[1]}\n\n{content}" if reasoning else content
+
+
+def _has(text: str, part: str) -> bool:
+    """Return whether a text has a part, in any white space."""
+    return "".join(part.split()) in "".join(text.split())
+
+
+def _common(one: str, other: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    longest = min(len(one), len(other))
+    return next((i for i in range(longest) if one[i] != other[i]), longest)

@@ -32,6 +32,12 @@ class NonFiniteError(RuntimeError):
     advice = "A lower --lr or --clip-grad often helps; --dtype float32 rules out rounding."
 
 
+class TeacherError(NonFiniteError):
+    """What the reference policy computed became NaN or infinite; it is not trained."""
+
+    advice = "--dtype float32 often helps; otherwise another --reference."
+
+
 class StorageError(RuntimeError):
     """A file of the run could not be written, for example on a full disk. The message says which
     and why; exit code 1.

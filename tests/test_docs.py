@@ -6,17 +6,22 @@ import ast
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import io
 import re
 import runpy
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import maxrl_fast
+from maxrl_fast import ops
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.metadata import Note, names_with
 from maxrl_fast.config.options import Config
@@ -32,6 +37,7 @@ OTHER_PAGES = (
     "bench/README.md",
     "bench/history.md",
     "examples/papers/README.md",
+    "tests/RELIABILITY.md",
 )
 PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
@@ -43,42 +49,32 @@ PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\
 
 
 # Each shows options in --help that the others do not.
-CHOICES = (
-    "--kl-coef 0.1 --kl full",
-    *(
-        "",
-        "--task chain",
-        "--task gym:chain_sum --model DIR",
-        "--task gsm8k --model DIR --environment tools.py:Tools",
-        "--resume DIR",
-    ),
-    *(
-        "--objective maxrl",
-        "--objective pacs_paper",
-        "--objective qae",
-        "--objective noisy_verifier_backward",
-    ),
-    *(
-        "--objective w_reinforce",
-        "--objective differential_smoothing",
-        "--objective unlikeliness",
-        "--objective hero",
-        "--objective rl_zvp",
-        "--objective riskpo",
-        "--objective ppo",
-        "--objective maxpo_off_policy",
-    ),
-    f"--task {ROOT}/examples/sort_task.py:SortTask",
-    *(
-        "--lora-rank 2",
-        "--correction icepop",
-        "--kl-coef 0.1",
-        "--loss sapo",
-        "--overlong-buffer 4",
-        "--rollout vllm",
-        "--reward rewards.py:score rewards.py:length",
-    ),
-)
+CHOICES = f"""
+--kl-coef 0.1 --kl full
+--task chain
+--task gym:chain_sum --model DIR
+--task gsm8k --model DIR --environment tools.py:Tools
+--resume DIR
+--objective maxrl
+--objective pacs_paper
+--objective qae
+--objective noisy_verifier_backward
+--objective w_reinforce
+--objective differential_smoothing
+--objective unlikeliness
+--objective hero
+--objective rl_zvp
+--objective riskpo
+--objective ppo
+--objective maxpo_off_policy
+--task {ROOT}/examples/sort_task.py:SortTask
+--lora-rank 2
+--correction icepop
+--kl-coef 0.1
+--loss sapo
+--overlong-buffer 4
+--rollout vllm
+--reward rewards.py:score rewards.py:length""".splitlines()
 
 
 def name_of(path: Path) -> str:
@@ -134,20 +130,63 @@ def test_files_that_pages_name_exist(path: Path) -> None:
         assert (ROOT / file).exists(), f"{name_of(path)} names {file}, which does not exist"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in PAGES if not path.name.startswith("adding_")], ids=name_of
-)
-def test_imports_work(path: Path) -> None:
-    for module, names in re.findall(
-        r"^ *from (maxrl_fast[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE
-    ):
-        for name in names.split(", "):
-            if module.startswith("maxrl_fast.integrations."):  # it needs the library of its name
-                parsed = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
-                found = name in {getattr(node, "name", None) for node in parsed.body}
+def code_of_documents() -> Iterator[tuple[str, str]]:
+    """Yield what is Python in pages and docstrings, in fences or indented."""
+    texts = [(path, path.read_text()) for path in PAGES if path.name != "adding_an_op.md"]
+    for path in (ROOT / "maxrl_fast").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                texts.append((path, f"{ast.get_docstring(node)}\n"))
+    for path, text in texts:
+        indented = re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", FENCE.sub("", text), re.M)
+        for code in [*re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M), *indented]:
+            with contextlib.suppress(SyntaxError):
+                yield name_of(path), ast.unparse(ast.parse(textwrap.dedent(code)))
+
+
+def check_names(code: str) -> None:
+    """Fail if the code imports or calls what this package lacks, or with other arguments."""
+    names = {"maxrl_fast": maxrl_fast, "ops": ops}
+
+    def named(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        owner = named(node.value) if isinstance(node, ast.Attribute) else None
+        return None if owner is None else getattr(owner, node.attr)
+
+    for node in ast.walk(ast.parse(code)):  # imports come before what is in statements
+        if isinstance(node, ast.Import) and "integrations" in ast.unparse(node):
+            names.clear()
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("maxrl_fast"):
+            path = ROOT / f"{str(node.module).replace('.', '/')}.py"
+            imported = {alias.name for alias in node.names}
+            if "integrations" in path.parts:  # it needs the library of its name
+                assert imported <= {getattr(x, "name", 0) for x in ast.parse(path.read_text()).body}
             else:
-                found = hasattr(importlib.import_module(module), name)
-            assert found, f"{name_of(path)} imports {name} from {module}, which does not have it"
+                module = importlib.import_module(str(node.module))
+                names |= {name: getattr(module, name) for name in imported}
+        elif isinstance(node, ast.Call) and (function := named(node.func)) is not None:
+            keywords = {x.arg: None for x in node.keywords if x.arg}
+            signature = inspect.signature(function)
+            positional = [x for x in node.args if getattr(x, "value", 0) is not ...]
+            signature.bind_partial(*positional, **keywords)
+            if function is maxrl_fast.run:
+                page = (ROOT / "docs" / "options.md").read_text()
+                options = re.findall(r"^\| `--[\w-]+` \| `(\w+)`", page, re.M)
+                assert keywords.keys() <= {*signature.parameters, *options}
+
+
+def test_the_code_of_pages_and_docstrings_fits_the_package() -> None:
+    blocks = [*code_of_documents()]
+    assert sum("maxrl_fast" in code or "ops." in code for _, code in blocks) > 40
+    for where, code in blocks:
+        try:
+            check_names(code)
+        except Exception as error:
+            raise AssertionError(f"{where}: {error!r}, in:\n{code}") from error
+    for wrong in ("maxrl_fast.train(k=4)", "ops.maxpo(x)", "maxrl_fast.run(kk=4)"):
+        with pytest.raises((TypeError, AttributeError, AssertionError)):
+            check_names(wrong)
 
 
 def test_the_index_has_every_page() -> None:
@@ -160,12 +199,10 @@ def test_the_index_has_every_page() -> None:
 
 
 def test_the_tests_that_reliability_cites_exist() -> None:
-    text = (ROOT / "docs" / "reliability.md").read_text()
-    for path in re.findall(r"`(tests/[\w/.]*)`", text):
-        assert (ROOT / path).exists(), f"docs/reliability.md cites {path}, which does not exist"
+    text = (ROOT / "tests" / "RELIABILITY.md").read_text()
     defined = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
-        assert f"def {name}(" in defined, f"docs/reliability.md cites {name}, which does not exist"
+        assert f"def {name}(" in defined, name
 
 
 def test_anchors_are_the_same_as_githubs() -> None:
@@ -269,17 +306,6 @@ def test_an_experiment_writes_into_an_ignored_folder_unless_it_is_told_otherwise
         if dataclasses.is_dataclass(value) and hasattr(value, "out")
     ):
         assert git("check-ignore", str(settings.out)).strip() == str(settings.out)
-
-
-def test_the_experiment_of_a_page_leaves_the_tree_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = git("status", "--porcelain")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "papers"))
-    assert importlib.import_module("weights").main([]) == 0
-    assert (tmp_path / "runs" / "papers" / "weights.json").exists()
-    assert git("status", "--porcelain") == before
 
 
 def test_the_options_page_is_current() -> None:

@@ -261,7 +261,7 @@ def test_flags_override_the_runs_options(trained, tmp_path, capsys):
     )
     text, error = capsys.readouterr()
     assert error == ""
-    assert f"seed are those of the run {trained}, but for what flags say" in text
+    assert f"seed are those of the run {trained}, unless a flag overrides them" in text
     assert "7 train prompts x 6 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
 
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, 
     num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(7)})
     assert num_distinct < 7
     assert (
-        f"7 test prompts ({num_distinct} distinct: intervals take all for distinct) x 6 samples"
+        f"7 test prompts ({num_distinct} distinct: intervals treat all prompts as distinct) x 6 samples"
         in text
     )
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct

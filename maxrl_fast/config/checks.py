@@ -11,6 +11,7 @@ from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.metadata import as_list, check_limits, check_refusals
 from maxrl_fast.config.options import Config, CorrectionName, LossOptions
 from maxrl_fast.errors import InputError
+from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS
@@ -173,9 +174,9 @@ def check(config: Config) -> None:
         learns_without_advantage(loss, tuple(loss.resolve(config.loss.own_numbers()).items()))
     except ValueError as error:
         raise InputError(str(error), "loss", "loss_options") from error
-    if not 0 < config.loss.beta() < 1:
+    if not BETA.holds(config.loss.beta()):
         raise InputError(
-            f"beta of jsd must be between 0 and 1, got {config.loss.beta():g}", "loss_options"
+            f"beta of jsd must be {BETA.wanted}, got {config.loss.beta():g}", "loss_options"
         )
 
 

@@ -633,7 +633,7 @@ class RunOptions:
     ] = None
     """Print the resolved configuration with estimates of memory and work, and stop. Without a value
     they are for this machine and torchrun's processes; with 8x80 for 8 GPUs of 80 GB (1e9 bytes)
-    each, which this machine need not have."""
+    each, also where the GPUs are not in this machine."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def summary_tables(
     if other is None:
         return [table, numbers_table(outcome_rows([own]), [""])]
     gain = f"{name} - baseline's ({confidence:.0%})"
-    gains = new_table("k", gain, "samples to match", "fewer by")
+    gains = new_table("k", gain, "samples to match", "fewer")
     for k, interval in baseline["gain"].items():
         match = baseline["samples_to_match"].get(k)  # None: the baseline has nothing to match
         needed, ratio = (match["samples"], match["ratio"]) if match else ("", None)

@@ -250,9 +250,8 @@ def _introduction(
     what = f"{source.describe()}; task {policy.task.name}, seed {sampling.seed}"
     yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
     if source.run is not None:
-        yield (
-            f"the task's options and seed are those of the run {source.run}, but for what flags say"
-        )
+        whose = f"those of the run {source.run}, unless a flag overrides them"
+        yield f"the task's options and seed are {whose}"
     how = [f"temperature {sampling.temperature:g}"]
     how += [f"top-k {sampling.top_k}"] if sampling.top_k else []
     how += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
@@ -260,7 +259,7 @@ def _introduction(
     how += [f"at most {sampling.max_new_tokens} tokens"]
     distinct = ""
     if num_distinct < measure.eval_prompts:
-        distinct = f" ({num_distinct} distinct: intervals take all for distinct)"
+        distinct = f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
     yield (
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
         f"{', '.join(how)}; {policy.engine.describe()}"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
+from maxrl_fast.algorithms.options import Limit
 from maxrl_fast.ops.derivatives import check_mode, needs_gradient
 from maxrl_fast.ops.dispatch import operator
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden, empty_gradients
@@ -19,6 +20,8 @@ from maxrl_fast.ops.token_batch import (
 from maxrl_fast.ops.token_loss_kernel import loss_derivative
 
 DIVERGENCES = ("reverse", "forward", "jsd")
+# beyond it float32 rounds beta or 1 - beta to 1, and the logarithm of the mixture is infinite
+BETA = Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)
 # of logits that are computed at a time, in float32: temporary copies stay in a CPU's cache
 _BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}
 _MAX_LOG_RATIO = 80.0  # its exp is finite in float32; smaller probabilities add nothing to jsd
@@ -65,7 +68,7 @@ def linear_divergence(
         that are not read.
     """
     check_choice("divergence", divergence, DIVERGENCES)
-    beta = check_number("beta", beta, "between 0 and 1", lambda x: 0 < x < 1)
+    beta = check_number("beta", beta, BETA.wanted, BETA.holds)
     vocab, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     teachers, _ = check_hidden(teacher_hidden, teacher_weight, None, teacher_softcap, "teacher_")
     device, size, real = hidden.device, len(hidden), real_dtype(hidden.dtype)

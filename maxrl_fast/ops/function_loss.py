@@ -5,6 +5,7 @@ with the output matrix than fused losses.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,7 +49,11 @@ def function_loss(terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor
     """Return the LossSums [10] of a loss that is a function, with the gradient of the first."""
     loss = terms.spec
     function = loss.bind(dict(terms.options), **terms.clips)
-    values = checked(loss, function(tokens), tokens)
+    # A function may change what it is given, but neither the caller's tensors nor what counts here.
+    own = ("mask", "cu_seqlens", "advantages", "old_logprobs", "ref_logprobs")
+    given = replace(tokens, **{name: getattr(tokens, name).clone() for name in own})
+    values = checked(loss, function(given), tokens)
+    tokens.metrics = given.metrics
     has_advantage = tokens.mask & (tokens.advantages != 0)
     # tokens in the loss; the others' values may be NaN
     counts = tokens.mask if terms.needs_every_token else has_advantage
@@ -56,7 +61,7 @@ def function_loss(terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor
     if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
         is_read = has_advantage | counts & (values.detach() != 0)
     difference = (tokens.logprobs - tokens.old_logprobs).detach()
-    log_ratio = difference if tokens.metric_log_ratio is None else tokens.metric_log_ratio
+    log_ratio = difference if given.metric_log_ratio is None else given.metric_log_ratio
     is_limited = log_ratio.abs() > MAX_LOG_RATIO
     divergence = torch.zeros_like(difference)
     if batch.ref_logprobs is not None:
@@ -76,8 +81,8 @@ def function_loss(terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor
         dropped_tokens=(tokens.mask & ~is_read).sum().double(),
         ratio=total(limited(log_ratio).exp()),
         ratio_clamped=total(is_limited),
-        clipped_low=total(tokens.clipped_low),
-        clipped_high=total(tokens.clipped_high),
+        clipped_low=total(given.clipped_low),
+        clipped_high=total(given.clipped_high),
         kl=total(divergence.detach()),
         entropy=total(tokens.entropy.detach()),
         logprob_diff=total(difference.abs()),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entropy, siren
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
-from maxrl_fast.errors import NonFiniteError
+from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_divergence, linear_token_logprobs
@@ -164,7 +164,7 @@ class Learner:
         own = {name: value.item() for name, value in zip(plan.own, numbers, strict=True)}
         (num_tokens, loss, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, plan)}")
+            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, plan, when)}")
         if self.settings.siren:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         self.optimizer.step()
@@ -408,8 +408,9 @@ class Learner:
     def zero_gradients(self) -> None:
         zero_gradients(self.model)
 
-    def _find_non_finite(self, packer: Packer, plan: UpdatePlan) -> str:
-        """Return what became non-finite, and for which prompt. A collective operation."""
+    def _find_non_finite(self, packer: Packer, plan: UpdatePlan, when: str) -> str:
+        """Return what became non-finite, and for which prompt; raise TeacherError if it came from
+        the reference policy. A collective operation."""
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -421,14 +422,27 @@ class Learner:
                 return f"an advantage is not finite {where}"
             self.zero_gradients()
             for part in packer.split(own, self.token_budget):
-                loss, _ = self.loss(packer.pack(part), plan)
+                batch = packer.pack(part)
+                loss, _ = self.loss(batch, plan)
                 if not loss.isfinite():
+                    if not self._is_teacher_finite(batch):
+                        raise TeacherError(
+                            f"{when}: the reference policy's numbers are not finite {where}"
+                        )
                     return f"the loss is {float(loss.detach())} {where}"
                 loss.backward()
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not full_tensor(parameter.grad).isfinite().all():
                     return f"the gradient of {name} is not finite {where}"
         return "the gradient summed over the prompts is not finite, though each prompt's own is"
+
+    def _is_teacher_finite(self, batch: MicroBatch) -> bool:
+        """A policy that is its own teacher counts as the policy."""
+        read = [batch.ref_logprobs] if self.settings.kl_coef else []
+        if self.reference is not None and self.settings.divergence_coef:
+            rows = self._teacher_hidden(batch), self.reference.output_matrix, batch.targets
+            read += linear_token_logprobs(*rows, softcap=self.reference.softcap)
+        return self.reference is None or all(x is None or bool(x.isfinite().all()) for x in read)
 
 
 def _seed(*numbers: int) -> int:

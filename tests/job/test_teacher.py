@@ -95,7 +95,7 @@ def test_one_number_of_a_small_tensor_of_a_large_model_is_noticed(tmp_path):
         ("--objective maxrl --kl-coef 1 --kl full", "kl full needs another teacher"),
         ("--objective maxrl --kl-coef 1 --divergence jsd", "--divergence needs --kl full"),
         ("--objective distill --reference {} --loss-options beta=0.3", "not used by loss"),
-        ("--reference {} " + JSD + " beta=1", "beta of jsd must be between 0 and 1, got 1"),
+        ("--reference {} " + JSD + " beta=1", "beta of jsd must be from 1e-7 to 1 - 1e-7, got 1"),
         ("--reference {} " + JSD + " gamma=1", "loss ppo takes no options, got 'gamma'"),
         ("--kl-coef 1 --kl full --loss kl_cov --reference {}", "depends on other responses"),
         ("--objective pacs_paper --reference {}", "needs --ref-reset-interval 0"),

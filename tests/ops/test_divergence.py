@@ -175,7 +175,7 @@ def test_compiles_as_one_graph():
     ("change", "message"),
     [
         ({"divergence": "kl"}, "divergence must be one of reverse, forward, jsd, got 'kl'"),
-        ({"beta": 1.0}, "beta must be between 0 and 1, got 1.0"),
+        ({"beta": 1 - 9e-8}, "beta must be from 1e-7 to 1 - 1e-7, got 0.9"),
         ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
         ({"teacher_softcap": math.inf}, "teacher_softcap must be finite and at least 0, got inf"),
         (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.errors import NonFiniteError
+from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
@@ -307,6 +307,15 @@ def test_non_finite_values_stop_the_update_and_are_named(poison, message):
         update(model, rollouts, advantages)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+
+
+@pytest.mark.parametrize("options", [{"kl_coef": 0.1}, {"divergence_coef": 0.1}])
+def test_a_teacher_that_overflows_is_named(options):
+    model, teacher = tiny_decoder(), tiny_decoder()
+    torch.nn.init.constant_(teacher.model.norm.weight, 1e38)
+    settings = dataclasses.replace(PPO, **options)
+    with pytest.raises(TeacherError, match=r"step 7: the reference policy's .* for prompt 0"):
+        update(model, sampled(model), torch.ones(12), settings=settings, reference=teacher)
 
 
 def test_learning_rates():

@@ -275,10 +275,8 @@ def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, 
     task = MazeTask(5)
     num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(7)})
     assert num_distinct < 7
-    assert (
-        f"7 test prompts ({num_distinct} distinct: intervals treat all prompts as distinct) x 6 samples"
-        in text
-    )
+    distinct = f"({num_distinct} distinct: intervals treat all prompts as distinct)"
+    assert f"7 test prompts {distinct} x 6 samples" in text
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 

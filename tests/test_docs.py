@@ -4,14 +4,12 @@ page is current.
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import io
 import re
 import runpy
 import shlex
-import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,46 +250,6 @@ def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError(f"{where}: {line}: {error}") from error
         num_checked += 1
     assert num_checked > len(OBJECTIVES)
-
-
-def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-
-
-def test_no_command_of_a_page_writes_into_tracked_files() -> None:
-    """The options page is the one file that a command makes anew, and a test compares it."""
-    tracked, num_outputs = [ROOT / name for name in git("ls-files").splitlines()], 0
-    for path in PAGES:
-        lines = [line for block in FENCE.findall(path.read_text()) for line in block.splitlines()]
-        lines += re.findall(r"^    \S.*", path.read_text().replace("\\\n", " "), re.MULTILINE)
-        for line in lines:
-            for name in re.findall(
-                r"(?:--out|--to|--weights|\s>>?)[ =]*([\w./-]+)", line.partition(" # ")[0]
-            ):
-                out, num_outputs = (ROOT / name).resolve(), num_outputs + 1
-                if name != "docs/options.md":
-                    assert not any(file.is_relative_to(out) for file in tracked), (
-                        f"{name_of(path)}: {line.strip()}"
-                    )
-    assert num_outputs > 10
-
-
-@pytest.mark.parametrize(
-    "script", sorted((ROOT / "examples" / "papers").glob("*.py")), ids=lambda script: script.stem
-)
-def test_an_experiment_writes_into_an_ignored_folder_unless_it_is_told_otherwise(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(script.parent))
-    found = runpy.run_path(str(script))
-    for settings in (
-        value
-        for value in found.values()
-        if dataclasses.is_dataclass(value) and hasattr(value, "out")
-    ):
-        assert git("check-ignore", str(settings.out)).strip() == str(settings.out)
 
 
 def test_the_options_page_is_current() -> None:

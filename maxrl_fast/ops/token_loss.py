@@ -38,11 +38,6 @@ def token_logprobs(
 
     Returns:
         logprobs [T] and entropy [T], float32 (float64 for float64 logits).
-
-    Raises:
-        ValueError: if shapes, dtypes or devices do not fit; on a CPU also if a target is not in the
-            vocabulary or a temperature is not above 0. On a GPU such a token's results are NaN.
-        TypeError: if an argument that must be a tensor is something else.
     """
     rows = token_rows(shape_of(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
@@ -126,14 +121,6 @@ def policy_gradient_loss(
         scalars on the device: tokens (not masked), dropped_tokens (those with zero gradient), and
         means over the others, 0 over none: ratio, ratio_clamped (whether a log-ratio was clamped),
         clipped_low and clipped_high, kl, entropy, logprob_diff (|logp - old|).
-
-    Raises:
-        ValueError: if an argument is unknown, missing or does not fit, or a function does not
-            return a loss of each token. A GPU would wait for checks of values: there such a target
-            or temperature makes the loss NaN.
-        RuntimeError: from a second derivative, forward mode or torch.func.grad; from the backward
-            pass, where in_place has overwritten logits that are needed, or where it runs again on a
-            GPU or with in_place.
     """
     shape = shape_of(logits)
     check_flag("in_place", in_place)

@@ -308,9 +308,7 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
         return ExitStatus(128 + error.signal)
     except (*FAILURES, UserCodeError, InputError) as error:
         _finish_saving(checkpoints, screen)
-        # the first step follows the first evaluation
-        code = 1 if loop.progress.step or loop.progress.evaluations else 2
-        if code == 2 and isinstance(error, UserCodeError | InputError):
+        if not loop.progress.step and isinstance(error, UserCodeError | InputError):
             raise
         kept = "no checkpoint was written"
         if checkpoints.newest:
@@ -319,7 +317,7 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
             failed: RuntimeError = type(error)(f"{error}; {kept}. {error.advice}")
         else:
             sentence = f"{error}, after {loop.progress}; {kept}. {UserCodeError.advice}"
-            failed = UserCodeError(sentence, code)
+            failed = UserCodeError(sentence, code=1)
         if not (is_alone or isinstance(error, NonFiniteError | RewardError)):
             raise failed from error
         failed.__cause__ = error

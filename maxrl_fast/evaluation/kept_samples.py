@@ -89,7 +89,7 @@ def _cut(value: Any) -> Any:
 
 def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
     """Yield lines for a terminal of this width that show a sample: its reward and the components of
-    that, its prompt and its response, each cut in the middle to fit its line.
+    that, the end of its prompt, where the question stands, and its response without its middle.
     """
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
     parts = ", ".join(f"{name} {value:g}" for name, value in _known(record["components"]))
@@ -99,7 +99,8 @@ def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
         text = "".join(x if x.isprintable() else "?" for x in " ".join(record[name].split()))
         room = max(width - 12, 20)
         if len(text) > room:
-            text = f"{text[: room // 2 - 2]} ... {text[3 - (room + 1) // 2 :]}"
+            start = 0 if name == "prompt" else room // 2 - 2
+            text = f"{text[:start]} ... {text[start + 5 - room :]}".strip()
         yield f"  {name:<10}{text}"
 
 

@@ -144,7 +144,9 @@ def test_a_sample_on_the_screen_is_cut_and_harmless():
     assert lines[:2] == ["  sample    prompt 7, reward 0.25 (form 1)", "  prompt    2 + 2?"]
     assert re.fullmatch(r"  response  \?\[2J<think>s \.\.\. .* so 4", lines[2])
     assert len(lines[2]) == 40
-    assert "reward failed" in next(sample_lines(sample | {"reward": None}, 40))
+    failed, prompt, _ = sample_lines(sample | {"reward": None, "prompt": "so " * 99}, 40)
+    assert "failed" in failed
+    assert re.fullmatch(r"  prompt    \.\.\. .* so", prompt)
 
 
 def test_sample_records():

@@ -134,7 +134,7 @@ class KernelLaunch:
                 f"{self.device}, got {tensor.dtype} of shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()} on {tensor.device}"
             )
-        return self.keep(tensor)
+        return self.keep(tensor.resolve_neg())  # of a view whose memory has the other sign
 
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None

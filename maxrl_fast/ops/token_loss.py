@@ -191,7 +191,7 @@ def _overwrite(logits: Tensor, batch: TokenBatch, terms: Sequence[Any]) -> Tenso
     If an earlier operation saved the logits, autograd notices their changed version and raises. A
     later operation's backward pass goes through `_ConsumedLogits`, which raises too.
     """
-    if logits.shape[1] > 1 and logits.stride(1) != 1:
+    if logits.is_neg() or (logits.shape[1] > 1 and logits.stride(1) != 1):
         raise ValueError(
             f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}"
         )

@@ -13,7 +13,7 @@ from maxrl_fast.config.parse import parse
 from maxrl_fast.job.build_task import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.rewards import Scores
+from maxrl_fast.rewards import RewardSource, Scores
 from maxrl_fast.rewards.combined import WeightedRewards, short_names
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
@@ -129,7 +129,7 @@ def test_names_are_short_and_tell_rewards_apart():
 
 
 def test_a_sum_beyond_float32_is_a_failure():
-    class Large:
+    class Large(RewardSource):
         name = "a:f"
 
         def score(self, rows, *_):
@@ -140,7 +140,7 @@ def test_a_sum_beyond_float32_is_a_failure():
     assert scores.failures[0].message == "a reward must be a finite number of float32, got 6e+38"
 
 
-class Timed:
+class Timed(RewardSource):
     """A reward of 1 that takes some seconds of a clock."""
 
     def __init__(self, name, seconds, clock):
@@ -185,7 +185,6 @@ def test_rewards_and_weights_as_flags_and_in_files(tmp_path):
         )
         check(config)
     file.write_text('reward = "a.py:f"\n')
-    # as it was when there was one
     assert parse(["--config", str(file)]).flat()["reward"] == "a.py:f"
     for wrong in (["--reward-weights", "1", "2", "3"], ["--reward-weights", "1", "nan"]):
         with refused(r"reward_weights must be (a number for each reward|finite)"):

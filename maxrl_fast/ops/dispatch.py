@@ -134,7 +134,8 @@ class KernelLaunch:
                 f"{self.device}, got {tensor.dtype} of shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()} on {tensor.device}"
             )
-        return self.keep(tensor.resolve_neg())  # of a view whose memory has the other sign
+        # resolved: a view whose memory has the other sign
+        return self.keep(tensor.resolve_neg() if tensor.is_neg() else tensor)
 
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None

@@ -1,75 +1,147 @@
-"""What the experiments share: they refuse settings before they write, and a seed repeats."""
+"""Each script runs at a tiny size, writes its results and its picture, and refuses a bad setting
+before it writes. No ranking is checked.
+"""
+
+import importlib
+import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.papers.load import load
+from maxrl_fast.config.checks import check
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.ops import ESTIMATORS
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.objectives.registry import OBJECTIVES
 from tests.tables import table
+
+FOLDER = Path(__file__).parents[2] / "examples" / "papers"
+RECIPE = """task = "maze"
+maze_size = 5
+max_new_tokens = 8
+hidden_size = 32
+intermediate_size = 48
+layers = 1
+sft_steps = 3
+prompts = 2
+rollouts = 4
+eval_every = 2
+eval_prompts = 3
+eval_samples = 2
+save_every = 0
+lr_schedule = "constant"
+threads = 1
+device = "cpu"
+"""
+# The script, the flags of a tiny run, a bad flag, and the sentence that refuses it.
+SCRIPTS = """
+    bandit | --seeds 3 --num-actions 6 --num-rollouts 5 --k 3 --bias-batches 150
+      --variance-batches 50 --rollouts-swept 4 6 --actions-swept 2 5 | --k 1 | must be at least 2
+    chain_maze | --length 30 --iterations 40 --batch-sizes 4 8 --ks 2 4 --learning-rates 0.01 0.3
+      --search-seeds 2 --seeds 3 --records 4 --variance-batches 8 | --ks 8 | below each of --batch
+    continuous_maxrl | --arms 3 --rollouts 4 --groups 64 --repeats 2 --learned 3 --updates 3
+      --maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4
+      --objectives maxrl-2 | --objectives grpo-2 | --objectives grpo-2: grpo does not use k
+    exact_likelihood | --steps 4 --rollouts 4 8 --sweep 32 --classes 5 --dimensions 3 --train-inputs
+      50 --test-inputs 20 --test-digits 1700 --batch 8 | --seeds 1 | --seeds must be at least 2
+    weights | --rollouts 8 --points 5 | --k 8 | --k must be from 2 to the smallest of --rollouts
+    distillation | --seeds 1 --maze-size 5 --sft-steps 20 --teacher-steps 1 --prompts 2 --tokens 100
+      --evaluations 1 --eval-mazes 4 --coefficients 0.5 | --teacher-steps 0 | must be at least 1
+    guessing | --objectives maxpo-k4 --seeds 1 --sft-steps 60 --tokens 500 --rollouts 8
+      --evaluations 1 --eval-samples 16 | --objectives best | objective must be one that
+    maze_scaling | --maze-size 5 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
+      --objectives maxpo --eval-mazes 4 --eval-samples 4 | --rollouts 2 | must be at least 4 each
+    maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
+    objectives_league | --maze-size 5 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
+      --eval-mazes 4 --eval-samples 16 --seeds 1 --objectives pacs | --objectives gdpo | got gdpo
+"""
+SLOW = (
+    "continuous_maxrl",
+    "distillation",
+    "guessing",
+    "maze_scaling",
+    "maze_table",
+    "objectives_league",
+)
+
+
+def load(name):
+    return importlib.import_module(name)
+
+
+def first_pass_rates(results):
+    return [
+        results["curves"][data][0]["curves"]["pass@1"]["mean"][0]
+        for data in ("Gaussian classes", "digits")
+    ]
+
+
+# A number of each result that is known beforehand.
+KNOWN = {
+    "bandit": lambda x: x["variance_by_k"]["6"]["k"] == [2, 3, 4, 5],
+    "chain_maze": lambda x: x["arms"][0]["curves"]["rarer"]["median"][0] == 0.5,
+    "continuous_maxrl": lambda x: max(x["shifts"]["bias_by_order"].values()) < 1e-12,
+    "exact_likelihood": lambda x: first_pass_rates(x) == pytest.approx([1 / 5, 1 / 10], rel=1e-5),
+    "weights": lambda x: (
+        x["estimators"]["8"].keys() | x["without_weight"].keys() == ESTIMATORS.keys()
+    ),
+    "distillation": lambda x: x["runs"][0]["evaluations"][-1]["step"] == len(x["runs"][0]["kl"]),
+    "guessing": lambda x: [len(counts) for counts in x["runs"][0]["num_correct"]] == [31] * 2,
+    "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],
+    "maze_table": lambda x: x["runs"]["maxrl"]["pass_at_k"].keys() == {"0", "2"},
+    "objectives_league": lambda x: x["runs"][0]["tokens"] == 0 < 300 <= x["runs"][1]["tokens"],
+}
 
 
 @pytest.mark.parametrize(
-    ("script", "flags", "sentence"),
-    table("""
-    bandit | --k 15 --rollouts-swept 15 32 | --k must be below every number of rollouts
-    bandit | --k 1 | --k must be at least 2, got 1
-    bandit | --seeds 1 | --seeds must be at least 2, got 1
-    bandit | --bias-batches 1 | --bias-batches must be at least 10, got 1
-    bandit | --actions-swept 5 1 | of actions at least 2
-    bandit | --rollouts-swept | must name at least one number each
-    chain_maze | --ks 1 | --ks must be at least 2
-    chain_maze | --ks 8 --batch-sizes 8 | below each of --batch-sizes
-    chain_maze | --learning-rates -1 | --learning-rates must be above 0
-    chain_maze | --seeds 1 | --seeds must be at least 2, got 1
-    chain_maze | --length 1 | --length must be at least 2, got 1
-    continuous_maxrl | --seeds 1 | --seeds must be at least 2, got 1
-    continuous_maxrl | --rate 0 | --rate must be above 0 and finite, got 0.0
-    continuous_maxrl | --objectives maxrl-16 | maxrl needs 1 <= order <= N-1 = 15 for N = 16
-    continuous_maxrl | --objectives best | --objectives must be names of estimators
-    continuous_maxrl | --objectives grpo-2 | --objectives grpo-2: grpo does not use k
-    continuous_maxrl | --objectives rloo rloo | must be different ones, got rloo rloo
-    continuous_maxrl | --maze 6 | maze size must be an odd number from 5 to 31, got 6
-    continuous_maxrl | --arms 40 | must give at most 500000 groups to enumerate
-    distillation | --teacher-steps 0 | --teacher-steps must be at least 1, got 0
-    exact_likelihood | --seeds 1 | --seeds must be at least 2, got 1
-    guessing | --seeds 0 | --seeds must be at least 1, got 0
-    guessing | --objectives best | objective must be one that
-    guessing | --objectives maxpo-k32 | k
-    maze_scaling | --rollouts 2 | --rollouts must be at least 4 each, got 2
-    objectives_league | --objectives rloo gdpo | got gdpo; gdpo needs several rewards
-    objectives_league | --objectives nosuch | got nosuch
-    objectives_league | --seeds 0 | --seeds must be at least 1, got 0
-    objectives_league | --variance-steps 1 | --variance-steps must be at least 2, got 1
-    objectives_league | --hours 0 | --hours must be above 0, got 0
-    weights | --k 1 | --k must be from 2 to the smallest of --rollouts less 1, got 1
-    """),
+    ("script", "tiny", "bad", "sentence"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row[0] in SLOW else (), id=row[0])
+        for row in table(SCRIPTS)
+    ],
 )
-def test_bad_settings_are_refused(script, flags, sentence, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert load(script).main(["--out", str(tmp_path), *flags.split()]) == 2
+def test_a_script_runs_and_refuses_a_bad_setting(
+    script, tiny, bad, sentence, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.chdir(tmp_path)  # where --work is
+    recipe, module = tmp_path / "recipe.toml", load(script)
+    recipe.write_text(RECIPE)
+    flags = [*tiny.format(recipe=recipe).split(), "--threads", "1", "--out", "out"]
+    assert module.main([*flags, *bad.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert sentence in error
-    assert not list(tmp_path.iterdir())
+    assert not [*(tmp_path / "out").iterdir()]
+    assert module.main(flags) == 0
+    text = (tmp_path / "out" / f"{script}.json").read_text()
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert KNOWN[script](record["results"])
+    assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-CHAIN = {"length": 20, "iterations": 5, "batch_sizes": (4,), "ks": (2,), "learning_rates": (0.1,)}
-CHAIN |= {"search_seeds": 1, "seeds": 2, "records": 2, "variance_batches": 4}
-BANDIT = {"seeds": 3, "num_actions": 6, "num_rollouts": 5, "k": 3, "bias_batches": 100}
-BANDIT |= {"variance_batches": 50, "rollouts_swept": (4, 6), "actions_swept": (2, 5)}
-CONTINUOUS = {"rollouts": 4, "groups": 32, "repeats": 2, "learned": 3, "updates": 3}
+def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    league = load("objectives_league")
+    assert {*league.LEAGUE} ^ {*league.LEFT_OUT} == {*OBJECTIVES}
 
 
-@pytest.mark.parametrize(
-    ("script", "settings", "sizes"),
-    [
-        ("bandit", "BanditSettings", BANDIT),
-        ("chain_maze", "ChainMaze", CHAIN),
-        ("continuous_maxrl", "ContinuousMaxRL", {**CONTINUOUS, "maze_steps": 0}),
-    ],
-)
-def test_the_same_seed_gives_the_same_results(script, settings, sizes):
-    module = load(script)
-    first, again, other = (
-        module.experiment(getattr(module, settings)(seed=seed, **sizes)) for seed in (3, 3, 4)
-    )
-    assert first == again
-    assert first != other
+def test_the_recipe_has_the_papers_settings():
+    config = parse(["--config", str(FOLDER / "maze_paper.toml"), "--out", "none"])
+    check(config)
+    task = MazeTask(config.task.maze_size)
+    config = resolve(config, task)
+    assert sum(x.numel() for x in build_policy(config, task).parameters()) == 3_944_704
+    expected = {
+        **{"objective": "maxrl", "order": 127, "maze_size": 17, "max_new_tokens": 180},
+        **{"sft_steps": 1500, "sft_batch": 32, "sft_lr": 5e-4, "sft_beta2": 0.95},
+        **{"steps": 20000, "prompts": 32, "rollouts": 128, "updates_per_step": 1},
+        **{"lr": 1e-4, "lr_schedule": "constant", "warmup_steps": 0, "beta2": 0.999},
+        **{"weight_decay": 0.01, "temperature": 1.0, "kl_coef": 0.0, "entropy_coef": 0.0},
+        **{"eval_prompts": 256, "eval_samples": 256},
+    }
+    assert {name: config.flat()[name] for name in expected} == expected

@@ -114,7 +114,7 @@ gpu-wheels: $(STAMP)  ## fetch and build what `make gpu` needs besides torch, fo
 
 sanitize-gpu:  ## needs compute-sanitizer and a GPU: all GPU tests under memcheck (make gpu-races: the smallest)
 	MAXRL_FAST_CUDA=ON $(PYTHON) setup.py build_ext --inplace
-	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/gpu
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu tests/kernels
 
 bench: $(STAMP)  ## benchmarks of advantages, token losses, rollout and a training step (15 minutes)
 	$(RUN) -m bench.advantages

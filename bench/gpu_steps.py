@@ -60,7 +60,7 @@ def marked_gpu(name: str, files: tuple[str, ...], seconds: float) -> Step:
     options = "-q -m gpu --tb=short --maxfail=30 --durations=5 --continue-on-collection-errors"
     command = [sys.executable, "-m", "pytest", *options.split()]
     command += [] if missing("xdist") else ["-n", "8"]
-    command += [f"tests/gpu/test_{file}.py" for file in files]
+    command += [f"tests/kernels/test_{file}.py" for file in files]
     return Step(name, command, seconds, has_figures=False)
 
 
@@ -72,18 +72,18 @@ def build(seconds: float) -> Step:
     return Step("build", command, seconds, has_figures=False)
 
 
-# of tests/gpu: what every run needs, and the rest
-SMOKE_TESTS = ("token_loss", "rollout", "layer", "sharding")
+# of tests/kernels: what every run needs, and the rest
+SMOKE_TESTS = ("token_loss", "decoding", "layer", "sharding")
 OTHER_TESTS = ("attention", "advantage")
 # for each kernel the smallest tests that launch it
 SMALLEST = (
-    "any_address or bad_values or test_pacs or sampling_equals and not 151936 or "
+    "any_address or bad_values or log_ratio or sampling_equals and not 151936 or "
     "attention_equals_float64 and dtype1"
 )
 SMALLEST_FILES = [
-    "tests/gpu/test_token_loss.py",
-    "tests/gpu/test_advantage.py",
-    "tests/gpu/test_rollout.py",
+    "tests/kernels/test_token_loss.py",
+    "tests/kernels/test_advantage.py",
+    "tests/kernels/test_decoding.py",
 ]
 
 

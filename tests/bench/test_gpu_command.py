@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -185,30 +186,34 @@ def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
     assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
 
 
-def collected(*arguments):
-    """Return files and names of the GPU's tests where transformers is not installed."""
-    code = (
-        "import sys; sys.modules['transformers'] = None; import pytest; "
-        "sys.exit(pytest.main(sys.argv[1:]))"
+def collected(*calls):
+    """Return files and names of the GPU's tests where transformers is not installed, for each list
+    of arguments of pytest.
+    """
+    code = f"""
+import sys; sys.modules["transformers"] = None; import pytest
+for arguments in {calls}:
+    print("CALL", pytest.main([*"-q -n 0 --collect-only -m gpu".split(), *arguments]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    command = [sys.executable, "-c", code, *"-q -n 0 --collect-only -m gpu".split(), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stdout
-    return [line.split("::") for line in run.stdout.splitlines() if "::" in line]
+    parts = re.split(r"CALL ExitCode\.OK|CALL 0", run.stdout)
+    assert len(parts) == len(calls) + 1, run.stdout
+    return [[x.split("::") for x in part.splitlines() if "::" in x] for part in parts[:-1]]
 
 
-def test_the_steps_of_tests_have_every_file():
+def test_the_steps_of_tests_have_every_file_and_the_race_checks_every_kernel():
     steps = (step for part in ("smoke", "figures") for step in gpu_steps()[part])
     files = [word for step in steps for word in step.command if word.startswith("tests/")]
-    assert sorted(files) == sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("tests/gpu/test_*"))
-    assert {file for file, _ in collected(*files)} == set(files)
-
-
-def test_every_kernel_has_a_test_in_the_race_checks():
-    names = {name.partition("[")[0] for _, name in collected("-k", SMALLEST, *SMALLEST_FILES)}
-    assert names == {
-        *("test_rows_at_any_address_and_in_place", "test_pacs", "test_sampling_equals_pytorchs"),
-        *("test_bad_values_become_nan_or_are_refused", "test_attention_equals_float64"),
+    places = ROOT.glob("tests/kernels/test_*")
+    assert sorted(files) == sorted(str(x.relative_to(ROOT)) for x in places)
+    every, smallest = collected(files, ["-k", SMALLEST, *SMALLEST_FILES])
+    assert {file for file, _ in every} == set(files)
+    assert {name.partition("[")[0] for _, name in smallest} == {
+        *("test_rows_at_any_address_and_in_place", "test_log_ratio_reward"),
+        *("test_sampling_equals_pytorchs", "test_bad_values_become_nan"),
+        "test_attention_equals_float64",
     }
     tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
     assert tools == ["memcheck", "racecheck", "synccheck"]

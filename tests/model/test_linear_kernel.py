@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from maxrl_fast.model import linear
 from maxrl_fast.model.linear import Linear, packed
-from tests.layers import numbers, with_gradients
+from tests.kernels.test_layer import numbers, with_gradients
 
 # 1, 2, 3, 4, 5, 7 and 17 panels, and rows of weight gradients of several tiles
 SIZES = [16, 32, 48, 64, 80, 112, 272]

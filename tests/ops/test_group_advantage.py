@@ -101,43 +101,6 @@ def test_every_estimator_has_a_definition():
     assert DEFINITIONS.keys() | OVER_THE_BATCH.keys() == ops.ESTIMATORS.keys()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
-)
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_equals_the_function(name, dtype):
-    """In every layout."""
-    generator = torch.Generator().manual_seed(0)
-    tolerance, row, not_zero = (
-        {torch.float64: 1e-11, torch.bfloat16: 8e-3}.get(dtype, 2e-6),
-        ops.ESTIMATORS[name],
-        0,
-    )
-    for shape in ((1, 3), (9, 32), (6, 33), (2, 257), (300, 16), (3, 1024)):
-        # ties and an offset
-        rewards = torch.randn(shape, generator=generator).mul(4).round().div(4) + 100
-        rewards = (rewards > 100 if dtype == torch.bool else rewards).to(dtype)
-        valid, total = torch.rand(shape, generator=generator) < 0.7, rewards.numel()
-        ids = torch.randint(0, shape[0] + 2, (total,), generator=generator)
-        offsets = torch.tensor([0, 0, total // 4, 2 * total // 3, total])
-        for given in (
-            {"rewards": rewards},
-            {"rewards": rewards, "valid": valid},
-            {"rewards": rewards.flatten(), "offsets": offsets},
-            {"rewards": rewards.flatten(), "group_ids": ids, "valid": valid.flatten()},
-        ):
-            if row.size is not None and len(given) > 1 and shape[1] < 9:
-                continue  # too few may be left
-            actual, expected = (
-                ops.group_advantage(estimator=x, **given, **CORE[name]) for x in (name, row)
-            )
-            assert actual.dtype == expected.dtype
-            largest = expected.double().abs().max()
-            assert (actual.double() - expected.double()).abs().max() <= tolerance * largest
-            not_zero += int(largest > 0)
-    assert not_zero >= (3 if dtype == torch.bool else 8)
-
-
 def test_quantiles_at_steps_of_the_empirical_distribution():
     rewards = torch.arange(30, dtype=torch.float64)
     # in floating point, .1 * 30 > 3

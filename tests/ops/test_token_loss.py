@@ -14,7 +14,7 @@ from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.algorithms.losses import ALIASES
 from maxrl_fast.ops import LOSSES, policy_gradient_loss
 from maxrl_fast.ops.dispatch import check_fields
-from maxrl_fast.ops.loss_terms import KL_ESTIMATORS
+from maxrl_fast.ops.loss_terms import AGGREGATIONS, KL_ESTIMATORS
 from maxrl_fast.ops.token_loss_kernel import LossSums
 from tests.ops.loss_definitions import (
     HOW,
@@ -177,6 +177,37 @@ def test_masked_values_may_be_anything_and_no_tokens_give_zero(loss):
         none = {key: x[:0] for key, x in e.items() if torch.is_tensor(x) and key != "cu_seqlens"}
         value, gradient, _ = computed(how, **e | none | {"cu_seqlens": torch.tensor([0])})
         assert (value.item(), tuple(gradient.shape)) == (0, (0, V))
+
+
+@pytest.mark.parametrize(
+    ("loss", "aggregation"),
+    [
+        (loss, row.aggregation or AGGREGATIONS[i % len(AGGREGATIONS)])
+        for i, (loss, row) in enumerate(LOSSES.items())
+        if not row.over_batch
+    ],
+)
+def test_losses_of_any_split_add_up(loss, aggregation):
+    e = example() | {"kl_coef": 0.1, "entropy_coef": 0.05, "loss": loss, "aggregation": aggregation}
+    known = {"token_mean": float(e["mask"].sum()), "seq_sum_constant": 50.0}
+    e["denominator"] = known.get(aggregation, 7.0)
+    whole, gradient, metrics = computed("kernel", **e)
+    bounds = e["cu_seqlens"].tolist()
+    for cuts in ([0, 1, 2, S], list(range(S + 1))):
+        parts = []
+        for first, last in itertools.pairwise(cuts):
+            part = {
+                name: x[bounds[first] : bounds[last]] if torch.is_tensor(x) and len(x) == T else x
+                for name, x in e.items()
+            }
+            part |= {name: e[name][first:last] for name in ("advantages", "importance_weights")}
+            part["cu_seqlens"] = e["cu_seqlens"][first : last + 1] - bounds[first]
+            parts.append(computed("kernel", **part))
+        losses, gradients, of_parts = zip(*parts, strict=True)
+        exact = {"rtol": 0, "atol": 0} if LOSSES[loss].fused else {"rtol": 1e-9, "atol": 1e-12}
+        torch.testing.assert_close(torch.cat(gradients), gradient, **exact)
+        assert float(sum(losses)) == pytest.approx(whole.item(), rel=1e-6)
+        assert sum(x["tokens"] for x in of_parts) == metrics["tokens"] == e["mask"].sum()
 
 
 @pytest.mark.parametrize("name", ["advantages", "importance_weights"])

@@ -1,5 +1,5 @@
 """Attention on a GPU against float64: torch's FlashAttention, flash-attn where installed, and the
-merge.
+merge. tests/model/test_attention_kernel.py has the CPU's kernel.
 """
 
 import importlib.util
@@ -38,24 +38,17 @@ def run(case, q, k, v, grad):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_differ_only_by_rounding(case, kernel, heads, dtype, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    total = sum(CASES[case][0])
-    shapes = [
-        (total, heads[0], heads[2]),
-        (total, heads[1], heads[2]),
-        (total, heads[1], heads[2]),
-        (total, heads[0], heads[2]),
-    ]
+    generator, total = torch.Generator().manual_seed(0), sum(CASES[case][0])
+    shapes = [(total, heads[i], heads[2]) for i in (0, 1, 1, 0)]
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     # the CPU kernel, which tests/model compares with ordinary attention
     truth = run(case, *(x.double() for x in given))
     monkeypatch.setattr(flash, "kernel_for", lambda *_: kernel)
     results = run(case, *(x.cuda() for x in given))
-    spacing = torch.finfo(dtype).eps
     for result, expected in zip(results, truth, strict=True):
         assert result.dtype == dtype
         error = float((result.double().cpu() - expected).norm() / expected.norm())
-        assert 0 < error < 2 * spacing
+        assert 0 < error < 2 * torch.finfo(dtype).eps
 
 
 def test_float32_uses_the_reference():

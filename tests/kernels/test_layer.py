@@ -1,0 +1,417 @@
+"""The kernels of a decoder layer against PyTorch in float64, and the decoder with them against the
+one with PyTorch's operations, on every device.
+
+tests/model/test_layer_kernels.py draws sizes for those of a CPU.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from maxrl_fast.model import decoder, layer_kernels
+from maxrl_fast.model.layer_kernels import KERNELS, choose_rows, layer_ops
+from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
+from maxrl_fast.model.linear import add_adapters, can_join, full_tensor
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.passes import run_batch
+from maxrl_fast.training.sharding import shard
+from tests.batches import make_prompts, one_batch
+from tests.kernels.devices import CPU, Device, emulated_gpu
+from tests.models import tiny_decoder
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+FAMILIES = pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+
+
+@pytest.fixture(autouse=True)
+def few_partials(request, monkeypatch):
+    chosen = [request.getfixturevalue(x) for x in ("device", "gpu") if x in request.fixturenames]
+    if any(x.is_reverse for x in chosen):
+        monkeypatch.setattr(layer_kernels, "_MOST_PARTIALS", 3)  # several rows in every partial sum
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    """Return numbers that `dtype` represents, in float64 for the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).double()
+
+
+def with_gradients(function, inputs, dtype, place=CPU):
+    """Return the results of a function and the gradients of its inputs, for a fixed gradient in
+    each result.
+    """
+    inputs = [x.to(place, dtype).requires_grad_() for x in inputs]
+    results = function(*inputs)
+    results = [results] if isinstance(results, torch.Tensor) else list(results)
+    given = [
+        numbers(*x.shape, seed=5 + i, dtype=torch.bfloat16).to(x) for i, x in enumerate(results)
+    ]
+    return [x.detach().cpu() for x in (*results, *torch.autograd.grad(results, inputs, given))]
+
+
+def assert_rows_equal(actual, expected, dtype):
+    """Compare by the norm of the error of every row, so that one wrong number in a row of 1000 is
+    found.
+    """
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape) == (dtype, e.shape)
+        assert e.abs().max() > 0.1
+        a, e = a.double(), e.double()
+        assert (a - e).abs().max() <= 4 * TOLERANCE[dtype] * e.abs().max()
+        error = (a - e).norm(dim=-1) / e.norm(dim=-1).clamp_min(0.1 * e.norm(dim=-1).mean())
+        assert error.max() <= TOLERANCE[dtype]
+
+
+def check(device, function, inputs, dtype):
+    """Compare a function of the layer's operations with itself in float64."""
+    expected = with_gradients(function(TORCH_OPS), inputs, torch.float64)
+    with device.running():
+        actual = with_gradients(function(KERNELS), inputs, dtype, device.place)
+    assert_rows_equal(actual, expected, dtype)
+    return actual
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)])
+def test_addition_and_rms_norm(device, shape, dtype):
+    """Together, and the norm alone."""
+    inputs = [numbers(*shape, seed=i, dtype=dtype) for i in range(2)]
+    weight = (1 + numbers(shape[1], seed=2, dtype=dtype) / 2).to(dtype).double()
+
+    def norm_of(parts):
+        return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
+
+    for x, *delta in (inputs, inputs[:1]):
+        check(device, norm_of, [x, weight, *delta], dtype)
+
+
+# rows, query heads, key heads, head size
+@DTYPES
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)])
+def test_rotation_of_heads(device, shape, has_norms, dtype):
+    """With a table of positions and without."""
+    rows, heads, kv_heads, dim = shape
+    counts = heads, kv_heads, kv_heads
+    inputs = [numbers(rows, sum(counts) * dim, dtype=dtype)]
+    norms = [(1 + numbers(dim, seed=2 + i) / 2).to(dtype).double() for i in range(2)]
+    inputs += norms if has_norms else []
+    angles = 3 * numbers(rows + 4, 1, dim // 2, seed=4).float()
+    positions = (torch.arange(rows) * 5) % (rows + 4)
+    table = angles.cos(), angles.sin()
+    chosen = [x[positions] for x in table]
+    exact = Rotary(*(x.double() for x in chosen))
+
+    def rotated(parts, rotary):
+        def function(packed, *norms):
+            own = exact if parts is TORCH_OPS else rotary
+            return parts.rotate_heads(
+                packed, counts, HeadNorms(*norms, 1e-2) if norms else None, own
+            )
+
+        return function
+
+    for given in ((*table, positions), chosen):
+        rotary = Rotary(*map(device.put, given))
+        actual = check(device, lambda parts, rotary=rotary: rotated(parts, rotary), inputs, dtype)
+        v = inputs[0].to(dtype).unflatten(1, (-1, dim))[:, -kv_heads:]
+        assert torch.equal(actual[2], v)  # copied, bitwise
+
+
+MATRICES = pytest.mark.parametrize("shape", [(1, 8), (5, 264), (37, 48), (3, 4864)])  # rows, size
+
+
+@DTYPES
+@MATRICES
+def test_swiglu(device, shape, dtype):
+    inputs = [(3 * numbers(shape[0], 2 * shape[1])).to(dtype).double()]
+    check(device, lambda parts: parts.swiglu, inputs, dtype)
+
+
+@DTYPES
+@MATRICES
+def test_chosen_rows(device, shape, dtype):
+    """Chosen often, one 300 times, or never; for equal gradients too, whose sum in half precision
+    would stop to grow.
+    """
+    rows, size = shape
+    generator = torch.Generator().manual_seed(rows)
+    chosen = torch.cat([torch.randint(rows, (2 * rows,), generator=generator), torch.ones(300)])
+    chosen = chosen.long()[torch.randperm(len(chosen), generator=generator)] % rows
+    starts = torch.searchsorted(chosen.sort().values, torch.arange(rows + 1))
+    by_row = [device.put(chosen.argsort(stable=True)), device.put(starts)]
+    for grad in (numbers(len(chosen), size, dtype=dtype), torch.ones(len(chosen), size) / 3):
+        grad = grad.to(dtype)
+        expected = torch.zeros(rows, size, dtype=torch.float64).index_add(0, chosen, grad.double())
+        x = torch.zeros(rows, size, dtype=dtype, device=device.place, requires_grad=True)
+        with device.running():
+            out = choose_rows(x, device.put(chosen), by_row if device.is_gpu else None)
+            (actual,) = torch.autograd.grad(out, x, device.put(grad))
+        error = (actual.cpu().double() - expected).abs()
+        assert (error <= max(TOLERANCE[dtype], 1e-5) * expected.abs() + 1e-4).all()
+
+
+def test_a_position_outside_the_table_gives_nan(device):
+    table = (torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
+    with device.running():
+        packed, rotary = device.put(torch.ones(4, 6 * 16)), Rotary(*map(device.put, table))
+        q, k, _ = KERNELS.rotate_heads(packed, (2, 2, 2), None, rotary)
+    expected = [False, True, True, False]
+    assert q.isnan().all(-1).all(-1).tolist() == k.isnan().any(-1).any(-1).tolist() == expected
+
+
+def test_large_gates_saturate_and_no_rows_are_none(device):
+    gate = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan]])
+    packed = torch.cat([gate, torch.ones(1, 8)], 1)
+    with device.running():
+        out, grad = with_gradients(KERNELS.swiglu, [packed], torch.float32, device.place)
+        of_none = with_gradients(
+            lambda x, w: KERNELS.add_rms_norm(x, x, w, 1e-6),
+            (torch.ones(0, 8), torch.ones(8)),
+            torch.float32,
+            device.place,
+        )
+        of_none += with_gradients(KERNELS.swiglu, [torch.ones(0, 16)], torch.float32, device.place)
+    torch.testing.assert_close(out, F.silu(gate), equal_nan=True)
+    assert grad[0, :7].isfinite().all()
+    assert grad[0, 7].isnan()
+    assert all(x.numel() == 0 or (x == 0).all() for x in of_none)
+
+
+@pytest.mark.parametrize(
+    "where", [Device("cpu"), pytest.param(Device("emulated"), marks=pytest.mark.emulated)]
+)
+def test_the_operators_pass_opcheck(where):
+    x, weight, heads = torch.randn(5, 16), torch.ones(16), torch.randn(5, 2, 8)
+    tables = (torch.ones(5, 1, 4), torch.ones(5, 1, 4))
+    of_head, packed, positions = torch.ones(8), torch.randn(5, 4 * 8), torch.arange(5)
+    grads = heads, heads[:, :1] + 1, heads[:, :1] + 2
+    rows = [torch.tensor(i) for i in ([1, 0, 1, 3, 0], [1, 4, 0, 2, 3], [0, 2, 4, 4, 5])]
+    calls = [
+        ("add_rms_norm", x, x, weight, 1e-6),
+        ("add_rms_norm", x, None, weight, 1e-6),
+        ("add_rms_norm_backward", x, x, x, weight, 1e-6),
+        ("add_rms_norm_backward", x, None, x, weight, 1e-6),
+        ("rotate_heads", packed, 2, 1, None, None, *tables, positions, 0.0),
+        ("rotate_heads", packed, 2, 1, of_head, of_head, *tables, None, 1e-6),
+        ("rotate_heads_backward", *grads, None, None, None, *tables, positions, 0.0),
+        ("rotate_heads_backward", *grads, packed, of_head, of_head, *tables, None, 1e-6),
+        ("swiglu", packed),
+        ("swiglu_backward", x, packed),
+        ("choose_rows_backward", x, *(rows if where.is_gpu else (rows[0], None, None)), 4),
+    ]
+    with where.running():
+        for name, *arguments in calls:
+            operator = getattr(torch.ops.maxrl_fast, name).default
+            # those of a backward pass have no derivative
+            few = {"test_utils": ("test_schema", "test_faketensor")} if "backward" in name else {}
+            torch.library.opcheck(operator, tuple(arguments), **few)
+
+
+def test_which_sizes_are_served():
+    def serves(hidden, intermediate, head_dim, dtype):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("maxrl_fast.ops.dispatch.is_gpu", lambda device: True)
+            return layer_ops(hidden, intermediate, head_dim, dtype, CPU) is KERNELS
+
+    assert serves(896, 4864, 64, torch.bfloat16)
+    assert serves(4096, 4, 8, torch.float32)
+    assert not serves(4100, 4, 8, torch.float32)
+    assert not serves(896, 4865, 64, torch.bfloat16)
+    assert not serves(896, 4864, 24, torch.bfloat16)
+    assert not serves(900, 4864, 64, torch.bfloat16)
+    assert not serves(896, 4864, 64, torch.float64)
+    # the kernels of a CPU take any sizes
+    assert layer_ops(4100, 4865, 24, torch.float64, CPU) is KERNELS
+    assert layer_ops(896, 4864, 64, torch.float16, CPU) is TORCH_OPS
+
+
+@pytest.mark.emulated
+def test_a_launch_refuses_what_it_cannot_read():
+    x, ones, odd = torch.ones(4, 8), torch.ones(8), torch.ones(4, 16)[:, ::2]
+    rotary = Rotary(torch.ones(4, 1, 6), torch.ones(4, 1, 6))
+    shape = r"must be a contiguous torch.float32 tensor of shape \(4, 8\)"
+    with emulated_gpu():
+        for call, message in (
+            (lambda: KERNELS.add_rms_norm(x, odd, ones, 1e-6), f"delta {shape}"),
+            (lambda: KERNELS.swiglu(odd), f"packed {shape}"),
+            (
+                lambda: KERNELS.swiglu(torch.ones(33)[1:].view(4, 8)),
+                "swiglu needs tensors and rows aligned to 16 bytes",
+            ),
+            (
+                lambda: KERNELS.add_rms_norm(torch.ones(4, 6), None, torch.ones(6), 1e-6),
+                "hidden_size must be a multiple of 4 up to 4096, got 6",
+            ),
+            (
+                lambda: KERNELS.rotate_heads(torch.ones(4, 36), (1, 1, 1), None, rotary),
+                "head_dim must be a multiple of 8 up to 256, got 12",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
+# --- the decoder
+
+PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8], [11, 12, 13, 14, 15], [2, 3]])
+# Of a CPU, whose kernels take any; those that a GPU's have in half precision too.
+ANY_SIZES = {"hidden_size": 33, "intermediate_size": 45, "head_dim": 6}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+def policy(family, sizes=SIZES):
+    """Return a policy whose smaller weights do not multiply what is rounded."""
+    model = tiny_decoder(model_type=family, tie_word_embeddings=family != "qwen3", **sizes)
+    with torch.no_grad():
+        for matrix in (p for p in model.parameters() if p.dim() == 2):
+            matrix.mul_(0.5)
+    return model
+
+
+def passes(model, dtype, place=CPU):
+    """Return the logits of a small batch, and the gradients of all trained weights."""
+    batch = one_batch(PROMPTS.to(place), ROLLOUTS.to(place))
+    logits = F.linear(run_batch(model, batch, dtype), model.output_matrix.to(dtype))
+    model.zero_grad()
+    logits.float().log_softmax(-1)[:, 3].sum().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def trained(model, dtype, place=CPU):
+    return [x.detach().double().cpu() for x in passes(model.to(place), dtype, place)]
+
+
+def of_pytorch(model, dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "layer_ops", lambda *_: TORCH_OPS)
+        return trained(copy.deepcopy(model).to(dtype), dtype)
+
+
+def errors(actual, expected):
+    assert len(actual) == len(expected) > 4
+    return [float((a - e).norm() / e.norm()) for a, e in zip(actual, expected, strict=True)]
+
+
+@pytest.mark.parametrize("options", ["plain", "checkpointed", "lora"])
+@FAMILIES
+def test_a_decoder_has_the_outputs_and_gradients_of_pytorchs_operations(device, family, options):
+    model = policy(family, SIZES if device.is_gpu else ANY_SIZES)
+    if options == "lora":
+        add_adapters(model, 3, 6.0, "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", 0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                generator = torch.Generator().manual_seed(1)
+                torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    expected = of_pytorch(model, torch.float64)
+    model.checkpoint_activations = options == "checkpointed"
+    names = []
+    with device.watched(names):
+        actual = trained(model, torch.float32, device.place)
+    passes = 2 if options == "checkpointed" else 1
+    assert names.count("swiglu") == 2 * passes
+    assert names.count("swiglu_backward") == 2
+    assert names.count("add_rms_norm") == 4 * passes + 1
+    # adapters: no gradient below the first norm
+    assert names.count("add_rms_norm_backward") == (4 if options == "lora" else 5)
+    limit = 1e-3 if device.name == "cuda" else 2e-5
+    assert max(errors(actual, expected)) <= limit
+
+
+@FAMILIES
+def test_the_decoder_in_bfloat16_is_no_further_from_float64_with_kernels(device, family):
+    """Where weights are rounded, q, k and v are one matrix multiplication, and gate and up."""
+    model, products, linear = policy(family), [], F.linear
+    exact, plain = of_pytorch(model, torch.float64), of_pytorch(model, torch.bfloat16)
+    with device.running(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", lambda *x: (products.append(len(x[1])), linear(*x))[1])
+        actual = trained(model, torch.bfloat16, device.place)
+    if device.is_gpu:
+        assert products == 2 * [8 * 16, 64, 2 * 96] + [32]
+    error, of_plain = (math.hypot(*errors(given, exact)) for given in (actual, plain))
+    assert error < 1.5 * of_plain
+
+
+@pytest.mark.gpu
+@FAMILIES
+def test_an_update_in_bfloat16_has_the_gradients_of_float32(family):
+    def updated(model, dtype, place):
+        model = model.to(place)
+        optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
+        learner = Learner(
+            model, optimizer, LossSettings("reinforce", "token_mean"), 1e9, 10_000, dtype
+        )
+        samples = Samples(PROMPTS.to(place), ROLLOUTS.to(place))
+        advantages = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.5, 1.5], device=place)
+        metrics = learner.update(samples, advantages, samples.sequences, when="step 1", lr=1e-3)
+        return metrics.loss, {name: p.grad.cpu() for name, p in model.named_parameters()}
+
+    gpu, model = torch.device("cuda"), policy(family)
+    loss, expected = updated(copy.deepcopy(model), torch.float32, CPU)
+    gpu_loss, actual = updated(model, torch.bfloat16, gpu)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    x = torch.empty(0, dtype=torch.bfloat16, device=gpu)
+    assert can_join((attention.q_proj, attention.k_proj, attention.v_proj), x)
+    assert can_join((mlp.gate_proj, mlp.up_proj), x)
+    assert gpu_loss == pytest.approx(loss, rel=1e-2)
+    norm = sum(e.square().sum() for e in expected.values()).sqrt()
+    for name, e in expected.items():
+        cosine = torch.cosine_similarity(actual[name].flatten(), e.flatten(), dim=0)
+        assert cosine > (0.999 if e.norm() > 0.02 * norm else 0.98), name
+
+
+@pytest.mark.emulated
+def test_sharded_weights_have_the_same_gradients():
+    """FSDP2 on one rank: the kernels get the gathered weights of a layer."""
+    model = policy("qwen3")
+    expected = of_pytorch(model, torch.float32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 0.05)):
+            sharded, names = copy.deepcopy(model), []
+            shard(sharded, dtype, CPU)
+            with Device("emulated").watched(names):
+                actual = [full_tensor(x).double() for x in passes(sharded, dtype)]
+            assert names.count("swiglu_backward") == names.count("rotate_heads_backward") == 2
+            assert max(errors(actual, expected)) <= tolerance
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.emulated
+def test_a_compiled_decoder_keeps_the_operations_of_pytorch(monkeypatch):
+    model = policy("qwen2")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model.compile_layers()
+    names = []
+    with Device("emulated").watched(names):
+        trained(model, torch.float32)
+        assert DeviceDecoder(model, torch.float32, compiled=True).model.ops is TORCH_OPS
+        assert DeviceDecoder(model, torch.float32).model.ops is KERNELS
+    assert names == ["chosen_rows_backward"]  # after the layers
+
+
+@pytest.mark.emulated
+@FAMILIES
+def test_decoding_in_kernels_has_the_decoders_hidden_states(family):
+    from tests.rollout.test_decode_model import check_hidden_states
+
+    names = []
+    check_hidden_states(
+        tiny_decoder(model_type=family, **SIZES), 1e-5, lambda: Device("emulated").watched(names)
+    )
+    # Of the decoding model alone: 2 layers of 4 launches, and the first norm; twice, with and
+    # without chosen rows.
+    assert names.count("rotate_heads") == names.count("swiglu") == 4
+    assert names.count("add_rms_norm") == 10

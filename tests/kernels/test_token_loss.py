@@ -1,0 +1,573 @@
+"""The token kernels, row by row: vocabulary sizes, dtypes, strides, extreme values. The CPU's are
+compared with PyTorch in float64, a GPU's with the CPU's.
+
+tests/ops/test_token_loss.py compares every loss with its definition.
+"""
+
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+
+from maxrl_fast import ops
+from maxrl_fast.ops.token_loss_kernel import write_logprobs_gradient
+from tests.kernels.devices import CPU, NO_CLUSTERS, emulated_gpu
+from tests.ops.loss_definitions import computed, in_float32
+from tests.ops.loss_definitions import example as small_example
+
+GPU = torch.device("cuda")
+LENGTHS = torch.tensor([3, 0, 1, 9, 4, 0, 6])
+T = int(LENGTHS.sum())
+# The relative error of a row in the Euclidean norm, from rounding of the result and of float32
+# arithmetic.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 2e-3, torch.float64: 1e-12}
+# Between a GPU and a CPU. In float32 a log-prob of -12 is known to 1e-6, which functions of it
+# multiply.
+OF_GPU = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float64: 1e-11}
+HALVES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def example(vocab, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (2 * torch.randn(T, vocab, generator=generator)).to(dtype)
+    targets = torch.randint(vocab, (T,), generator=generator)
+    targets[0], targets[1] = 0, vocab - 1
+    logp, _ = ops.token_logprobs(logits, targets)
+    return logits, {
+        "targets": targets,
+        "advantages": torch.tensor([1.5, 1.0, -2.0, 0.7, 0.0, 1.0, -0.4]),
+        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)]),
+        "old_logprobs": logp + 0.3 * torch.randn(T, generator=generator),
+        "ref_logprobs": logp + 0.3 * torch.randn(T, generator=generator),
+        "mask": torch.rand(T, generator=generator) < 0.8,
+        "temperature": 0.5 + torch.rand(T, generator=generator),
+    }
+
+
+def results(logits, batch, **options):
+    z = logits.detach().requires_grad_()
+    loss, metrics = ops.policy_gradient_loss(z, **batch, **options)
+    return loss.detach(), torch.autograd.grad(loss, z)[0], metrics
+
+
+def on(device, logits, batch, capability="9", **options):
+    with device.running(capability):
+        return results(device.put(logits), device.put(batch), **options)
+
+
+def assert_rows_close(actual, expected, tolerance):
+    error = (actual.cpu().double() - expected.double()).norm(dim=1)
+    assert (error <= tolerance * expected.double().norm(dim=1)).all(), float(error.max())
+
+
+def assert_same(actual, expected, tolerance, rel=1e-5, abs=5e-7):
+    """Compare loss, gradient and metrics."""
+    assert actual[0].item() == pytest.approx(expected[0].item(), rel=rel, abs=abs)
+    assert_rows_close(actual[1], expected[1], tolerance)
+    for name, value in expected[2].items():
+        assert actual[2][name].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
+
+
+# --- the loss sum_t -w_t logp_t - c H_t, whose every row has a gradient of its own, in float64
+
+
+def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
+    """Return the loss and its gradient by autograd."""
+    z = logits.detach().double().requires_grad_()
+    log_p = torch.log_softmax(z / temperature, -1)
+    entropy = -(log_p.exp() * log_p.clamp_min(-1e300)).sum(-1)
+    logp = log_p.gather(1, targets[:, None])[:, 0]
+    loss = (-weights.double() * logp - entropy_coef * entropy).sum()
+    return loss.detach(), torch.autograd.grad(loss, z)[0]
+
+
+def ours(logits, targets, weights, **options):
+    """Return the same from the kernel, with one response per token."""
+    options |= {"loss": "reinforce", "aggregation": "seq_sum_constant", "denominator": 1.0}
+    cu_seqlens = torch.arange(len(targets) + 1)
+    batch = {"targets": targets, "advantages": weights, "cu_seqlens": cu_seqlens}
+    return results(logits, batch, **options)[:2]
+
+
+def make_rows(vocab, dtype, rows=5, scale=3.0):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (scale * torch.randn(rows, vocab, generator=generator)).to(dtype)
+    targets = torch.randint(vocab, (rows,), generator=generator)
+    targets[0], targets[1] = 0, vocab - 1
+    return logits, targets, torch.tensor([1.5, -2.0, 0.7, -1.0, 3.0])
+
+
+@cache
+def exact_rows(vocab, dtype, entropy_coef, temperature):
+    return exact(*make_rows(vocab, dtype), entropy_coef, temperature)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("vocab", [1, 2, 127, 50257])
+def test_every_row_is_close_to_float64(vocab, dtype):
+    """At its target and elsewhere, each within its own relative error."""
+    logits, targets, weights = make_rows(vocab, dtype)
+    at_target = torch.zeros_like(logits, dtype=torch.bool).scatter(1, targets[:, None], True)
+    for entropy_coef, temperature in ((0.0, 1.0), (0.5, 0.7)):
+        options = {"entropy_coef": entropy_coef, "temperature": temperature}
+        loss, gradient = ours(logits, targets, weights, **options)
+        expected_loss, expected = exact_rows(vocab, dtype, entropy_coef, temperature)
+        assert gradient.dtype == dtype
+        assert loss.item() == pytest.approx(expected_loss.item(), rel=2e-6)
+        # At the target, the terms of loss and entropy can nearly cancel.
+        tolerance = TOLERANCE[dtype] * (4 if entropy_coef else 1)
+        for part in (at_target, ~at_target):
+            assert_rows_close(gradient.where(part, 0), expected.where(part, 0.0), tolerance)
+        sums = gradient.double().sum(1).abs().max()
+        assert sums <= 4 * TOLERANCE[dtype] * expected.abs().sum(1).max()
+
+
+# The loss on rows of 40 numbers, on blocks of a row that are all -inf, and where the greatest logit
+# is so low that exp(-top) overflows.
+ONE, WIDE = torch.tensor([7]), torch.zeros(5, 40)
+SOME = make_rows(40, torch.float32, scale=1)[0].index_fill(1, torch.arange(4, 40, 5), -torch.inf)
+EXTREMES = {
+    "all -100": WIDE - 100,
+    "all 1e4": WIDE + 1e4,
+    "one-hot 1e4": WIDE.index_fill(1, ONE, 1e4),
+    "some -inf": SOME,
+    "nearly certain": WIDE.index_fill(1, ONE, 25.0),
+    "rising": torch.linspace(-80, 80, 40).expand(5, 40),
+    "one possible token": torch.tensor([-torch.inf, -3000]).expand(5, 2),
+}
+for size, top in ((2, -100.0), (2, -3000.0), (3000, -200.0), (5000, -3000.0)):
+    row = torch.tensor([-torch.inf] * (size - 2) + [top - 1, top])
+    EXTREMES[f"{top} after {size - 2} of -inf"] = row.expand(5, size)
+
+
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_logits(name):
+    for dtype in HALVES:
+        logits = EXTREMES[name].to(dtype)
+        possible = (logits[0] > -torch.inf).nonzero()[:, 0]
+        targets = possible[torch.tensor([7, 7, 0, 8, 2]) % len(possible)]
+        # far from the limits of half precision
+        weights = torch.tensor([1.5, -2.0, 0.7, -1.0, 3.0]) * 64
+        for options in ({}, {"entropy_coef": 0.5}):
+            loss, gradient = ours(logits, targets, weights, **options)
+            expected_loss, expected = exact(logits, targets, weights, **options)
+            assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+            assert gradient.isfinite().all()
+            assert (gradient[logits == -torch.inf] == 0).all()
+            if not options:
+                # The smallest positive number is 6e-8 in half precision, and 1e-38 for a float32
+                # exponential. An error in the seventh digit of an exponent near -100 is an error
+                # in the fifth digit of the exponential.
+                smallest = 6e-8 if dtype == torch.float16 else 1e-35
+                error = (gradient.double() - expected).abs()
+                assert (error <= max(TOLERANCE[dtype], 2e-5) * expected.abs() + smallest).all()
+
+
+def test_a_nearly_certain_target_keeps_its_gradient():
+    """1 - p is 1e-9, so p rounds to 1 in float32, and in bfloat16 it does from .998 on."""
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 4e-3)):
+        logits = torch.tensor([[0.0, -21.0, -23.0]], dtype=dtype)
+        _, expected = exact(logits, torch.tensor([0]), torch.ones(1))
+        _, actual = ours(logits, torch.tensor([0]), torch.ones(1))
+        assert expected[0, 0] < -1e-10
+        torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=0)
+        logp, entropy = ops.token_logprobs(logits, torch.tensor([0]))
+        log_p = torch.log_softmax(logits.double(), -1)
+        assert logp.item() == pytest.approx(log_p[0, 0].item(), rel=1e-5)
+        assert entropy.item() == pytest.approx(-(log_p.exp() * log_p).sum().item(), rel=1e-4)
+
+
+def test_a_nan_reaches_the_loss_but_no_other_row():
+    logits, targets, weights = make_rows(1000, torch.float32)
+    for value in (torch.nan, torch.inf):
+        poisoned = logits.clone()
+        poisoned[2, 345] = value
+        loss, gradient = ours(poisoned, targets, weights)
+        assert loss.isnan()
+        assert gradient[2].isnan().any()
+        assert gradient[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_gradients_round_to_every_float16_number():
+    """reinforce at V = 2 with p = 1/2 gives A/2."""
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    halves = halves[halves.isfinite() & (halves.float().abs() < 30000)]
+    logits = torch.zeros(len(halves), 2, dtype=torch.float16)
+    _, gradient = ours(logits, torch.zeros(len(halves), dtype=torch.int64), 2 * halves.float())
+    torch.testing.assert_close(gradient[:, 1], halves, rtol=0, atol=0)
+    torch.testing.assert_close(gradient[:, 0], -halves, rtol=0, atol=0)
+
+
+def test_results_are_bitwise_repeatable_on_any_number_of_threads():
+    e = small_example(vocab=20_000) | {"kl_coef": 0.1, "entropy_coef": 0.05, "loss": "gspo"}
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 3):
+            torch.set_num_threads(count)
+            loss, gradient, metrics = computed("kernel", **in_float32(e))
+            found.append(
+                torch.cat(
+                    [loss.view(1), gradient.flatten(), *map(torch.atleast_1d, metrics.values())]
+                )
+            )
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, found[0]) for x in found[1:])
+
+
+# --- all terms, on every device
+
+OPTIONS = [
+    {"loss": "reinforce"},
+    {"loss": "ppo", "aggregation": "seq_mean_token_mean"},
+    {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0},
+    {"loss": "cispo", "kl_coef": 0.1, "kl": "k2"},
+    {"loss": "gspo", "aggregation": "seq_mean_token_sum", "denominator": 11.0},
+]
+# Functions on token_logprobs, whose values do not depend on the choice of one of several nearly
+# equal tokens.
+FUNCTIONS = [
+    {"loss": loss, "aggregation": row.aggregation or "token_mean"}
+    for loss, row in ops.LOSSES.items()
+    if not row.fused and not row.over_batch
+]
+
+
+# A warp takes rows of up to 8 KiB, a block or a cluster of 4 takes those of 100 kB, and a cluster
+# of 8 takes those of 240 kB, which a block must read twice.
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [1, 2, 127, 100_000, 240_000])
+def test_loss_gradient_and_metrics_equal_the_cpus(gpu, size, dtype):
+    """Sizes from 1000 on are bytes of a row."""
+    vocab = size if size < 1000 else size // dtype.itemsize + 3
+    logits, batch = example(vocab, dtype)
+    for options in OPTIONS + FUNCTIONS * (vocab == 127) if size < 1000 else OPTIONS[2:4]:
+        expected = results(logits, batch, **options)
+        for capability in gpu.capabilities if size > 1000 else gpu.capabilities[:1]:
+            actual = on(gpu, logits, batch, capability, **options)
+            assert_same(actual, expected, OF_GPU[dtype])
+        again = on(gpu, logits, batch, capability, **options)
+        assert torch.equal(again[1], actual[1])  # deterministic
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("vocab", [32000, 50257, 151936, 262144])
+def test_large_vocabularies(vocab, dtype):
+    logits, batch = example(vocab, dtype)
+    batch_of_gpu = {name: x.to(GPU) for name, x in batch.items()}
+    for options in OPTIONS + FUNCTIONS * (vocab == 50257):
+        actual = results(logits.to(GPU), batch_of_gpu, **options)
+        assert_same(actual, results(logits, batch, **options), OF_GPU[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [31, 1030, 24001])
+def test_rows_at_any_address_and_in_place(device, vocab, dtype):
+    """The padding between rows is not written; on a CPU the results are bitwise the same."""
+    logits, batch = example(vocab, dtype)
+    tolerance = OF_GPU[dtype] if device.is_gpu else 0.0
+    _, expected, _ = results(logits, batch, **OPTIONS[2])
+    for offset in (0, 1, 3, 8):
+        padded = torch.full((T, vocab + 13), 7.0, dtype=dtype, device=device.place)
+        columns = slice(offset, offset + vocab)
+        padded[:, columns] = device.put(logits)
+        for capability in device.capabilities if vocab > 10_000 else device.capabilities[:1]:
+            one = torch.ones((), dtype=dtype, device=device.place, requires_grad=True)
+            _, gradient, _ = on(device, padded[:, columns], batch, capability, **OPTIONS[2])
+            written = one * padded
+            with device.running(capability):
+                loss, _ = ops.policy_gradient_loss(
+                    written[:, columns], **device.put(batch), **OPTIONS[2], in_place=True
+                )
+                loss.backward()
+            assert_rows_close(gradient, expected, tolerance)
+            assert_rows_close(written.detach()[:, columns], expected, tolerance)
+            for result in (padded, written.detach()):
+                assert (result[:, :offset] == 7).all()
+                assert (result[:, offset + vocab :] == 7).all()
+    _, transposed, _ = on(device, logits.T.contiguous().T, batch, **OPTIONS[2])
+    assert_rows_close(transposed, expected, tolerance)
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 5003, 12007])  # a block; in 4 and 8 bytes a cluster
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_logprobs_entropy_and_their_gradient(device, dtype, vocab):
+    """A CPU's against log_softmax in float64."""
+    logits, batch = example(vocab, dtype)
+    slopes = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
+    slopes[:, 3] = 0
+
+    def of(z, function):
+        z = z.detach().requires_grad_()
+        values = function(z, batch["targets"].to(z.device))
+        given = [x.to(values[0]) for x in slopes]
+        return (*(x.detach().cpu() for x in values), torch.autograd.grad(values, z, given)[0].cpu())
+
+    def kernel(z, targets):
+        return ops.token_logprobs(z, targets, temperature=0.7)
+
+    def by_definition(z, targets):
+        log_p = torch.log_softmax(z / 0.7, -1)
+        return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    expected = of(logits, kernel) if device.is_gpu else of(logits.double(), by_definition)
+    with device.running():
+        actual = of(device.put(logits), kernel)
+    for a, e in zip(actual[:2], expected[:2], strict=True):
+        assert a.dtype == torch.promote_types(dtype, torch.float32)
+        torch.testing.assert_close(a.double(), e.double(), rtol=1e-5, atol=1e-5 * device.is_gpu)
+    tolerance = 2 * OF_GPU[dtype] if device.is_gpu else 4 * TOLERANCE[dtype]
+    assert_rows_close(actual[2], expected[2], tolerance)
+
+
+def test_logprobs_of_few_tokens():
+    z, y = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), torch.tensor([4, 0, 2])
+    tau = torch.tensor([0.5, 1.0, 2.0])
+    assert torch.autograd.gradcheck(lambda x: ops.token_logprobs(x, y, temperature=tau), (z,))
+    with torch.no_grad():
+        assert not ops.token_logprobs(z, y)[0].requires_grad
+    logp, entropy = ops.token_logprobs(torch.tensor([[0.0, 0.0, -torch.inf]]), torch.tensor([1]))
+    torch.testing.assert_close(torch.cat([-logp, entropy]), torch.tensor([2.0, 2.0]).log())
+    # of any strides
+    assert [len(x) for x in ops.token_logprobs(torch.zeros(0, 9)[:, 1::2], y[:0])] == [0, 0]
+
+
+@pytest.mark.parametrize("vocab", [37, 5003])
+def test_more_rows_than_fit_at_once(gpu, vocab):
+    """Every warp, or block, takes several rows, some of which it skips."""
+    generator = torch.Generator().manual_seed(5)
+    size = 300 if vocab < 100 else 60
+    logits = 3 * torch.randn(size, vocab, generator=generator)
+    kept = torch.rand(size, generator=generator) < 0.7
+    batch = {
+        "targets": torch.randint(vocab, (size,), generator=generator),
+        "advantages": torch.randn(size, generator=generator) * kept,
+        "advantages_per_token": True,
+        "cu_seqlens": torch.tensor([0, 17, size]),
+        "mask": torch.rand(size, generator=generator) < 0.8,
+    }
+    assert_same(on(gpu, logits, batch), results(logits, batch), OF_GPU[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("vocab", "capability"),
+    [(40, "9"), (30011, "9"), (30011, NO_CLUSTERS), (40011, "9/2"), (70011, "9/1")],
+)
+def test_extreme_logits_on_a_gpu(gpu, vocab, capability):
+    """Logits of -inf have probability 0, large differences do not overflow, and one NaN or +inf
+    makes a row NaN. The largest clusters that fit may have 2 blocks, or 1.
+    """
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(6))
+    targets = torch.tensor([3, 3, vocab - 1, 0, 5, 5, 5, 5])
+    logits[0, vocab // 2 :] = -torch.inf
+    logits[1, :3] = logits[1, 4:] = -torch.inf  # all but the target
+    logits[2] *= 1e6
+    logits[3, 0] = 80  # a probability of 1
+    logits[4, 6:] = 1e6
+    logits[5, 9] = torch.nan
+    logits[6, 9] = torch.inf
+    logits[7, 5] = -torch.inf  # the target
+
+    def of(z, targets):
+        z = z.detach().requires_grad_()
+        logprobs, entropy = ops.token_logprobs(z, targets)
+        (gradient,) = torch.autograd.grad(logprobs[:5].sum() + 0.5 * entropy[:4].sum(), z)
+        return [x.detach().cpu() for x in (logprobs, entropy, gradient)]
+
+    expected = of(logits, targets)
+    with gpu.running(capability):
+        actual = of(gpu.put(logits), gpu.put(targets))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert actual[0].isfinite().tolist() == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize("loss", [name for name, row in ops.LOSSES.items() if row.over_batch])
+def test_losses_that_choose_tokens(gpu, loss):
+    """Of float64 logits, whose log-probs differ by less than those of two tokens."""
+    logits, batch = example(127, torch.float64)
+    # all candidates, since a GPU's draws are others
+    options = {"loss": loss, "loss_options": {"share": 1.0} if loss == "clip_cov" else None}
+    expected, actual = results(logits, batch, **options), on(gpu, logits, batch, **options)
+    assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-9)
+    assert_rows_close(actual[1], expected[1], 1e-9)
+
+
+def test_masked_values_may_be_anything_and_bad_targets_give_nan(gpu):
+    logits, batch = example(500, torch.float32)
+    _, clean, _ = results(logits, batch)
+    masked = ~batch["mask"]
+    logits[masked] = torch.nan
+    batch["targets"][masked] = -100
+    loss, gradient, _ = on(gpu, logits, batch)
+    assert loss.isfinite()
+    assert_rows_close(gradient, clean, OF_GPU[torch.float32])
+    bad = batch["mask"].nonzero()[0]
+    batch["targets"][bad] = 500
+    loss, gradient, _ = on(gpu, logits, batch)
+    assert loss.isnan()
+    assert gradient[bad].isnan().all()
+
+
+# A warp, a cluster, and a block that reads rows twice, write the gradient over float32 logits.
+@pytest.mark.parametrize(
+    ("vocab", "capability", "dtype"),
+    [
+        (517, "9", torch.float32),
+        (517, "9", torch.bfloat16),
+        (12_007, "9", torch.float16),
+        (60_001, NO_CLUSTERS, torch.bfloat16),
+    ],
+)
+def test_linear_loss(gpu, vocab, capability, dtype):
+    _, batch = example(vocab, torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    # small logits, whose rounding on a GPU changes the loss little
+    inputs = [torch.randn(n, 24, generator=generator) for n in (T, vocab)]
+    inputs = [inputs[0].div(4).to(dtype), inputs[1].to(dtype)]
+
+    def of(inputs, batch):
+        h, w = (x.detach().requires_grad_() for x in inputs)
+        loss, _ = ops.linear_policy_gradient_loss(
+            h, w, **batch, loss="reinforce", entropy_coef=0.1, chunk_tokens=7
+        )
+        logprobs, _ = ops.linear_token_logprobs(h, w, batch["targets"], chunk_tokens=7)
+        total = 3 * loss + logprobs.mean()
+        return [x.detach().cpu() for x in (loss, logprobs, *torch.autograd.grad(total, (h, w)))]
+
+    expected = of([x.float() for x in inputs], batch)
+    with gpu.running(capability):
+        actual = of([gpu.put(x) for x in inputs], gpu.put(batch))
+    limits = (3e-3, 1e-2) if gpu.name == "cuda" else (1e-5, 6e-3)
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        error = limits[i > 1] if gpu.name == "cuda" or dtype != torch.float32 else 1e-5
+        assert (a - e).double().norm() <= error * e.double().norm()
+
+
+@pytest.mark.parametrize(
+    "around", [nullcontext, pytest.param(emulated_gpu, marks=pytest.mark.emulated)]
+)
+def test_rows_may_be_more_than_32_bits_apart(around):
+    """The memory between the rows is never touched, so that the system need not have it."""
+    generator = torch.Generator().manual_seed(0)
+    stride, targets = 2**32 + 72, torch.tensor([1, 2, 70])
+    near = torch.randn(3, 71, generator=generator).bfloat16()
+    memory = torch.empty(2 * stride + 71, dtype=torch.bfloat16)
+    far = memory.as_strided((3, 71), (stride, 1)).copy_(near)
+    with around():
+        pairs = zip(*(ops.token_logprobs(x, targets) for x in (far, near)), strict=True)
+        for logits in (far, near):
+            rows = targets, torch.ones(3).double(), torch.ones(3), torch.full((3,), 0.5)
+            write_logprobs_gradient(logits, rows, logits)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert torch.equal(far, near)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements():
+    vocab, rows = 262144, 8200  # 2.15e9 elements
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=GPU).requires_grad_()
+    batch = torch.full((rows,), 7), torch.ones(1), torch.tensor([0, rows])
+    loss, _ = ops.policy_gradient_loss(logits, *(x.to(GPU) for x in batch), loss="reinforce")
+    loss.backward()
+    assert loss.item() == pytest.approx(torch.tensor(float(vocab)).log().item(), rel=1e-6)
+    last = logits.grad[-1].float()
+    assert last[7].item() == pytest.approx(-1 / rows, rel=1e-2)
+    assert last[8].item() == pytest.approx(1 / rows / vocab, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_ratio_reward(device, dtype):
+    """A CPU's against sums in float64."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, 300, (170,), generator=generator)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    logprobs, ref = 0.2 * torch.randn(2, int(cu_seqlens[-1]), generator=generator, dtype=dtype)
+    weights = torch.randn(170, generator=generator, dtype=dtype)
+
+    def of(x, ref, cu_seqlens, mask):
+        x = x.detach().requires_grad_()
+        proxies = ops.log_ratio_reward(x, ref, cu_seqlens, beta=0.3, mask=mask)
+        gradient = torch.autograd.grad(proxies, x, weights.to(x))[0]
+        return proxies.detach().cpu(), gradient.cpu()
+
+    for mask in (None, torch.rand(len(ref), generator=generator) < 0.8):
+        inputs = logprobs, ref, cu_seqlens, mask
+        with device.running():
+            actual = of(*map(device.put, inputs))
+        difference = (logprobs.double() - ref.double()) * (1 if mask is None else mask)
+        sums = 0.3 * torch.stack([x.sum() for x in difference.split(lengths.tolist())])
+        by_token = 0.3 * weights.double().repeat_interleave(lengths) * (1 if mask is None else mask)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+        for a, e in zip(actual, (sums, by_token), strict=True):
+            assert e.abs().max() > 0.1
+            torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=1e-6)
+
+
+# --- what only a GPU has: streams, graphs, and a host that may wait for it
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [16, torch.tensor([0, 1, 1, 40, 500, 16384])])
+def test_pacs(groups):
+    generator = torch.Generator().manual_seed(0)
+    proxies = torch.randn(16384, generator=generator)
+    labels = torch.rand(16384, generator=generator) < 0.3
+    for score in ("rloo", "grpo", "dr_grpo", "naive"):
+        found = []
+        for place in (CPU, GPU):
+            r = proxies.to(place).requires_grad_()
+            given = groups.to(place) if isinstance(groups, torch.Tensor) else groups
+            loss, metrics = ops.pacs_loss(r, labels.to(place), given, score=score)
+            found.append((loss.detach(), torch.autograd.grad(loss, r)[0], *metrics.values()))
+        for cpu, gpu in zip(*found, strict=True):
+            torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-5, atol=1e-9)
+
+
+@pytest.fixture
+def on_gpu():
+    logits, batch = example(5000, torch.bfloat16)
+    return logits.to(GPU), {name: x.to(GPU) for name, x in batch.items()}
+
+
+@pytest.mark.gpu
+def test_on_a_side_stream_and_in_a_graph(on_gpu):
+    z, batch = on_gpu
+    batch = {name: x for name, x in batch.items() if name != "mask"} | {"denominator": 9.0}
+    expected = ops.policy_gradient_loss(z, **batch)[0].item()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            side = ops.policy_gradient_loss(z, **batch)[0]
+    stream.synchronize()
+    assert side.item() == expected
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = ops.policy_gradient_loss(z, **batch)
+    z.mul_(0.5)
+    graph.replay()
+    assert captured.item() == pytest.approx(ops.policy_gradient_loss(z, **batch)[0].item())
+    assert captured.item() != pytest.approx(expected)
+
+
+@pytest.mark.gpu
+def test_no_operator_waits_for_the_device(on_gpu):
+    z, batch = on_gpu[0].requires_grad_(), on_gpu[1]
+    hidden, weight = (torch.randn(n, 64, device=GPU).bfloat16().requires_grad_() for n in (T, 5000))
+    unmasked = {name: values for name, values in batch.items() if name != "mask"}
+    # the first one looks what torch can do
+    ops.linear_policy_gradient_loss(hidden, weight, **unmasked)[0].backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for options in OPTIONS + FUNCTIONS:
+            loss, _ = ops.policy_gradient_loss(z, **batch, **options)
+            (2 * loss).backward()
+            ops.linear_policy_gradient_loss(hidden, weight, **unmasked, **options)[0].backward()
+        ops.token_logprobs(z, batch["targets"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -29,8 +29,10 @@ GPU_WHEELS := typing-extensions rich markdown-it-py mdurl pygments liger-kernel 
 PEER_PACKAGES := torch numpy safetensors rich matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
+# markers of the suites that need a GPU, or a build or an environment of their own
+LANES := gpu and not emulated and not vllm and not browser and not integrations
 
-.PHONY: help setup setup-hf train test test-all size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup setup-hf train test test-all test-everything size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,10 +59,12 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
 test: lint  ## lint, then the tests that are not slow: before each commit (5 minutes)
-	$(PYTEST) -m 'not slow and not gpu and not emulated and not vllm and not browser and not integrations'
+	$(PYTEST) -m 'not slow and not $(LANES)'
 
-test-all: lint  ## lint, then all tests of the CPU (14 minutes)
-	$(PYTEST)
+test-all: test  ## `make test`, then the slow tests: all tests of the CPU
+	$(PYTEST) -m 'slow and not $(LANES)'
+
+test-everything: test-all sanitize test-emulated test-vllm test-browser test-integrations dist  ## every suite that needs no GPU
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)
 	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q playwright

@@ -37,6 +37,7 @@ NO_SCRIPTS = {"experiment.py", "maze_progress.py", "partial_credit.py", "trainin
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {
     *"naive_engine.py sort_task.py calculator_environment.py custom_loss.py judge.py".split(),
+    "word_problems.py",
 }
 
 
@@ -132,6 +133,22 @@ def test_the_maze_config_is_valid():
     config = parse(["--config", str(EXAMPLES / "maze.toml")])
     check(config)
     resolve(config, MazeTask(config.task.maze_size))
+
+
+def test_word_problems_have_answers_and_hold_out_numbers():
+    file = runpy.run_path(str(EXAMPLES / "language/word_problems.py"))
+    numbers = {"train": set(), "test": set()}
+    for split, seen in numbers.items():
+        for line in file["problems"](split, 400):
+            question = line["prompt"][-1]["content"]
+            a, b = map(int, re.findall(r"\d+", question))
+            answers = {"+": a + b, "lost": a - b, "*": a * b, "boxes": a * b}
+            kind = next(word for word in answers if word in question)
+            assert line["answer"] == str(answers[kind])
+            seen.add((kind, a, b))
+    assert not numbers["train"] & numbers["test"]
+    assert file["number"]("", "2 * 9 is 18.", answer="18") == 1
+    assert file["number"]("", "18 is 2 * 9", answer="18") == file["number"]("", "?", "18") == 0
 
 
 QWEN3 = {

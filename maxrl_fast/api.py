@@ -35,6 +35,7 @@ from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.jsonl import json_value
 from maxrl_fast.tasks.names import OBJECT
 
 Reward = str | Callable[..., Any]
@@ -246,17 +247,34 @@ def _named(
 
 def _stored(option: str, rows: Any, folder: Path) -> Path:
     """Write rows to a file that is named by its content, for a resumed run to read again."""
-    rows = rows.to_dict("records") if hasattr(rows, "iloc") else rows
+    if hasattr(rows, "iloc"):
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    elif hasattr(rows, "to_list"):  # a Dataset, whose images are not decoded
+        rows = rows.to_list()
+    content, place, value = "", option, rows
     try:
-        content = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{option} must be a file, or rows of JSON values: {error}") from error
-    path = folder / f"data-{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
+        for number, row in enumerate(rows, start=1):
+            place, value = f"{option}, row {number}", row
+            for name, value in dict(row).items():
+                place = f"{option}, row {number}: {name}"
+                json.dumps(value, default=_plain)
+            content += json.dumps(dict(row), default=_plain) + "\n"
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{place} must be {'JSON' if ':' in place else 'a file, or rows of JSON values'}, got "
+            f"{value!r:.80}"
+        ) from error
+    path = folder / f"data-{hashlib.sha256(content.encode()).hexdigest()[:12]}.jsonl"
     if Ranks.of_environment().is_first:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as temporary:
-            temporary.write_bytes(content)
+            temporary.write_text(content)
     return path
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a row that JSON has no type for, as files of Parquet have it."""
+    return None if isinstance(value, bytes) else json_value(value) or value.tolist()
 
 
 def _name_of(value: Any) -> str:

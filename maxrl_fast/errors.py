@@ -79,3 +79,6 @@ class RewardError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.advice = advice
+
+
+FAILURES = NonFiniteError, RewardError, StorageError, EngineError

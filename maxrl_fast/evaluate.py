@@ -8,14 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from maxrl_fast.config.evaluation import check, parse
-from maxrl_fast.errors import (
-    EngineError,
-    InputError,
-    NonFiniteError,
-    RewardError,
-    StorageError,
-    UserCodeError,
-)
+from maxrl_fast.errors import FAILURES, InputError, UserCodeError
 from maxrl_fast.job.evaluate import compare_evaluations, evaluate_checkpoint
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.loading import naming_user_code
@@ -44,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     except torch.OutOfMemoryError as error:
         screen.error(f"{str(error).partition('. ')[0]}; a lower --kv-cache-gb needs less")
         return 1
-    except (EngineError, NonFiniteError, RewardError, StorageError, UserCodeError) as error:
+    except (*FAILURES, UserCodeError) as error:
         screen.error(f"{error}; nothing was kept")
         return 1
     except InputError as error:

@@ -1,6 +1,4 @@
-"""Random episodes, a naive forward pass over one of them, and a tiny task with environments and an
-engine that plays them, for the tests.
-"""
+"""Random episodes, their naive forward pass, and a task with an engine that plays them."""
 
 import math
 from dataclasses import dataclass, field

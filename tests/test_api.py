@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -355,14 +357,24 @@ def test_a_notebook_gets_few_plain_lines(monkeypatch, capsys):
 def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{i}: say"} for i in range(40)]
-    table = SimpleNamespace(iloc=None, to_dict=lambda kind: rows)  # a DataFrame
     model = str(save_tool_policy(tmp_path / "policy"))
     options = {"prompts": 4, "rollouts": 4, "eval_prompts": 3, "eval_samples": 4, "threads": 1}
     options |= {"task": "dataset", "model": model, "objective": "rloo", "max_new_tokens": 6}
     options |= {"reward": lambda prompt, response, **columns: len(response) / 10}
     done = maxrl_fast.run(data=rows, steps=1, lr_schedule="constant", out="o", **options)
-    assert done.resume(data=table, steps=2).exit == 0
+    assert done.resume(data=pandas.DataFrame(rows), steps=2).exit == 0
     [file] = tmp_path.glob("data-*.jsonl")
     assert read(file) == rows
-    with pytest.raises(InputError, match="data must be a file, or rows of JSON values"):
-        maxrl_fast.run(data=[{"prompt": {1}}], out="other", **options)
+    numbers = {"a": np.arange(2), "b": Decimal("1.5"), "c": b"c"}
+    dataset = SimpleNamespace(to_list=lambda: [row | numbers for row in rows])
+    assert maxrl_fast.run(data=dataset, steps=1, out="p", **options).exit == 0
+    [more] = set(tmp_path.glob("data-*.jsonl")) - {file}
+    assert read(more)[0] == rows[0] | {"a": [0, 1], "b": "1.5", "c": None}
+    image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]
+    for wrong, message in (
+        ([{"prompt": image}], r"data-\w+.jsonl, line 1: prompt must have .* text as content"),
+        ([*rows, {"prompt": {1}}], "data, row 41: prompt must be JSON, got"),
+        (5, "data must be a file, or rows of JSON values, got 5"),
+    ):
+        with pytest.raises(InputError, match=message):
+            maxrl_fast.run(data=wrong, out="other", **options)

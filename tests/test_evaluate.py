@@ -21,6 +21,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import table
+from tests.tool_episodes import save_tool_policy
 
 RUNTIME = (*"--threads 1 --dtype float32".split(),)
 MAZE5 = ("--task", "maze", "--maze-size", "5")
@@ -449,6 +450,17 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
     assert "stopped; nothing was kept" in capsys.readouterr().err
 
 
+def test_test_data_needs_no_other_data(tmp_path):
+    (tmp_path / "f.py").write_text("def f(prompt, response, **columns):\n    return 1\n")
+    line = json.dumps({"prompt": "2?", "question": "2?", "answer": "#### 2"}) + "\n"
+    (tmp_path / "x.jsonl").write_text(line * 7)
+    model, flags = save_tool_policy(tmp_path / "m"), ("--max-new-tokens", "4", "--task")
+    for i, task in enumerate((f"{tmp_path}/f.py:f", "gsm8k")):
+        own = (*flags, task, "--test-data", tmp_path / "x.jsonl", "--out", tmp_path / f"{i}")
+        assert run(model, *own) == 0
+        assert read(tmp_path / f"{i}")["pass_at_k"]["1"]["mean"] == 1 - i
+
+
 def test_greedy_decoding_with_one_sample(trained, tmp_path):
     assert run(trained, *"--temperature 0 --samples 1 --out".split(), tmp_path / "out") == 0
     results = read(tmp_path / "out")
@@ -494,6 +506,9 @@ def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(tmp_path, capsys):
             means.append(found["mean"])
         folder = read_folder((out, tmp_path / "0")[i], "")
         assert folder.score == "max_at_k"
+        own = folder.prompts["evaluations"][0]
+        assert sum(own["reward_mean"]) / 7 == pytest.approx(ends[0]["1"])
+        assert max(own["reward_max"]) >= ends[0]["4"] >= min(own["reward_max"])
         assert folder.coverage[0]["rows"][0][1] == pytest.approx(ends[0]["1"])
     assert None in rewards
     gains = [baseline["gain"][k]["mean"] for k in ("1", "2", "4")]

@@ -1,6 +1,4 @@
-"""The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses. Every
-registry row is complete.
-"""
+"""The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses."""
 
 import re
 

@@ -1,6 +1,4 @@
-"""Episodes for tests: a tiny policy whose tokenizer has a token for every byte and a chat template
-in the form of Qwen3's, and a loop that plays scripted turns in place of an engine.
-"""
+"""A tiny policy with a token for every byte and a template like Qwen3's, and scripted turns."""
 
 import json
 import random

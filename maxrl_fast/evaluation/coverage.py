@@ -31,7 +31,7 @@ def max_at_k(rewards: Tensor, k: int) -> Tensor:
 
     Shapes: rewards [..., n] -> float64 [...]. In ascending order, r_(i) is the best reward of
     C(i-1, k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is
-    computed by recurrence. Rewards may be any finite numbers.
+    computed by recurrence.
 
     Raises:
         ValueError: unless 1 <= k <= n.
@@ -84,14 +84,9 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
         answers: integers [P, n], the number of each sample's answer: equal answers to a prompt have
             equal numbers; -1: no answer.
         is_correct: bool [P, n].
-        ks: each from 1 to n.
-        seed: seed of the random subsets.
 
     Returns:
         float64 [P, len(ks)].
-
-    Raises:
-        ValueError: unless 1 <= k <= n.
     """
     num_prompts, num_samples = answers.shape
     for k in ks:

@@ -19,7 +19,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import Scorer
 
 CPU = torch.device("cpu")
-MOST_PROMPTS = 4096  # in a record of pass_rates.jsonl, about 50 kB
+MOST_PROMPTS = 4096  # in a record of pass_rates.jsonl
 
 Keep = Callable[[Samples, Tensor, Sequence[dict[str, float]]], None]
 
@@ -81,13 +81,19 @@ class Evaluation:
         }
 
     def pass_counts(self) -> dict[str, Any]:
-        """Return the correct samples by ascending prompt id, for pass_rates.jsonl."""
-        ids, order = self.ids.sort(stable=True)
+        """Return the correct samples by ascending prompt id, for pass_rates.jsonl; if any reward is
+        neither 0 nor 1, the mean and the maximum reward."""
+        order = self.ids.argsort(stable=True)[:MOST_PROMPTS]
+        counts = {"num_correct": self.num_correct}
+        if not torch.equal(is_correct(self.rewards).float(), self.values):
+            counts = {
+                "reward_mean": self.values.double().mean(1),
+                "reward_max": self.values.amax(1),
+            }
         return {
             "num_samples": self.rewards.shape[1],
-            "num_prompts": len(ids),
-            "ids": ids[:MOST_PROMPTS].tolist(),
-            "num_correct": self.num_correct[order[:MOST_PROMPTS]].tolist(),
+            "num_prompts": len(self.ids),
+            **{name: x[order].tolist() for name, x in {"ids": self.ids, **counts}.items()},
         }
 
 
@@ -95,9 +101,8 @@ class Evaluation:
 class Evaluator:
     """Samples responses to the first prompts of a split, and scores them.
 
-    The ranks divide the prompts, and each samples `chunk` prompts at a time. The random numbers
-    depend only on the seed, the prompt and the sample. If it `shares_engine`, a rank without
-    prompts takes part in sampling for the others.
+    The ranks divide the prompts, and each samples `chunk` prompts at a time. If it `shares_engine`,
+    a rank without prompts takes part in sampling for the others.
     """
 
     engine: Engine

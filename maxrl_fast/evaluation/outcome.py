@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import (
-    ROUNDING,
     Interval,
     majority_at_k,
     max_at_k,
@@ -269,10 +268,8 @@ def read_outcome(folder: Path) -> Outcome:
         counts, most = fields["per_prompt"]["num_correct"], settings["samples"]
         if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):
             raise ValueError(f"num_correct must hold a count from 0 to {most} for each prompt")
-        rewards = fields["per_prompt"].get("rewards")
-        if rewards is None and "score" not in fields and not has_binary_rewards(fields):
-            raise ValueError("it is of an earlier version, without the samples' rewards")
-        values = outcomes(most, torch.tensor(counts)) if rewards is None else torch.tensor(rewards)
+        is_binary, rewards = fields["score"] == PASS, fields["per_prompt"]["rewards"]
+        values = outcomes(most, torch.tensor(counts)) if is_binary else torch.tensor(rewards or [])
         if values.shape != (len(counts), most) or not values.isfinite().all():
             raise ValueError(f"rewards must hold {most} numbers for each prompt")
         numbers = {name: float(fields[name]) for name in NUMBERS}
@@ -291,9 +288,3 @@ def read_outcome(folder: Path) -> Outcome:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         wanted = "must be the folder of a finished evaluation"
         raise InputError(f"{folder} {wanted}: {error}") from error
-
-
-def has_binary_rewards(fields: Mapping[str, Any]) -> bool:
-    """Return whether pass@k and max@k of eval.json are equal, up to rounding."""
-    pairs = ((fields[PASS][k]["mean"], x["mean"]) for k, x in fields[MAX].items())
-    return all(abs(a - b) < ROUNDING for a, b in pairs)

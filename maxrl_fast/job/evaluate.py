@@ -76,7 +76,7 @@ def stored(path: Path) -> Iterator[Path]:
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint, and the baseline if it is a checkpoint, and report."""
-    task = build_task(parsed.task, parsed.place.task_seed or 0, source.checkpoint, parsed.reward)
+    task = _task(parsed, source)
     config = resolve(parsed, source, task, screen.warning)
     measure, out, clock = config.measure, config.place.out, Stopwatch()
     torch.set_num_threads(config.place.threads)
@@ -136,6 +136,14 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
     return 0
+
+
+def _task(config: EvaluationConfig, source: Source) -> Task:
+    """Build the task of a checkpoint; of --test-data no other file is read."""
+    options = config.task
+    if options.test_data is not None and config.measure.split == "test":
+        options = dataclasses.replace(options, data=options.test_data, hub=None)
+    return build_task(options, config.place.task_seed or 0, source.checkpoint, config.reward)
 
 
 @contextlib.contextmanager
@@ -221,7 +229,7 @@ def _baseline(
         if source.checkpoint == evaluated:
             wanted = f"--baseline must be another checkpoint than {evaluated}"
             raise InputError(f"{wanted}, which is evaluated")
-        task = build_task(config.task, config.place.task_seed, source.checkpoint, config.reward)
+        task = _task(config, source)
         contents = contents_of(task, measure.split, measure.eval_prompts)
         theirs = settings_of(config.flat(), contents)
         baseline = _policy(config, source, task, policy)

@@ -15,7 +15,7 @@ from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import (
-    EngineError,
+    FAILURES,
     InputError,
     NonFiniteError,
     RewardError,
@@ -287,9 +287,6 @@ def check_rewards(collector: RolloutCollector) -> str:
     if collector.needs.binary:
         check_binary(rewards.nan_to_num().view(len(prompts), NUM_ROLLOUTS), prompts, WHEN)
     return warning
-
-
-FAILURES = NonFiniteError, RewardError, StorageError, EngineError
 
 
 def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:

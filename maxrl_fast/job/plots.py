@@ -21,13 +21,6 @@ def draw_curves(
     ):
         axes.plot(steps, [record[key] for record in metrics], color="tab:blue")
         axes.set(title=title, xlabel="step", ylabel=unit)
-    solved = [record["frac_prompts_solved"] for record in metrics]
-    reward.plot(steps, solved, color="tab:orange", label="prompts solved at least once")
-    reward.lines[0].set_label("rollouts solved")
-    reward.set_ylabel("fraction")
-    if metrics:
-        reward.legend()
-    reward.set_ylim(0, 1)
     length.set_ylim(bottom=0)
     entropy.set_ylim(bottom=0)
 
@@ -36,13 +29,18 @@ def draw_curves(
     whole = [x for x in evaluations if x["num_prompts"] == evaluations[0]["num_prompts"]]
     first_and_last, score = [*whole[:1], *whole[1:][-1:]], score_of(whole)
     for record, shade in zip(first_and_last, shades, strict=False):
-        values = record.get(score, record[PASS])
-        ks = [int(k) for k in values]
-        when = f"step {record['step']}" if record["step"] else "before (warm start)"
+        values = record[score]
+        ks = [*map(int, values)]
+        when = f"step {record['step']}"
         passes.plot(ks, list(values.values()), marker="o", color=shade, label=when)
         passes.set_xscale("log", base=2)
         passes.set_xticks(ks, [str(k) for k in ks])
     if score == PASS:
+        solved = [record["frac_prompts_solved"] for record in metrics]
+        reward.plot(steps, solved, color="tab:orange", label="prompts solved at least once")
+        reward.lines[0].set_label("rollouts solved")
+        reward.set(ylabel="fraction", ylim=(0, 1))
+        reward.legend()
         passes.set(title="pass@k on held-out prompts", xlabel="k", ylabel="fraction", ylim=(0, 1))
     else:
         passes.set(title="max@k on held-out prompts", xlabel="k", ylabel="mean of the best reward")

@@ -63,8 +63,7 @@ def first_groups(prompts: Prompts, count: int) -> Tensor:
     """Return the indices of `count` prompts, int64 on the host: the ones with the smallest
     checksums of their tokens.
 
-    The prompts are on the host. About half of those chosen in one epoch of a data set are chosen
-    again in the next, however it is shuffled.
+    The prompts are on the host.
     """
     checksums = [
         zlib.crc32(tokens.numpy().tobytes())

@@ -36,14 +36,8 @@ if TYPE_CHECKING:
     from maxrl_fast.job.tensorboard import TensorBoard
 
 LOGS = (
-    "metrics",
-    "eval",
-    "eval_prompts",
-    "pass_rates",
-    "warnings",
-    "samples",
-    "rollouts",
-    "diagnostics",
+    *("metrics", "eval", "eval_prompts", "pass_rates"),
+    *("warnings", "samples", "rollouts", "diagnostics"),
 )
 DRAWN = ("metrics", "eval")
 

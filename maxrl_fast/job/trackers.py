@@ -14,8 +14,8 @@ PROJECT = "maxrl_fast"
 class Tracker:
     """A run of wandb or trackio, named after its folder `out`, also when resumed.
 
-    It has the methods of TensorBoard; samples are not sent. The tracker decides how to show steps
-    that a resumed run repeats. After a failure in the run, a warning, nothing is sent.
+    It has the methods of TensorBoard; samples are not sent. After a failure in the run, a warning,
+    nothing is sent.
     """
 
     def __init__(self, name: str, out: Path, options: dict[str, Any], warn: Callable[[str], None]):

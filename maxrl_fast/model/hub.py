@@ -35,7 +35,7 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
             raise InputError(f"{wanted}, got {model}; {of_the_hub}")
         return model
     if path.is_dir():
-        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        if (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors")):
             raise InputError(
                 f"{wanted}, got the adapters in {model}: merge them into their model first; the "
                 "folder around a run's adapters has them merged"
@@ -85,7 +85,8 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
     )
     if not (directory / "config.json").exists():
         raise InputError(
-            f"{model} has no config.json: it must be a model in the format of transformers"
+            f"{model} has no config.json: it must be a model in the format of transformers, with "
+            "adapters merged"
         )
     if with_weights and not any(directory.glob("model*.safetensors")):
         raise InputError(

@@ -88,7 +88,6 @@ def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: 
 
     The gradient of a chunk's hidden states [C, H] has few tiles of 128 x 256, and its last wave
     takes as long as a full one. The result is the largest multiple of 128 with the fewest waves.
-    For example, 4224 tokens at H = 4096 are 33 x 16 tiles: four waves of 132 multiprocessors.
     """
     if num_tokens <= most:
         return max(num_tokens, 1)

@@ -10,19 +10,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import MAX, PASS, score_of
-from maxrl_fast.report.samples import (
-    Number,
-    Thinned,
-    finite,
-    read_samples,
-    sample_of,
-    text_of,
-)
+from maxrl_fast.report.samples import Number, Thinned, finite, read_samples, sample_of, text_of
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 
 FILE_BYTES = 1 << 30
@@ -139,6 +133,12 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
         folder.options = {key: options[key] for key in options if key not in _OF_TRAINING}
         if "per_prompt" in record:
             own = record["per_prompt"]
+            if rewards := own.get("rewards"):
+                own = {
+                    "reward_mean": [*map(fmean, rewards)],
+                    "reward_max": [*map(max, rewards)],
+                    "id": own["id"],
+                }
             counts = _counts(record | own, own["id"])
             _take_counts(folder, own["id"], len(own["id"]), [{"step": None} | counts])
         folder.seconds, folder.seconds_from = _durations(record.get("seconds")), "eval.json"
@@ -303,17 +303,18 @@ def _read_pass_rates(path: Path, folder: Folder) -> None:
 
 
 def _counts(record: dict[str, Any], ids: list[int]) -> dict[str, Any]:
-    """Return the ids and the counts of correct samples in an evaluation."""
-    if len(ids) != len(record["num_correct"]):
-        raise ValueError("each prompt must have a count")
-    return {"ids": ids, "num_samples": record["num_samples"], "num_correct": record["num_correct"]}
+    """Return the ids and the counts of correct samples, or the rewards, in an evaluation."""
+    names = ["num_correct"] if "num_correct" in record else ["reward_mean", "reward_max"]
+    numbers = {name: [*map(finite, record[name])] for name in names}
+    if any(len(x) != len(ids) or None in x for x in numbers.values()):
+        raise ValueError("each prompt must have a number")
+    return {"ids": ids, "num_samples": record["num_samples"], **numbers}
 
 
 def _take_counts(
     folder: Folder, ids: list[int], num_prompts: int, counts: list[dict[str, Any]]
 ) -> None:
-    names = ("step", "num_samples", "num_correct")
-    evaluations = [{name: own[name] for name in names} for own in counts]
+    evaluations = [{name: x for name, x in own.items() if name != "ids"} for own in counts]
     folder.prompts = {"ids": ids, "num_prompts": num_prompts, "evaluations": evaluations}
 
 

@@ -200,11 +200,7 @@ class Caller:
     BREAKING = ("memory",)  # the kinds of failures after which the worker ends when it is idle
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        file: str,
-        time_limit: float | None,
-        is_optional: bool,
+        self, function: Callable[..., Any], file: str, time_limit: float | None, is_optional: bool
     ) -> None:
         self.signature = signature_of(function)
         self._function, self._file, self._style = function, file, self.signature["style"]

@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards import (
-    PROGRESS_INTERVAL,
-    Progress,
-    RewardSource,
-    Rows,
-    Scores,
-    no_progress,
-)
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.rewards.environment import EnvironmentHost
 from maxrl_fast.rewards.function import (
     RAW,

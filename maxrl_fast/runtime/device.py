@@ -39,7 +39,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     else float32.
 
     "auto" is never bfloat16 on a CPU, where a small policy's whole step was slower, even with
-    bfloat16 instructions (bench/README.md). Nothing is timed: a machine's numbers stay the same.
+    bfloat16 instructions (bench/README.md).
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

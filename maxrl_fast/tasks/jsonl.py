@@ -128,7 +128,7 @@ def _checked(fields: Any, place: str, prompt_key: str) -> dict[str, Any]:
             raise InputError(
                 f"{place}: the key {name!r} is reserved for the response that is scored; rename it"
             )
-    return {str(name): _json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
+    return {str(name): json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
 
 
 def _demonstration(fields: Any, place: str, prompt_key: str) -> Demonstration:
@@ -205,7 +205,7 @@ def _check_utf8(text: str, what: str) -> None:
         raise InputError(f"{what} must be text in UTF-8: {error}") from error
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return a value of a column in the types of JSON. Nothing refuses a file here: nobody may use
     the column. Dates and decimal numbers become text; NaN, bytes and what else JSON lacks null."""
     if value is None or isinstance(value, (bool, int)):
@@ -215,9 +215,9 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _json_value(x) for key, x in value.items()}
+        return {str(key): json_value(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_value(x) for x in value]
+        return [json_value(x) for x in value]
     if isinstance(value, (date, time)):
         return value.isoformat()
     return str(value) if isinstance(value, (Decimal, UUID, timedelta)) else None

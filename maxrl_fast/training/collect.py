@@ -212,8 +212,7 @@ class RolloutCollector:
         """Add the length penalty to the rewards that the objective sees.
 
         Metrics, kept rollouts and dynamic sampling see the rewards without it. A group whose
-        rollouts all failed therefore still counts as a group of equal rewards; verl also filters by
-        accuracy.
+        rollouts all failed therefore still counts as a group of equal rewards.
         """
         if self.length_penalty is None:
             return batch

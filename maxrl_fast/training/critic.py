@@ -42,8 +42,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     """Return the loss of each value [T]: half of max((V - R)^2, (V' - R)^2), where V' is V clamped
     to old value +- clip.
 
-    With clip 0 it is (V - R)^2 / 2. This is the clipped loss of OpenAI's PPO (baselines/ppo2), as
-    in verl.
+    With clip 0 it is (V - R)^2 / 2. As in OpenAI's baselines/ppo2 and verl.
     """
     errors = (values - returns).square()
     if clip:

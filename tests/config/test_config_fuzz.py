@@ -1,7 +1,5 @@
 """Any flags and any TOML file give a configuration with the given values, or a message and exit
 code 2.
-
-tests/fuzzing.py says how to draw more examples.
 """
 
 import contextlib

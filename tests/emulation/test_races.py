@@ -2,8 +2,7 @@
 access, and every one that is planted is found.
 
 The emulator (emulation.cpp) makes every CUDA thread a fiber that ThreadSanitizer takes for a
-thread, so that only barriers and fences order memory. races.cpp launches the kernels. All faults
-are planted in one copy of the kernels, each under a condition that the program reads at its start.
+thread, so that only barriers and fences order memory. races.cpp launches the kernels.
 """
 
 import os
@@ -76,10 +75,7 @@ PLANTED = [
     Planted("token_loss", "softmax_rows.cuh", "return Gradient{}; });", "sync_team();"),
     Planted("token_loss", "softmax_layout.cuh", "out[k] = chunk_of(c);", "sync_team();"),
     Planted(
-        "token_loss",
-        "softmax_rows.cuh",
-        "no thread writes the last row any more",
-        "sync_team();",
+        "token_loss", "softmax_rows.cuh", "no thread writes the last row any more", "sync_team();"
     ),
     Planted("token_loss", "softmax_rows.cuh", "the others have read this block's sums"),
     Planted("token_loss_in_clusters", "softmax_rows.cuh", "store_sums(mine, memory", "sync_row();"),

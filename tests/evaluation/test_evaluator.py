@@ -116,6 +116,9 @@ def test_pass_counts_are_by_id_and_bounded(monkeypatch):
     monkeypatch.setattr(evaluator, "MOST_PROMPTS", 2)
     cut = counts | {"ids": [2, 3], "num_correct": [0, 2]}
     assert evaluation.pass_counts() == cut
+    other = Evaluation(torch.tensor([2, 3]), torch.tensor([[0.5, math.nan], [-1, 3]]), 9, 1)
+    rewards = {"reward_mean": [-0.25, 1], "reward_max": [0.5, 3]}
+    assert other.pass_counts().items() >= rewards.items()
 
 
 def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engine(monkeypatch):

@@ -6,8 +6,6 @@ would wait for the device: reads of values (.item(), bool, .tolist(), .cpu()), r
 depends on values (nonzero, boolean indices, repeat_interleave without output_size), and copies from
 memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
 which reads them goes on as on a GPU; other values read as 1.
-
-One aten operation counts as one kernel; sorts, and reductions over much memory, launch a few more.
 """
 
 import contextlib

@@ -801,9 +801,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(whole, tmp
 
 
 def test_a_run_killed_four_times_ends_with_the_same_result(tmp_path):
-    """Each run saves at least one checkpoint more before it is killed; half of the kills happen
-    while a checkpoint is being written, the others at random times.
-    """
+    """Half of the kills happen while a checkpoint is being written, the others at random times."""
     job = [*SMALL, *"--sft-steps 10 --steps 150 --eval-every 50 --eval-prompts 3".split()]
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     out, moments, num_in_saves = tmp_path / "killed", random.Random(0), 0

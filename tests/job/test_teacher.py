@@ -125,6 +125,7 @@ def test_the_first_token_that_differs_is_named(tmp_path, teacher, capsys):
     assert run(tmp_path / "run", "--objective", "distill", "--reference", other) == 2
     assert "token 5 is 'GRID_END' in" in " ".join(capsys.readouterr().err.split())
     adapters.mkdir()
-    (adapters / "adapter_config.json").write_text("{}")
-    assert run(tmp_path / "run", "--objective", "distill", "--reference", adapters) == 2
-    assert "merge them" in " ".join(capsys.readouterr().err.split())
+    for name in ("adapter_config.json", "config.json"):  # with that of its model, too
+        (adapters / name).write_text("{}")
+        assert run(tmp_path / "run", "--objective", "distill", "--reference", adapters) == 2
+        assert "merge them" in " ".join(capsys.readouterr().err.split())

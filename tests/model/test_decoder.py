@@ -80,8 +80,6 @@ def test_weights_equal_the_state_dict_without_tied_copies():
 def test_llama3_rope_in_each_band():
     """Wavelengths far below the original context length are kept, and those far above it are scaled
     (arXiv 2407.21783).
-
-    test_checkpoint compares with transformers.
     """
     from maxrl_fast.model.decoder import RopeScaling, rotary_table
 

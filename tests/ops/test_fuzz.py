@@ -1,8 +1,7 @@
 """Fuzz tests of advantages: valid arguments in any layout give the right value, invalid ones an
 error that explains itself.
 
-The right values come from tests/ops/definitions.py for the same numbers. tests/fuzzing.py says how
-to draw more examples. Losses are in test_fuzz_losses.py.
+The right values come from tests/ops/definitions.py for the same numbers.
 """
 
 import math

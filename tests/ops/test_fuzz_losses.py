@@ -2,8 +2,7 @@
 value, invalid ones an error that explains itself.
 
 The right values come from the references in PyTorch, of the same numbers in float64 and in plain
-layouts; test_token_loss.py compares these with definitions. tests/fuzzing.py says how to draw more
-examples.
+layouts; test_token_loss.py compares these with definitions.
 """
 
 import math

@@ -1,7 +1,5 @@
 """Group advantages against their definitions in exact rationals, and the rules for ties, scale,
 layout and dtype.
-
-tests/ops/test_fuzz.py draws layouts, dtypes and options for the same definitions.
 """
 
 import itertools

@@ -1,7 +1,5 @@
 """in_place writes the gradient over the logits, and raises an error if another operation needs
-them.
-
-That the gradients are right is tested with those of each loss."""
+them."""
 
 import pytest
 import torch

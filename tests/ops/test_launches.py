@@ -1,6 +1,4 @@
-"""How many launches operators take on a GPU, counted on a CPU that is treated as one;
-tests/gpu_path counts more of them.
-"""
+"""How many launches operators take on a GPU, counted on a CPU that is treated as one."""
 
 import importlib
 

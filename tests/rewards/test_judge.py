@@ -1,6 +1,4 @@
-"""The example of a judge, against a server of this process: questions, scores, concurrency, and a
-server that is busy or refuses.
-"""
+"""The example of a judge, against a server of this process."""
 
 import json
 import threading

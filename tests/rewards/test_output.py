@@ -1,6 +1,4 @@
-"""What reward functions print: it reaches the file of the run, up to the size of the file, and a
-function that prints without end stops nobody.
-"""
+"""What reward functions print reaches the run's file, up to its size, and stops nobody."""
 
 import contextlib
 import os

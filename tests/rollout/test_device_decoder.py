@@ -1,6 +1,4 @@
-"""The PyTorch decoder's batch: numbers of rows, graphs and memory. Samples are compared with those
-of the C++ decoder.
-"""
+"""The PyTorch decoder's batch: numbers of rows, graphs and memory."""
 
 import contextlib
 import weakref

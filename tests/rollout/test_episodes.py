@@ -1,6 +1,4 @@
-"""Episodes of several turns: log-probs against the full forward pass, replies at any time, and what
-environments may do wrong.
-"""
+"""Episodes of several turns, against the full forward pass."""
 
 import itertools
 import json

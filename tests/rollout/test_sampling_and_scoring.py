@@ -1,6 +1,4 @@
-"""Sampling and scoring by one function: of training, of greedy responses, of evaluations and of the
-check before the first step, with environments in place of the scorer.
-"""
+"""Sampling and scoring by one function."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""The task of guessing a number: a plain game as the reference of replies and rewards, prompts by
-index, won games as demonstrations, and the bounds of four guesses.
-"""
+"""The task of guessing a number, against a plain game."""
 
 import itertools
 import json

@@ -123,8 +123,7 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     gym = build_task(TaskOptions("gym:chain_sum"), 0, policy)
     prompts = gym.prompts("train", 0, 1)
     [reference] = gym.reference_answers(
-        prompts,
-        Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]]),
+        prompts, Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]])
     )
     assert (reference.length, gym.decode(reference.answer)) == (
         10,

@@ -126,8 +126,7 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
 @pytest.mark.parametrize("group", [[0.0, 0.95], [1.0, 0.0], [0.35, 0.4]])
 def test_the_filter_keeps_a_group_whole_where_one_rollout_differs(group):
     """A filter by the spread of the other rollouts would drop the one that differs and keep its
-    equal peers: their spread is 0, or rounding error (NeMo-RL, pull requests 3469 and 4158). Here
-    the whole group is kept, by exact equality."""
+    equal peers: their spread is 0, or rounding error (NeMo-RL, pull requests 3469 and 4158)."""
     for lone, peer in (group, group[::-1]):
         rewards = torch.tensor([[lone] + [peer] * 7, [peer] * 8])
         assert is_mixed(rewards).tolist() == [True, False]

@@ -1,5 +1,4 @@
-"""Corrections for a rollout engine that is not the policy: weights and masks by their definitions,
-and what the trainer does with an engine whose log-probs are disturbed on purpose."""
+"""Corrections for a rollout engine that is not the policy."""
 
 import copy
 import dataclasses

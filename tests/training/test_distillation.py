@@ -1,6 +1,4 @@
-"""On-policy distillation: the gradients of its estimators, enumerated; the exact divergence in the
-learner; the teacher's prompt.
-"""
+"""On-policy distillation, with gradients by enumeration."""
 
 import dataclasses
 import itertools

@@ -1,6 +1,5 @@
 """Losses that compare the tokens of an update, and losses that are functions: an update equals one
-direct computation of its whole batch, however it is cut into micro-batches.
-tests/job/test_resume.py resumes runs with them."""
+direct computation of its whole batch, however it is cut into micro-batches."""
 
 import dataclasses
 

@@ -1,6 +1,4 @@
-"""PPO with a critic: values against a plain forward pass, the value loss and its gradient, whole
-steps, runs and refusals.
-"""
+"""PPO with a critic, against plain forward passes."""
 
 import copy
 import dataclasses

@@ -28,6 +28,7 @@ function start() {
   if (data.runs.some((run) => run.score === 'max_at_k')) {
     score = 'max@k';
     ABOUT.coverage = 'The best reward of k samples, on held-out prompts. Rewards are not only 0 and 1.';
+    ABOUT.prompts = 'The mean and the maximum reward of each held-out prompt at two evaluations.';
   }
   const runs = data.runs.map((run, index) => ({ ...run, index, curves: curvesOf(run), isShown: true }));
   const [low, high] = stepRange(runs);

@@ -1,4 +1,4 @@
-// The pass rate of each held-out prompt at two evaluations: which prompts were gained, and which lost.
+// The pass rate (or mean reward) of each held-out prompt at two evaluations: which prompts were gained, and which lost.
 
 const PROMPTS_PER_PAGE = 20;
 const CHANGES = {
@@ -37,15 +37,14 @@ function makePrompts(body, app) {
     controls.replaceChildren(
       select('before', 'before', choices([...evaluations.keys()]), state.before, set('before')),
       select('after', 'after', choices(matching(state.before)), state.after, set('after')),
-      select('show', 'show', Object.entries(CHANGES).map(([value, [text]]) => [value, text]), state.show, set('show')));
+      select('show', 'show', Object.entries(CHANGES).filter(([value]) => value !== 'never' || score === 'pass@k').map(([value, [text]]) => [value, text]), state.show, set('show')));
   }
 
   function rows() {
     const [one, other] = [evaluations[state.before], evaluations[state.after]];
-    const rates = ({ evaluation, ids }) => new Map(ids.map((id, i) => [id, evaluation.num_correct[i] / evaluation.num_samples]));
-    const [before, after] = [rates(one), rates(other)];
+    const [before, after] = [numbersOf(one), numbersOf(other)];
     return [...before.keys()].filter((id) => after.has(id)).map((id) => ({
-      id, before: before.get(id), after: after.get(id), change: after.get(id) - before.get(id), text: one.run.promptTexts.get(id) ?? other.run.promptTexts.get(id) ?? '',
+      id, before: before.get(id).mean, after: after.get(id).mean, change: after.get(id).mean - before.get(id).mean, most: [before.get(id).most, after.get(id).most], text: one.run.promptTexts.get(id) ?? other.run.promptTexts.get(id) ?? '',
     }));
   }
 
@@ -65,19 +64,25 @@ function makePrompts(body, app) {
     shown.sort((a, b) => sign * (a[state.key] < b[state.key] ? -1 : a[state.key] > b[state.key] ? 1 : 0) || a.id - b.id);
     const number = (name) => all.filter(CHANGES[name][1]).length;
     const { prompts } = evaluations[state.before].run.lazy;
-    const known = prompts.num_prompts > prompts.ids.length ? ` Counts of the first ${count(prompts.ids.length)} of ${count(prompts.num_prompts)} prompts are kept.` : '';
-    summary.textContent = `${plural(all.length, 'prompt')}: ${number('gained')} gained, ${number('lost')} lost, ${number('equal')} unchanged, ${number('never')} of them never solved.${known}`;
+    const known = prompts.num_prompts > prompts.ids.length ? ` Numbers of the first ${count(prompts.ids.length)} of ${count(prompts.num_prompts)} prompts are kept.` : '';
+    summary.textContent = `${plural(all.length, 'prompt')}: ${number('gained')} gained, ${number('lost')} lost, ${number('equal')} unchanged${score === 'pass@k' ? `, ${number('never')} of them never solved` : ''}.${known}`;
     const page = pages.show(Math.ceil(shown.length / PROMPTS_PER_PAGE));
-    host.replaceChildren(!shown.length ? empty('No prompt matches.') : table(HEADERS.map(header), shown.slice(page * PROMPTS_PER_PAGE, (page + 1) * PROMPTS_PER_PAGE).map(promptRow), { class: 'prompts', label: 'Pass rate by prompt' }));
+    host.replaceChildren(!shown.length ? empty('No prompt matches.') : table(HEADERS.map(header), shown.slice(page * PROMPTS_PER_PAGE, (page + 1) * PROMPTS_PER_PAGE).map(promptRow), { class: 'prompts', label: score === 'pass@k' ? 'Pass rate by prompt' : 'Mean reward by prompt' }));
   }
   fillControls();
   return { render };
 }
 
-function promptRow({ id, before, after, change, text }) {
-  const rate = (value) => el('td', { class: 'number' }, value.toFixed(3));
+/** Returns the mean and the maximum reward of each prompt; the mean of rewards of 0 and 1 is the pass rate. */
+function numbersOf({ evaluation, ids }) {
+  const { num_correct: correct, num_samples: samples, reward_mean: means, reward_max: most } = evaluation;
+  return new Map(ids.map((id, i) => [id, correct ? { mean: correct[i] / samples, most: Math.min(1, correct[i]) } : { mean: means[i], most: most[i] }]));
+}
+
+function promptRow({ id, before, after, change, most, text }) {
+  const rate = (value, i) => el('td', { class: 'number' }, value.toFixed(3), score === 'pass@k' ? null : el('small', {}, ` max ${most[i].toFixed(3)}`));
   const maze = mazeOf(text);
-  return el('tr', { 'data-id': id }, el('th', { scope: 'row' }, count(id)), rate(before), rate(after),
+  return el('tr', { 'data-id': id }, el('th', { scope: 'row' }, count(id)), rate(before, 0), rate(after, 1),
     el('td', { class: `number ${change > 0 ? 'gained' : change < 0 ? 'lost' : ''}` }, `${change > 0 ? '+' : change < 0 ? '−' : ''}${Math.abs(change).toFixed(3)}`),
     el('td', { class: 'excerpt' }, maze ? drawMaze(maze) : text ? `${text.slice(0, 160)}${text.length > 160 ? ' …' : ''}` : el('span', { class: 'facts' }, 'not kept')));
 }

@@ -44,10 +44,8 @@ class ObjectiveStep:
 
 
 class Objective(ABC):
-    """An objective of a run.
-
-    The learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or another
-    loss of the log-prob ratios with the same A_i. An objective chooses A_i.
+    """Chooses A_i: the learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a
+    denominator, or another loss of the log-prob ratios with the same A_i.
 
     It is the same for all runs with the same options: what changes from step to step is in its
     `ObjectiveStep`, or in its state, which the learner keeps.

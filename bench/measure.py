@@ -276,25 +276,41 @@ def microseconds_in_a_graph(
     return {name: t / 100 for name, t in microseconds(replays, rounds, device).items()}
 
 
+class PeakMemory:
+    """The peak memory since this was made, beyond the memory in use then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.before: int | None = None
+        if device.type == "cuda":
+            synchronize(device)
+            self.before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
+            Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
+            self.before = status_bytes("VmRSS")
+        except (OSError, AttributeError):  # another system, or another C library
+            pass
+
+    def bytes(self) -> int | None:
+        """Return it; None if the system does not report it."""
+        if self.before is None:
+            return None
+        synchronize(self.device)
+        is_cuda = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() if is_cuda else status_bytes("VmHWM")
+        return max(peak - self.before, 0)
+
+
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
     """Return a call's peak memory beyond the memory in use before it; None if the system does not
     report it.
     """
-    if device.type == "cuda":
-        synchronize(device)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
-        Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
-        before = status_bytes("VmRSS")
-        function()
-        return max(status_bytes("VmHWM") - before, 0)
-    except (OSError, AttributeError):  # another system, or another C library
-        return None
+    peak = PeakMemory(device)
+    function()
+    return peak.bytes()
 
 
 def status_bytes(field: str) -> int:

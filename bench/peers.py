@@ -23,7 +23,15 @@ from typing import Any
 
 import torch
 
-from bench.measure import argument_parser, describe, machine, prepare, run_command, synchronize
+from bench.measure import (
+    PeakMemory,
+    argument_parser,
+    describe,
+    machine,
+    prepare,
+    run_command,
+    synchronize,
+)
 from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started
 from maxrl_fast.config.options import Config, ResolvedConfig
 from maxrl_fast.config.parse import parse
@@ -31,7 +39,6 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.maze import WORDS
 
 SIZES = {
     # 3.9M parameters
@@ -67,19 +74,17 @@ def trl_trainer(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    tokenizer.eos_token = "DONE"  # where a response ends
+    tokenizer.eos_token = task.decode([task.stop_ids[0]], with_special=True)
     options = config.rollout
     prompts = task.prompts("train", FIRST_PROMPT, steps * options.prompts)
     lists = [
         prompts.tokens[a:b].tolist()
         for a, b in zip(prompts.cu_seqlens, prompts.cu_seqlens[1:], strict=False)
     ]
-    dataset = Dataset.from_dict(
-        {
-            "prompt": [" ".join(WORDS[t] for t in tokens) for tokens in lists],
-            "index": list(range(len(lists))),
-        }
-    )
+    texts = [task.decode(tokens, with_special=True) for tokens in lists]
+    if tokenizer(texts)["input_ids"] != lists:
+        raise RuntimeError("the tokenizer makes other tokens of the prompts' texts")
+    dataset = Dataset.from_dict({"prompt": texts, "index": list(range(len(lists)))})
     rewards: list[float] = []
 
     def reward(completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
@@ -133,23 +138,26 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     device = torch.device(resolved.run.device)
     ours = timed_trainer(resolved, task, model)
     times: dict[str, list[float]] = {"ours": [], "trl": []}
+    peaks: dict[str, int | None] = {}  # of the last step
 
     class InTurn(TrainerCallback):
-        start = 0.0
-
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.peak = PeakMemory(device)
             synchronize(device)
             self.start = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             synchronize(device)
             times["trl"].append(time.perf_counter() - self.start)
+            peaks["trl"] = self.peak.bytes()
             for _ in range(TURN if len(times["trl"]) % TURN == 0 else 0):
+                peak = PeakMemory(device)
                 synchronize(device)
                 start = time.perf_counter()
                 ours.step()
                 synchronize(device)
                 times["ours"].append(time.perf_counter() - start)
+                peaks["ours"] = peak.bytes()
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "policy"
@@ -171,15 +179,37 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         },
         "prompts": config.rollout.prompts,
         "rollouts": config.rollout.rollouts,
-        "maze_size": config.task.maze_size,
+        "task": task.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "response_tokens": ours.tokens(),
         "reward_mean": {"ours": ours.metric("reward_mean"), "trl": statistics.mean(rewards)},
         "seconds": medians,
+        "peak_bytes": peaks,
         "seconds_of_each_step": times,
         "ratio": medians["trl"] / medians["ours"],
         "ratio_of_each_step": [t / o for t, o in zip(counted["trl"], counted["ours"], strict=True)],
     }
+
+
+def report(result: dict[str, Any]) -> None:
+    about = result["machine"]
+    print(
+        f"TRL {about['trl']}, transformers {about['transformers']}; {result['parameters']:,} "
+        "parameters"
+    )
+    print(
+        f"{result['prompts']} prompts x {result['rollouts']} rollouts, {result['task']}: "
+        f"{result['response_tokens']:,.0f} response tokens; mean reward "
+        f"{result['reward_mean']['ours']:.3f}, "
+        f"TRL {result['reward_mean']['trl']:.3f}"
+    )
+    print(f"{'':<12}{'s a step':>10}{'x ours':>10}{'peak MiB':>10}")
+    for name, seconds in result["seconds"].items():
+        peak = result["peak_bytes"][name]
+        print(
+            f"{name:<12}{seconds:10.3f}{seconds / result['seconds']['ours']:10.1f}"
+            + ("" if peak is None else f"{peak / 2**20:10,.0f}")
+        )
 
 
 def main() -> int:
@@ -218,22 +248,8 @@ def main() -> int:
         [*fixed, "--device", device, *JOBS[device].split(), *SIZES[options.size], *flags]
     )
     result = measure(config, options.turns * TURN)
-    about = result["machine"]
-    print(describe(about))
-    print(
-        f"TRL {about['trl']}, transformers {about['transformers']}; {result['parameters']:,} "
-        "parameters"
-    )
-    print(
-        f"{result['prompts']} prompts x {result['rollouts']} rollouts of "
-        f"{result['maze_size']}x{result['maze_size']} mazes, "
-        f"{result['response_tokens']:,.0f} response tokens; mean reward "
-        f"{result['reward_mean']['ours']:.3f}, "
-        f"TRL {result['reward_mean']['trl']:.3f}"
-    )
-    print(f"{'':<12}{'s a step':>10}{'x ours':>10}")
-    for name, seconds in result["seconds"].items():
-        print(f"{name:<12}{seconds:10.3f}{seconds / result['seconds']['ours']:10.1f}")
+    print(describe(result["machine"]))
+    report(result)
     print(json.dumps(result))
     return 0
 

@@ -135,24 +135,32 @@ def hf_generate(
     return generate
 
 
-def measure(
-    name: str,
-    peers: list[str],
-    compiles: bool,
-    rounds: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a case: for the native engine, then again after each of its other forms
-    and each peer.
-    """
+def maze_case(name: str, device: torch.device) -> tuple[Decoder, Task, Prompts, int, int]:
+    """Return the model, task, prompts, number of samples of each, and their length, of a case."""
     (maze_size, num_prompts, num_samples), sizes = CASES[name]
     task = MazeTask(maze_size, 0)
     model = policy(task, *sizes).to(device)
     prompts = task.prompts("train", 0, num_prompts).to(device)
-    limit = task.max_new_tokens
+    return model, task, prompts, num_samples, task.max_new_tokens
+
+
+def measure(
+    model: Decoder,
+    task: Task,
+    prompts: Prompts,
+    num_samples: int,
+    limit: int,
+    peers: list[str],
+    compiles: bool,
+    rounds: int,
+    dtype: torch.dtype,
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of sampling `limit` tokens: for the native engine, then again after each of
+    its other forms and each peer.
+    """
+    device = prompts.tokens.device
     sampling = Sampling(1.0, limit, ())
-    tokens = num_prompts * num_samples * limit
+    tokens = len(prompts) * num_samples * limit
     # by engine, prefill and decoding figures of its last call
     steps: dict[str, dict[str, float]] = {}
 
@@ -186,7 +194,7 @@ def measure(
     def figures() -> dict[str, Any]:
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "prompts": num_prompts,
+            "prompts": len(prompts),
             "samples": num_samples,
             "prompt_tokens": len(prompts.tokens),
             "tokens": tokens,
@@ -316,9 +324,8 @@ def main() -> int:
     print(describe(about))
     result: dict[str, Any] = {"benchmark": "rollout", "machine": about, "cases": {}}
     for name in options.cases or USUAL[device.type]:
-        for case in measure(
-            name, options.peers, not options.no_compile, options.rounds, device, dtype
-        ):
+        what = maze_case(name, device)
+        for case in measure(*what, options.peers, not options.no_compile, options.rounds, dtype):
             result["cases"][name] = case
             keep(result)
         report(name, result["cases"][name])

@@ -1,0 +1,130 @@
+"""`python -m bench.language MODEL`: a real language model, beside TRL, transformers and vLLM where
+these are installed.
+
+MODEL is a Hugging Face folder, such as the one that examples/language/prepare.py makes. The prompts
+are those of examples/language/word_problems.py, all is in float32 on a CPU. Parts:
+
+    sampling   16 prompts x 16 samples x 32 tokens by the native engine, by transformers' generate
+               and by vLLM, in turn in one process
+    step       a step of GRPO, 8 prompts x 16 rollouts x 24 tokens: ours and TRL's, in turn in one
+               process, their peak memory, and the share that an update has of the measured
+               throughput of a matrix multiplication
+    start      the seconds from the start of `maxrl_fast.train --model MODEL` to its first rollout
+
+TRL and vLLM have environments of their own: `make peers` and `make test-vllm` make them. The last
+line is one JSON document. It takes about ten minutes on two cores.
+"""
+
+import importlib.util
+import json
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import peers, rollout
+from bench.measure import argument_parser, describe, keep, machine, prepare, run_command
+from bench.whole_step import time_steps, warm_started
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parse import parse
+from maxrl_fast.errors import InputError
+
+PROBLEMS = Path(__file__).parent.parent / "examples/language/word_problems.py"
+STEP = "--prompts 8 --rollouts 16 --max-new-tokens 24"
+SAMPLING = "--prompts 16 --rollouts 16 --max-new-tokens 32"
+
+
+def job(model: Path, folder: Path, sizes: str) -> list[str]:
+    """Write prompts into `folder`, and return the options of a job that trains `model` on them."""
+    problems = runpy.run_path(str(PROBLEMS))["problems"]
+    data = folder / "train.jsonl"
+    data.write_text("\n".join(json.dumps(line) for line in problems("train", 400)) + "\n")
+    fixed = "--objective grpo --device cpu --dtype float32 --lr 2e-6 --lr-schedule constant"
+    files = ["--task", f"{PROBLEMS}:number", "--data", str(data), "--model", str(model)]
+    return [*fixed.split(), "--warmup-steps", "0", *sizes.split(), *files]
+
+
+def sampling(config: Config, rounds: int, names: list[str]) -> dict[str, Any]:
+    resolved, task, model = warm_started(config)
+    prompts = task.prompts("train", 0, resolved.rollout.prompts)
+    options = resolved.rollout
+    *_, figures = rollout.measure(
+        model, task, prompts, options.rollouts, options.max_new_tokens, names, False, rounds,
+        torch.float32,
+    )  # fmt: skip
+    rollout.report("sampling", figures)
+    return figures
+
+
+def step(config: Config, rounds: int) -> dict[str, Any]:
+    """Return the figures of a step in which every rollout has a gradient, and beside TRL's."""
+    resolved, task, model = warm_started(config)
+    ours = time_steps(resolved, task, model, rounds)
+    # the floor is that of rollout and update: a third and three thirds of an update's products
+    floor = ours["floor_milliseconds"] * 3 / 4
+    ours["update_of_gemm_rate"] = floor / ours["milliseconds_by_stage"]["update"]
+    stages = ", ".join(f"{k} {v:,.0f}" for k, v in ours["milliseconds_by_stage"].items())
+    print(
+        f"step: {ours['response_tokens']:,.0f} response tokens, {ours['step_milliseconds']:,.0f} "
+        f"ms ({stages}); the update runs at {ours['update_of_gemm_rate']:.2f} of the GEMM rate"
+    )
+    if not importlib.util.find_spec("trl"):
+        return {"ours": ours}
+    beside = peers.measure(config, rounds * peers.TURN)
+    peers.report(beside)
+    return {"ours": ours, "trl": beside}
+
+
+def start(options: list[str]) -> float:
+    """Return the seconds from the start of a training command to its first rollout, an evaluation
+    of one sample included."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        run = ["--steps", "1", "--eval-prompts", "1", "--eval-samples", "1", "--out", str(out)]
+        began = time.perf_counter()
+        with subprocess.Popen(
+            [sys.executable, "-m", "maxrl_fast.train", *options, *run], stdout=subprocess.DEVNULL
+        ) as process:
+            log = out / "metrics.jsonl"
+            while process.poll() is None and not (log.exists() and log.stat().st_size):
+                time.sleep(0.05)
+            seconds = time.perf_counter() - began
+        metrics = json.loads(log.read_text())
+    return float(seconds - metrics["rollout_seconds"] - metrics["train_seconds"])
+
+
+def main() -> int:
+    parser = argument_parser("language", __doc__, rounds=3)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
+    parts = ("sampling", "step", "start")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    options = parser.parse_args()
+    device = prepare(options)
+    if device.type != "cpu":
+        raise InputError("bench.language measures a CPU: leave out --device")
+    names = [name for name in ("transformers", "vllm") if importlib.util.find_spec(name)]
+    result: dict[str, Any] = {"benchmark": "language", "machine": machine(device, torch.float32)}
+    print(describe(result["machine"]))
+    with tempfile.TemporaryDirectory() as folder:
+        if "sampling" in options.parts:
+            config = parse(job(options.model, Path(folder), SAMPLING))
+            result["sampling"] = sampling(config, options.rounds, names)
+            keep(result)
+        if "step" in options.parts:
+            config = parse(job(options.model, Path(folder), STEP))
+            result["step"] = step(config, options.rounds)
+            keep(result)
+        if "start" in options.parts:
+            result["start_seconds"] = start(job(options.model, Path(folder), STEP))
+            print(f"start: {result['start_seconds']:.1f} s to the first rollout")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

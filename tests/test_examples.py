@@ -16,6 +16,7 @@ from maxrl_fast import train
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.tasks.maze import MazeTask
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
@@ -169,6 +170,7 @@ class Recipe:
     machine: str
     config: dict[str, object]  # what config.json of the model on the hub says of its sizes
     teacher: dict[str, object] | None = None  # of --reference
+    prompt: str | None = None  # as its paper sends it, with ? for the question
 
 
 def sizes(hidden, intermediate, layers, heads, kv_heads, head_dim, **others):
@@ -207,9 +209,17 @@ GEMMA3 = sizes(
 )
 RECIPES = {
     "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K, "8x80", SMOLLM2),
-    "polaris_qwen3.toml": Recipe("maxrl", 256, 16, PROBLEM, "8x80", QWEN3_2B),
+    "polaris_qwen3.toml": Recipe(
+        *("maxrl", 256, 16, PROBLEM, "8x80", QWEN3_2B),
+        # MaxRL, E.3.1: the system message of its example, the suffix of its text
+        prompt="system\nPlease reason step by step and put the final answer in \\boxed{}.\n"
+        "user\n?\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    ),
     "deepscaler_pacs.toml": Recipe(
-        "pacs", 1024, 8, PROBLEM, "8x80", sizes(2560, 9728, 36, 32, 8, 128, **QWEN3)
+        *("pacs", 1024, 8, PROBLEM, "8x80", sizes(2560, 9728, 36, 32, 8, 128, **QWEN3)),
+        # PACS, C.1
+        prompt="system\nYou are a helpful assistant.\n"
+        "user\n? Please reason step by step, and put your final answer within \\boxed{}.",
     ),
     "math_maxpo.toml": Recipe(
         "maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B
@@ -251,6 +261,10 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     options = {key.strip(): value for key, _, value in (row.partition(" = ") for row in rows)}
     assert (options["objective"], options["rollout"]) == (recipe.objective, "vllm")
     assert (options["prompts"], options["rollouts"]) == (str(recipe.prompts), str(recipe.rollouts))
+    if recipe.prompt is not None:
+        task = build_run_task(parse([*config, *folders]))
+        sent = task.decode(task.prompts("train", 0, 1).tokens.tolist())
+        assert re.sub(r"\d+ 1\+1\?", "?", sent) == f"{recipe.prompt}\nassistant\n"
     start = next(i for i, row in enumerate(rows) if row.startswith("memory of "))
     end = next(i for i, row in enumerate(rows) if row.startswith("work per step"))
     printed = [rows[0], *rows[start:end]]

@@ -149,6 +149,10 @@ class TaskOptions:
         str | None, Default("the papers' for gsm8k and math"), when.READS_TEXT
     ] = None
     """Text added to prompts that are text."""
+    system_prompt: Annotated[
+        str | None, Default("the chat template's own, if any", "TEXT"), when.READS_TEXT
+    ] = None
+    """System message of chats that have none; "" is an empty one."""
     plain_prompts: Annotated[bool, when.READS_TEXT] = False
     """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
     template.

@@ -107,6 +107,7 @@ def build_task(
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
     text: dict[str, Any] = {
         "prompt_suffix": options.prompt_suffix,
+        "system": options.system_prompt,
         "plain_prompts": options.plain_prompts,
         "max_prompt_tokens": options.max_prompt_tokens,
         "allow_special_tokens": options.allow_special_tokens,

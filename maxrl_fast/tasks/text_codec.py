@@ -31,6 +31,7 @@ class TextCodec:
         template: file of a chat template in place of the tokenizer's own.
         arguments, day, tools: as of Conversation; with tools, prompts that are text are messages.
         stop_texts: end a response besides the stop tokens.
+        system: the system message of chats that have none.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TextCodec:
         day: date | None = None,
         stop_texts: Sequence[str] = (),
         tools: Sequence[dict[str, Any]] = (),
+        system: str | None = None,
     ):
         self.model = model
         sizes = read_sizes(model)
@@ -80,6 +82,7 @@ class TextCodec:
         self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
         has_template = self.tokenizer.chat_template is not None
         self._has_tools, self._uses_chat = bool(tools), has_template and not is_plain
+        self._system = system
 
     def prompt(self, question: str) -> str | list[Message]:
         """Return one user message, or the question unchanged if no chat template is used."""
@@ -118,9 +121,15 @@ class TextCodec:
         return [*map(self.conversation.encode, texts)]
 
     def _checked(self, prompt: Prompt) -> Prompt:
+        if isinstance(prompt, str) and self._has_tools:
+            prompt = [{"role": "user", "content": prompt}]
+        if self._system is not None:
+            if isinstance(prompt, str):
+                raise InputError("--system-prompt needs prompts that are chats, got text")
+            if not prompt or prompt[0]["role"] not in ("system", "developer"):
+                prompt = [{"role": "system", "content": self._system}, *prompt]
         self._refuse(prompt, "a prompt")
-        is_text = isinstance(prompt, str) and self._has_tools
-        return [{"role": "user", "content": prompt}] if is_text else prompt
+        return prompt
 
     def _refuse(self, text: Prompt, what: str) -> None:
         if self._control_tokens is not None:

@@ -14,12 +14,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast import train
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_lines
+from maxrl_fast.tasks.text_codec import TextCodec
 from tests.job.test_resume import assert_same, stop_at
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused
@@ -442,3 +444,16 @@ def test_missing_options_are_named(tmp_path, capsys):
     ):
         assert train.main(["--task", "dataset", *flags, "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_system_prompt_is_the_first_message_of_chats_that_have_none(tmp_path):
+    codec = TextCodec(save_byte_level_policy(tmp_path / "policy"), 100, False, system="Be brief.")
+    own, asked = {"role": "system", "content": "Rhyme."}, codec.prompt("Hi")
+    for given, first in ((asked, "system\nBe brief."), ([own, *asked], "system\nRhyme.")):
+        (tokens,) = codec.encode([given], ["here"])
+        assert codec.decode(tokens).startswith(first)
+        assert codec.decode(tokens).count("system") == 1
+    (prompt, _), *_ = codec.encode_demonstrations([(asked, "Ho")], ["here"])
+    assert codec.decode(prompt).startswith("system\nBe brief.")
+    with pytest.raises(InputError, match="line 1: --system-prompt needs"):
+        codec.encode(["Hi"], ["line 1"])

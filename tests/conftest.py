@@ -1,10 +1,11 @@
-"""Thread settings for tests that run in parallel (pytest -n), and the instruction sets of the CPU's
-kernels.
+"""Thread settings for tests that run in parallel (pytest -n), the instruction sets of the CPU's
+kernels, and the runs that tests share.
 """
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,19 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.limit_instructions(request.param)
     yield request.param
     _C.limit_instructions(_C.instruction_sets()[0])
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function: the folder of a run of tests/runs.py, which no test may change."""
+    from tests.runs import made
+
+    folder = tmp_path_factory.getbasetemp()
+    # the workers of pytest-xdist have folders of their own in that of the session
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    return lambda name: made(name, folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def maze_run(shared_run: Callable[[str], Path]) -> Path:
+    return shared_run("maze")

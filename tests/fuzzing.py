@@ -18,71 +18,23 @@ FACTOR = float(os.environ.get("MAXRL_FAST_FUZZ", "1"))
 REFUSALS = (ValueError, TypeError)
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-DTYPES = [
-    *FLOATS,
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
-    *(
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    ),
-]
+DTYPES = [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool]
+DTYPES += [torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+TEXTS = ["", "2", "0.5", "k1", "ppo", "nan", "no such thing", b"2"]
 SCALARS: list[Any] = [
     *(None, True, False, 0, 1, 2, 3, -1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**400, -(10**400)),
     *(0.0, -0.0, 0.5, 1.0, 1.5, 2.0, -0.5, 1e-320, 1e-40, 1e300, math.nan, math.inf, -math.inf),
-    *(
-        "",
-        "2",
-        "0.5",
-        "k1",
-        "ppo",
-        "nan",
-        "no such thing",
-        b"2",
-        1j,
-        [1],
-        (),
-        {},
-        {1},
-        object(),
-        range(3),
-        max,
-    ),
-    *(np.float32(0.5), np.int64(2), np.array([1.0, 2.0])),
-    *(
-        torch.tensor(2),
-        torch.tensor(0.5),
-        torch.tensor([0.5]),
-        torch.tensor([1, 2]),
-        torch.tensor(1j),
-    ),
+    *(*TEXTS, 1j, [1], (), {}, {1}, object(), range(3), max),
+    *(np.float32(0.5), np.int64(2), np.array([1.0, 2.0]), torch.tensor(2), torch.tensor(0.5)),
+    *(torch.tensor([0.5]), torch.tensor([1, 2]), torch.tensor(1j)),
 ]
 REAL = [dtype for dtype in DTYPES if not dtype.is_complex]
 # The relative tolerance of a result in each dtype. The mantissa of float8 has 2 or 3 bits.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TOLERANCE |= {torch.float8_e4m3fn: 0.07, torch.float8_e5m2: 0.13}
-NUMBERS = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    1e-45,
-    1e-300,
-    1e30,
-    -1e30,
-    1e300,
-    math.nan,
-    math.inf,
-    -math.inf,
-    254.0,
-    2.0**31,
-    2.0**62,
-]
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e-300, 1e30, -1e30, 1e300, math.nan, math.inf, -math.inf]
+NUMBERS += [254.0, 2.0**31, 2.0**62]
 
 
 def settings(max_examples: int) -> hypothesis.settings:
@@ -157,11 +109,8 @@ def strange(draw, value):
     """
     if not isinstance(value, torch.Tensor) or draw(st.integers(0, 5)) == 0:
         return draw(st.sampled_from(SCALARS))
-    change = draw(
-        st.sampled_from(
-            ["dtype", "shape", "numbers", "numbers", "device", "layout", "relaid", "expanded"]
-        )
-    )
+    changes = "dtype shape numbers numbers device layout relaid expanded".split()
+    change = draw(st.sampled_from(changes))
     if change == "dtype":
         return value.to(draw(st.sampled_from(DTYPES)))
     if change == "shape":
@@ -178,11 +127,8 @@ def strange(draw, value):
 
 
 def reshaped(draw, value):
-    change = draw(
-        st.sampled_from(
-            ["scalar", "empty", "more dims", "fewer", "longer", "flat", "turned", "one"]
-        )
-    )
+    changes = "scalar|empty|more dims|fewer|longer|flat|turned|one".split("|")
+    change = draw(st.sampled_from(changes))
     if change == "scalar":
         return value.new_ones(())
     if change == "empty":
@@ -193,14 +139,10 @@ def reshaped(draw, value):
         return value[:-1] if value.dim() else value
     if change == "longer":
         return torch.cat([value, value[-1:]]) if value.dim() else value
+    if change == "turned" and value.dim() == 2:
+        return value.T.contiguous()
     if change == "turned":
-        return (
-            value.T.contiguous()
-            if value.dim() == 2
-            else value.double().flip(0).to(value.dtype)
-            if value.dim()
-            else value
-        )
+        return value.double().flip(0).to(value.dtype) if value.dim() else value
     return value.flatten() if change == "flat" else value.flatten()[:1]
 
 
@@ -222,22 +164,9 @@ def with_numbers(draw, value):
             flat[place] = not flat[place]
         else:
             limits = torch.iinfo(value.dtype)
-            edges = [
-                limits.min,
-                limits.min + 1,
-                -2,
-                -1,
-                0,
-                1,
-                2,
-                3,
-                7,
-                200,
-                2**31,
-                limits.max - 1,
-                limits.max,
-            ]
-            number = draw(st.sampled_from([x for x in edges if limits.min <= x <= limits.max]))
+            lowest, highest = limits.min, limits.max
+            edges = [lowest, lowest + 1, -2, -1, 0, 1, 2, 3, 7, 200, 2**31, highest - 1, highest]
+            number = draw(st.sampled_from([x for x in edges if lowest <= x <= highest]))
             # as a Python integer, the largest uint64 would overflow
             flat[place] = torch.tensor(number, dtype=value.dtype)
     return value

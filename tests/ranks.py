@@ -166,17 +166,11 @@ LOSSES = {
         loss_options={"share": 0.2, "low": 0.1, "high": 2.0},
         seed=3,
     ),
-    "lp_reg": LossSettings(
-        "lp_reg", "token_mean", loss_options={"share": 0.5, "min_p": 0.1}, kl_coef=0.1
-    ),
     "simko": LossSettings(
         "simko", "token_mean", 0.9, 9.0, loss_options={"alpha": 0.3, "k": 2, "tau": 0.5}
     ),
     "high entropies": LossSettings("ppo", "token_mean", 0.9, 9.0, top_entropy=0.6),
     "siren": LossSettings("ppo", "token_mean", 0.5, 0.5, siren=0.3),
-    "sapo": LossSettings("sapo", "token_mean"),
-    "gmpo": LossSettings("gmpo", "seq_mean_token_mean"),
-    "dppo": LossSettings("dppo", "token_mean", loss_options={"kl": 0.1}),
     "own": LossSettings(own_loss, "token_mean", kl_coef=0.1),
 }
 KL = LossSettings("gspo", "seq_mean_token_mean", kl_coef=0.1)

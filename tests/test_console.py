@@ -15,7 +15,7 @@ import torch
 import maxrl_fast
 from maxrl_fast import _C
 from maxrl_fast import __main__ as console
-from tests.test_train import SMALL
+from tests.runs import SMALL
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)
@@ -89,7 +89,7 @@ def run_into_closed_pipe(*arguments):
     return process.returncode, process.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["objectives"]])
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["objectives"]])
 def test_a_closed_pipe_makes_no_traceback(arguments):
     assert run_into_closed_pipe(*arguments) == (0, "")
 
@@ -132,10 +132,8 @@ def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed
 @pytest.mark.parametrize(
     "words",
     [
-        *("train --lr x", "train --objectiv maxpo", "train --dtype int8", "train --sharding x"),
-        *("train --loss nope", "evaluate", "evaluate /none --split both", "report --foo", "report"),
-        *("sweep --seeds a", "sweep --foo", "objectives --weights", "objectives --rollouts x"),
-        *("objectives --foo", "train --objective nope", "nothing"),
+        *("train --lr x", "train --objectiv maxpo", "train --dtype int8", "evaluate", "report"),
+        *("sweep --seeds a", "objectives --weights", "train --objective nope", "nothing"),
     ],
 )
 def test_errors_are_one_line_without_a_box(words, capsys):

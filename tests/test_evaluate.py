@@ -5,6 +5,7 @@ refuses.
 import errno
 import io
 import json
+import re
 import shutil
 from itertools import combinations
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from maxrl_fast import evaluate, train
+from maxrl_fast import evaluate
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.screen import Screen
@@ -25,28 +26,14 @@ from tests.tool_episodes import save_tool_policy
 
 RUNTIME = (*"--threads 1 --dtype float32".split(),)
 MAZE5 = ("--task", "maze", "--maze-size", "5")
-SMALL = (*RUNTIME, *"--eval-prompts 7 --samples 6 --bootstrap 40".split())
+SMALL = (*RUNTIME, *"--eval-prompts 12 --samples 4 --bootstrap 40".split())
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Train a policy that solves some of its mazes. The run has a checkpoint before training and
-    one after.
-    """
-    out = tmp_path_factory.mktemp("runs") / "trained"
-    options = (*"--maze-size 5 --seed 4 --max-new-tokens 9 --eval-prompts 7".split(),)
-    options += (*"--eval-samples 6 --prompts 8 --rollouts 8 --k 2 --steps 3".split(),)
-    options += (*"--sft-steps 80 --sft-batch 16 --sft-lr 5e-3 --warmup-steps 0 --lr 5e-4".split(),)
-    sizes = "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split()
-    assert train.main([*RUNTIME, *options, *sizes, "--out", str(out)]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def finished(trained, tmp_path_factory):
+def finished(maze_run, tmp_path_factory):
     """Evaluate the run's last checkpoint with its first one as the baseline."""
     out = tmp_path_factory.mktemp("evaluations") / "finished"
-    assert run(trained, "--baseline", trained / "checkpoints" / "step-000000", "--out", out) == 0
+    assert run(maze_run, "--baseline", maze_run / "checkpoints" / "step-000000", "--out", out) == 0
     return out
 
 
@@ -85,9 +72,9 @@ def samples_of(out):
     return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
 
-def test_evaluating_a_run_reproduces_its_last_evaluation(trained, finished):
+def test_evaluating_a_run_reproduces_its_last_evaluation(maze_run, finished):
     """The task, its seed, the length limit and the random numbers are the run's."""
-    [_, last] = [json.loads(line) for line in (trained / "eval.jsonl").read_text().splitlines()]
+    *_, last = [json.loads(line) for line in (maze_run / "eval.jsonl").read_text().splitlines()]
     results = read(finished)
     for k in (1, 2, 4):
         assert results["pass_at_k"][str(k)]["mean"] == pytest.approx(
@@ -97,48 +84,48 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(trained, finished):
         assert results[name] == last[name]
     assert 0 < results["pass_at_k"]["1"]["mean"] < 1
     options = results["options"]
-    wanted = {"maze_size": 5, "seed": 4, "task_seed": 4, "samples": 6, "eval_prompts": 7}
-    wanted["max_new_tokens"] = 9
+    wanted = {"maze_size": 5, "seed": 4, "task_seed": 4, "samples": 4, "eval_prompts": 12}
+    wanted["max_new_tokens"] = 9  # 8 is the default
     assert wanted.items() <= options.items()
     assert options["k"] == [1, 2, 4]
-    assert results["run"] == str(trained)
-    assert results["checkpoint"] == str(trained / "checkpoints" / "step-000003")
-    assert results["name"] == "trained-step-000003"
+    assert results["run"] == str(maze_run)
+    assert results["checkpoint"] == str(maze_run / "checkpoints" / "step-000006")
+    assert results["name"] == "maze-step-000006"
     assert results["versions"]["torch"] == torch.__version__
 
 
 def test_the_results_follow_from_the_samples(finished):
     results, samples = read(finished), samples_of(finished)
-    assert [sample["id"] for sample in samples] == [i for i in range(7) for _ in range(6)]
+    assert [sample["id"] for sample in samples] == [i for i in range(12) for _ in range(4)]
     task = MazeTask(5, seed=4)
-    assert samples[6]["prompt"] == task.decode(task.prompts("test", 1, 1).tokens.tolist())
-    groups = [samples[i : i + 6] for i in range(0, 42, 6)]
+    assert samples[4]["prompt"] == task.decode(task.prompts("test", 1, 1).tokens.tolist())
+    groups = [samples[i : i + 4] for i in range(0, 48, 4)]
     counts = [sum(sample["reward"] == 1 for sample in group) for group in groups]
     assert results["per_prompt"]["num_correct"] == counts
-    assert results["per_prompt"]["id"] == list(range(7))
-    assert results["solved"] == pytest.approx(sum(count > 0 for count in counts) / 7)
+    assert results["per_prompt"]["id"] == list(range(12))
+    assert results["solved"] == pytest.approx(sum(count > 0 for count in counts) / 12)
     for k in (1, 2, 4):
-        passes = [float(brute_force.pass_at_k(6, count, k)) for count in counts]
+        passes = [float(brute_force.pass_at_k(4, count, k)) for count in counts]
         [interval] = bootstrap(torch.tensor(passes)[:, None], 40, 0.95, seed=4)
         assert results["pass_at_k"][str(k)] == pytest.approx(interval, abs=1e-6)
         # rewards are 0 and 1
-        assert results["max_at_k"][str(k)]["mean"] == pytest.approx(sum(passes) / 7)
-    assert list(results["coverage"]) == ["1", "2", "4", "6"]
-    assert results["coverage"]["6"]["mean"] == pytest.approx(results["solved"])
-    assert results["maj_at_k"]["1"]["mean"] == pytest.approx(sum(counts) / 42)
+        assert results["max_at_k"][str(k)]["mean"] == pytest.approx(sum(passes) / 12)
+    assert list(results["coverage"]) == ["1", "2", "4"]
+    assert results["coverage"]["4"]["mean"] == pytest.approx(results["solved"])
+    assert results["maj_at_k"]["1"]["mean"] == pytest.approx(sum(counts) / 48)
     for name, of in (("response_length_mean", "tokens"), ("truncated", "truncated")):
-        assert results[name] == pytest.approx(sum(sample[of] for sample in samples) / 42)
+        assert results[name] == pytest.approx(sum(sample[of] for sample in samples) / 48)
     left_out = [i for i, count in enumerate(counts) if count < 2]
     diversities = results["per_prompt"]["diversity"]
     assert [i for i, value in enumerate(diversities) if value is None] == left_out
     counted = results["diversity"]["num_prompts"]
-    assert results["diversity"]["num_left_out"] == len(left_out) == 7 - counted
+    assert results["diversity"]["num_left_out"] == len(left_out) == 12 - counted
     known = [value for value in diversities if value is not None]
     assert results["diversity"]["mean"] == pytest.approx(sum(known) / len(known))
 
 
-def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
-    first = trained / "checkpoints" / "step-000000"
+def test_the_baseline_is_compared_prompt_by_prompt(maze_run, finished, tmp_path):
+    first = maze_run / "checkpoints" / "step-000000"
     assert run(first, "--out", tmp_path / "first") == 0
     alone, results = read(tmp_path / "first"), read(finished)
     baseline = results["baseline"]
@@ -148,7 +135,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
     assert baseline["pass_at_k"] == alone["pass_at_k"]
     assert baseline["diversity"] == alone["diversity"]["mean"]
     assert baseline["response_length_mean"] == alone["response_length_mean"]
-    gains = pass_at_k(6, torch.tensor(own), 2) - pass_at_k(6, torch.tensor(theirs), 2)
+    gains = pass_at_k(4, torch.tensor(own), 2) - pass_at_k(4, torch.tensor(theirs), 2)
     assert baseline["gain"]["2"] == pytest.approx(
         bootstrap(gains[:, None], 40, 0.95, seed=4)[0], abs=1e-12
     )
@@ -161,33 +148,33 @@ def test_the_baseline_is_compared_prompt_by_prompt(trained, finished, tmp_path):
     }
     for k in (1, 2, 4):
         passes = {
-            j: sum(float(brute_force.pass_at_k(6, c, j)) for c in own) / 7 for j in range(1, 7)
+            j: sum(float(brute_force.pass_at_k(4, c, j)) for c in own) / 12 for j in range(1, 5)
         }
         target = alone["pass_at_k"][str(k)]["mean"] - 1e-9
         match = next((j for j, value in passes.items() if value >= target), None)
         ratio = None if match is None else k / match
         assert baseline["samples_to_match"][str(k)] == {"samples": match, "ratio": ratio}
 
-    assert run(trained, "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
+    assert run(maze_run, "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
     assert {**read(tmp_path / "second")["baseline"], "name": ""} == {**baseline, "name": ""}
 
 
-def test_a_baseline_that_is_never_matched_has_null_samples_to_match(trained, untrained, tmp_path):
-    shutil.copytree(trained / "latest", tmp_path / "good")
+def test_a_baseline_that_is_never_matched_has_null_samples_to_match(maze_run, untrained, tmp_path):
+    shutil.copytree(maze_run / "latest", tmp_path / "good")
     flags = (*MAZE5, *"--max-new-tokens 9 --task-seed 4 --k 1".split())
     assert run(untrained, *flags, "--baseline", tmp_path / "good", "--out", tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert results["run"] is None
     assert results["pass_at_k"]["1"]["mean"] < results["baseline"]["pass_at_k"]["1"]["mean"]
     assert results["solved"] == 0
-    nothing = {"mean": None, "num_prompts": 0, "num_left_out": 7}
+    nothing = {"mean": None, "num_prompts": 0, "num_left_out": 12}
     assert nothing.items() <= results["diversity"].items()
     assert results["baseline"]["samples_to_match"] == {"1": {"samples": None, "ratio": None}}
 
 
-def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path):
-    assert run(trained, "--out", tmp_path / "again") == 0
-    same, latest = (tmp_path / "again/samples.jsonl").read_bytes(), (trained / "latest").resolve()
+def test_the_same_seed_repeats_and_another_does_not(maze_run, finished, tmp_path):
+    assert run(maze_run, "--out", tmp_path / "again") == 0
+    same, latest = (tmp_path / "again/samples.jsonl").read_bytes(), (maze_run / "latest").resolve()
     assert same == (finished / "samples.jsonl").read_bytes()
     # a run's folder means its latest checkpoint
     assert read(tmp_path / "again")["checkpoint"] == str(latest)
@@ -202,7 +189,9 @@ def test_the_same_seed_repeats_and_another_does_not(trained, finished, tmp_path)
     assert [s["response"] for s in fourth] != [s["response"] for s in again]
 
 
-def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(trained, tmp_path, capsys):
+def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(
+    maze_run, tmp_path, capsys
+):
     file = tmp_path / "own.py"
     file.write_text(
         "import dataclasses\n"
@@ -213,14 +202,14 @@ def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(trained
         "        return dataclasses.replace(rollouts, logprobs=rollouts.logprobs + 50)\n"
     )
     flags = ("--rollout", f"{file}:Broken", "--samples", "1", "--out", tmp_path / "out")
-    assert run(trained, *flags) == 1
+    assert run(maze_run, *flags) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert f"the rollout engine {file}:Broken returned a log-prob above 0: token 0 of" in error
 
 
-def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
+def test_a_policy_is_never_compared_with_itself(maze_run, tmp_path, capsys):
     """`best` may be a checkpoint from before training; `latest` is said with its step."""
-    first = trained / "checkpoints" / "step-000000"
+    first = maze_run / "checkpoints" / "step-000000"
     assert run(first, "--baseline", first, "--out", tmp_path / "out") == 2
     assert (
         f"--baseline must be another checkpoint than {first.resolve()}" in capsys.readouterr().err
@@ -229,30 +218,17 @@ def test_a_policy_is_never_compared_with_itself(trained, tmp_path, capsys):
     shutil.copytree(first, tmp_path / "copy")
     assert run(first, "--baseline", tmp_path / "copy", "--out", tmp_path / "out") == 2
     assert "which has the same weights" in " ".join(capsys.readouterr().err.split())
-    assert run(trained, "--baseline", first, "--out", tmp_path / "out") == 0
+    assert run(maze_run, "--baseline", first, "--out", tmp_path / "out") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "step-000003, the policy after step 3 of 3; task maze" in said
-    assert "step-000000, the policy after step 0 of 3" in said
+    assert "step-000006, the policy after step 6 of 6; task maze" in said
+    assert "step-000000, the policy after step 0 of 6" in said
 
 
-def test_a_bfloat16_model_that_was_trained_in_float32_is_reproduced(tmp_path):
-    model, task = tiny_decoder(dtype="bfloat16"), MazeTask(5)
-    files = task.tokenizer_files()
-    save_checkpoint(tmp_path / "m", model.config, model.weights(), files, task.stop_ids)
-    flags = "--task maze --maze-size 5 --eval-prompts 7 --eval-samples 6 --prompts 4 --rollouts 4 "
-    flags += f"--objective rloo --steps 2 --sft-steps 9 --sft-lr 1e-2 --model {tmp_path / 'm'}"
-    assert train.main([*RUNTIME, *flags.split(), "--out", str(tmp_path / "run")]) == 0
-    assert run(tmp_path / "run", "--out", tmp_path / "out") == 0
-    last = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[-1])
-    results = read(tmp_path / "out")
-    for name in ("num_tokens", "response_length_mean"):
-        assert results[name] == last[name]
-    assert json.loads((tmp_path / "run/latest/config.json").read_text())["dtype"] == "float32"
-
-
-def test_flags_override_the_runs_options(trained, tmp_path, capsys):
-    flags = (*"--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2".split(),)
-    assert run(trained, *flags, "--out", tmp_path / "out") == 0
+def test_flags_override_the_runs_options(maze_run, tmp_path, capsys):
+    flags = (
+        *"--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2 --eval-prompts 5".split(),
+    )
+    assert run(maze_run, *flags, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
     assert wanted.items() <= options.items()
@@ -262,8 +238,8 @@ def test_flags_override_the_runs_options(trained, tmp_path, capsys):
     )
     text, error = capsys.readouterr()
     assert error == ""
-    assert f"seed are those of the run {trained}, unless a flag overrides them" in text
-    assert "7 train prompts x 6 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
+    assert f"seed are those of the run {maze_run}, unless a flag overrides them" in text
+    assert "5 train prompts x 4 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
 
 
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
@@ -274,24 +250,24 @@ def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, 
     text = capsys.readouterr().out
     assert "those of the run" not in text
     task = MazeTask(5)
-    num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(7)})
-    assert num_distinct < 7
+    num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)})
+    assert num_distinct < 12
     distinct = f"({num_distinct} distinct: intervals treat all prompts as distinct)"
-    assert f"7 test prompts {distinct} x 6 samples" in text
+    assert f"12 test prompts {distinct} x 4 samples" in text
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 
-def test_the_screen_shows_progress_and_results(trained, tmp_path, monkeypatch):
+def test_the_screen_shows_progress_and_results(maze_run, tmp_path, monkeypatch):
     output = io.StringIO()
     monkeypatch.setattr(
         evaluate,
         "Screen",
         lambda: Screen(Console(file=output, force_terminal=True, width=160, no_color=True)),
     )
-    flags = ("--baseline", trained / "checkpoints" / "step-000000", "--confidence", "0.9")
-    assert run(trained / "latest", *flags, "--out", tmp_path / "out") == 0
+    flags = ("--baseline", maze_run / "checkpoints" / "step-000000", "--confidence", "0.9")
+    assert run(maze_run / "latest", *flags, "--out", tmp_path / "out") == 0
     text, results = output.getvalue(), read(tmp_path / "out")
-    words = "evaluate, 7/7, left, max@k, maj@k, 90%, samples to match, preserved, out of support"
+    words = "evaluate, 12/12, left, max@k, maj@k, 90%, samples to match, preserved, out of support"
     assert all(word in text for word in words.split(", "))
     interval = results["pass_at_k"]["2"]
     assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
@@ -306,9 +282,9 @@ def test_the_screen_shows_progress_and_results(trained, tmp_path, monkeypatch):
     }
 
 
-def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
-    assert run(trained / "checkpoints" / "step-000000", "--out", tmp_path / "first") == 0
-    assert run(trained, "--samples", "3", "--out", tmp_path / "few") == 0
+def test_finished_evaluations_are_compared(maze_run, finished, tmp_path, capsys):
+    assert run(maze_run / "checkpoints" / "step-000000", "--out", tmp_path / "first") == 0
+    assert run(maze_run, "--samples", "3", "--out", tmp_path / "few") == 0
     capsys.readouterr()
     folders = [str(path) for path in (tmp_path / "first", finished, tmp_path / "few")]
     flags = "--bootstrap 40 --seed 4".split()
@@ -326,48 +302,44 @@ def test_finished_evaluations_are_compared(trained, finished, tmp_path, capsys):
     text, error = capsys.readouterr()
     assert (
         "warning: A and C are not of the same prompts, samples and sampling; they differ in "
-        "samples: 6 and 3" in error
+        "samples: 4 and 3" in error
     )
     assert "A and B" not in error
     assert (tmp_path / "three" / "coverage.png").read_bytes() != picture
 
 
-REFUSALS = [("", "CHECKPOINT is missing")]
-REFUSALS += table("""
+REFUSALS = """
     {tmp}/none | CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got
       {tmp}/none
     {untrained}/config.json | which is not a directory
     {tmp} | which has no config.json
     {untrained} | that is not in the folder of a run requires --task:
     {run} --samples 0 | samples must be at least 1, got 0
-    {run} --eval-prompts 0 | eval_prompts must be at least 1, got 0
-    {run} --k 1 7 | k must be from 1 to the 6 samples, got [1, 7]
+    {run} --k 1 7 | k must be from 1 to the 4 samples, got [1, 7]
     {run} --temperature 0 | greedy decoding gives one response: samples must be 1 at temperature 0,
-      got 6
-    {run} --maze-size 6 | maze size must be an odd number from 5 to 31, got 6
+      got 4
     {run} --max-new-tokens 1000 | positions
     {run} --embeddings {tmp}/none | --embeddings must be the directory of a model, got {tmp}/none
     {run} --out {untrained} | --out must be a new or empty folder, got {untrained}
     {run} --baseline {tmp}/none | --baseline must be a Hugging Face checkpoint directory or the
-    {run} --baseline {finished} --samples 4 | it differs in samples: 6 and 4
-    {run} --baseline {finished} --split train | it differs in split: test and train
+    {run} --baseline {finished} --samples 3 | it differs in samples: 4 and 3
     {run} --baseline {finished} --min-p 0.1 | it differs in min_p: 0.0 and 0.1
     {run} --baseline {finished} --reward {tmp}/x.py:score | differs in reward: None and x.py:score
     --compare {finished} | --compare needs at least two finished evaluations, got 1
     --compare {finished} {run} | {run} must be the folder of a finished evaluation
-    --compare {finished} {finished} --k 7 | k must be from 1 to 6, the fewest samples of these
+    --compare {finished} {finished} --k 7 | k must be from 1 to 4, the fewest samples of these
       evaluations, got 7
     {run} --compare {finished} {finished} | without CHECKPOINT
-""")
+"""
 
 
-@pytest.mark.parametrize(("flags", "sentence"), REFUSALS)
+@pytest.mark.parametrize(("flags", "sentence"), [("", "CHECKPOINT is missing"), *table(REFUSALS)])
 def test_bad_input_is_refused_before_any_work(
-    flags, sentence, trained, finished, untrained, tmp_path, capsys, monkeypatch
+    flags, sentence, maze_run, finished, untrained, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(Evaluator, "evaluate", lambda *_, **__: pytest.fail("it has begun to work"))
     monkeypatch.chdir(tmp_path)
-    places = {"tmp": tmp_path, "run": trained, "finished": finished, "untrained": untrained}
+    places = {"tmp": tmp_path, "run": maze_run, "finished": finished, "untrained": untrained}
     given = flags.format(**places).split()
     defaults = () if "--compare" in given else SMALL
     assert evaluate.main([*given[:1], *defaults, *given[1:]]) == 2
@@ -378,14 +350,14 @@ def test_bad_input_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, capsys, monkeypatch):
+def test_more_prompts_than_the_held_out_ones_are_refused(maze_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MazeTask, "num_test_prompts", 5)
-    assert run(trained, "--out", tmp_path / "out") == 2
+    assert run(maze_run, "--out", tmp_path / "out") == 2
     assert (
-        "prompts must be at most the 5 prompts that are held out, got 7" in capsys.readouterr().err
+        "prompts must be at most the 5 prompts that are held out, got 12" in capsys.readouterr().err
     )
     flags = (*RUNTIME, *"--samples 1 --bootstrap 9 --out".split(), str(tmp_path / "out"))
-    assert evaluate.main([str(trained), *flags]) == 0
+    assert evaluate.main([str(maze_run), *flags]) == 0
     assert read(tmp_path / "out")["options"]["eval_prompts"] == 5
 
 
@@ -393,9 +365,7 @@ def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, caps
     ("change", "sentence"),
     [
         (lambda results: results.pop("per_prompt"), "lacks 'per_prompt'"),
-        (lambda results: results["settings"].pop("top_p"), "lacks 'top_p'"),
-        (lambda results: results["per_prompt"].update(num_correct=[7] * 7), "a count from 0 to 6"),
-        (lambda results: results["per_prompt"].update(num_correct=[]), "a count from 0 to 6"),
+        (lambda results: results["per_prompt"].update(num_correct=[5] * 12), "a count from 0 to 4"),
         (
             lambda results: results["per_prompt"].update(num_correct="many"),
             "must be the folder of a finished evaluation",
@@ -411,18 +381,18 @@ def test_more_prompts_than_the_held_out_ones_are_refused(trained, tmp_path, caps
     ],
 )
 def test_invalid_results_of_a_baseline_are_refused(
-    change, sentence, finished, trained, tmp_path, capsys
+    change, sentence, finished, maze_run, tmp_path, capsys
 ):
     results = read(finished)
     change(results)
     (tmp_path / "eval.json").write_text(json.dumps(results))
-    assert run(trained, "--baseline", tmp_path, "--out", tmp_path / "out") == 2
+    assert run(maze_run, "--baseline", tmp_path, "--out", tmp_path / "out") == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_several_processes_are_refused(trained, capsys, monkeypatch):
+def test_several_processes_are_refused(maze_run, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(trained) == 2
+    assert run(maze_run) == 2
     assert "an evaluation runs in one process, got 2" in capsys.readouterr().err
 
 
@@ -453,7 +423,7 @@ def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatc
 def test_test_data_needs_no_other_data(tmp_path):
     (tmp_path / "f.py").write_text("def f(prompt, response, **columns):\n    return 1\n")
     line = json.dumps({"prompt": "2?", "question": "2?", "answer": "#### 2"}) + "\n"
-    (tmp_path / "x.jsonl").write_text(line * 7)
+    (tmp_path / "x.jsonl").write_text(line * 12)
     model, flags = save_tool_policy(tmp_path / "m"), ("--max-new-tokens", "4", "--task")
     for i, task in enumerate((f"{tmp_path}/f.py:f", "gsm8k")):
         own = (*flags, task, "--test-data", tmp_path / "x.jsonl", "--out", tmp_path / f"{i}")
@@ -461,36 +431,29 @@ def test_test_data_needs_no_other_data(tmp_path):
         assert read(tmp_path / f"{i}")["pass_at_k"]["1"]["mean"] == 1 - i
 
 
-def test_greedy_decoding_with_one_sample(trained, tmp_path):
-    assert run(trained, *"--temperature 0 --samples 1 --out".split(), tmp_path / "out") == 0
+def test_greedy_decoding_with_one_sample(maze_run, tmp_path):
+    assert run(maze_run, *"--temperature 0 --samples 1 --out".split(), tmp_path / "out") == 0
     results = read(tmp_path / "out")
     assert list(results["pass_at_k"]) == ["1"]
-    assert results["diversity"]["num_left_out"] == 7
+    assert results["diversity"]["num_left_out"] == 12
 
 
-def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(tmp_path, capsys):
+def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_path, capsys):
     """In a run's files and tables, evaluate, --baseline, --compare and the report, max@k is that of
     all subsets; a failed reward is null and counts as the lowest.
     """
-    path, out = tmp_path / "reward.py", tmp_path / "run"
-    path.write_text("def score(prompt, response):\n    return 8 / (len(response) - 11) - 1\n")
-    sizes = "--hidden-size 32 --layers 1 --heads 2 --kv-heads 2 --sft-steps 9 --lr 0.02 --prompts 4"
-    more = f"--rollouts 4 --steps 1 --eval-prompts 7 --eval-samples 6 --reward {path}:score"
-    flags = (*MAZE5, *sizes.split(), *more.split(), "--max-reward-error-rate", "0.9")
-    assert train.main([*RUNTIME, *flags, "--out", str(out)]) == 0
-    text = (out / "eval.jsonl").read_text().splitlines()
-    ends, means = [json.loads(line)["max_at_k"] for line in text], []
-    shown = capsys.readouterr().out
-    assert f"step 1: mean reward {ends[1]['1']:.3f}  max@2 {ends[1]['2']:.3f}" in shown
-    assert "│ mean reward             │" in shown
-    assert (out / "best").resolve().name == f"step-{int(ends[1]['1'] > ends[0]['1']):06d}"
-    first, last = (out / "checkpoints" / f"step-00000{i}" for i in (0, 1))
-    assert run(first, "--out", tmp_path / "0") == 0
-    assert run(last, "--out", tmp_path / "1", "--baseline", tmp_path / "0") == 0
-    assert run(last, "--out", tmp_path / "2", "--baseline", first) == 0
+    out, sizes = shared_run("text"), "--eval-prompts 7 --samples 6".split()
+    text, means = (out / "eval.jsonl").read_text().splitlines(), []
+    ends = [json.loads(line)["max_at_k"] for line in text]
+    assert (out / "best").resolve().name == f"step-{2 * (ends[1]['1'] > ends[0]['1']):06d}"
+    first, last = (out / "checkpoints" / f"step-00000{i}" for i in (0, 2))
+    assert run(first, *sizes, "--out", tmp_path / "0") == 0
+    assert run(last, *sizes, "--out", tmp_path / "1", "--baseline", tmp_path / "0") == 0
+    assert run(last, *sizes, "--out", tmp_path / "2", "--baseline", first) == 0
     shown, baseline = capsys.readouterr().out, read(tmp_path / "1")["baseline"]
     assert all(x in shown for x in ("max@k (95% interval)", "max@k - baseline's"))
     assert baseline == read(tmp_path / "2")["baseline"] | {"name": "0"}
+    firsts = []
     for i, end in enumerate(ends):
         results, samples = read(tmp_path / str(i)), samples_of(tmp_path / str(i))
         rewards = [sample["reward"] for sample in samples]
@@ -508,12 +471,13 @@ def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(tmp_path, capsys):
         assert folder.score == "max_at_k"
         own = folder.prompts["evaluations"][0]
         assert sum(own["reward_mean"]) / 7 == pytest.approx(ends[0]["1"])
-        assert max(own["reward_max"]) >= ends[0]["4"] >= min(own["reward_max"])
+        firsts = firsts or [max(known[j : j + 6]) for j in range(0, 42, 6)]
+        assert own["reward_max"] == pytest.approx(firsts)
         assert folder.coverage[0]["rows"][0][1] == pytest.approx(ends[0]["1"])
     assert None in rewards
     gains = [baseline["gain"][k]["mean"] for k in ("1", "2", "4")]
     assert gains == pytest.approx([b - a for a, b in zip(means[:3], means[3:], strict=True)])
     pair = (str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "3"))
     assert evaluate.main(["--compare", *pair]) == 0
-    row = f"│ mean reward      │ {means[0]:6.3f} │ {means[3]:6.3f} │"
-    assert row in capsys.readouterr().out
+    row = rf"│ mean reward +│ +{means[0]:.3f} │ +{means[3]:.3f} │"
+    assert re.search(row, capsys.readouterr().out)

@@ -6,11 +6,11 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from maxrl_fast import train
 from maxrl_fast.config.checks import check
@@ -65,68 +65,47 @@ def test_every_example_is_a_script_or_is_loaded_by_one():
     } == NO_SCRIPTS
 
 
-def test_advantages():
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / "advantages.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=EXAMPLES.parent,
-    )
-    lines = [line.split() for line in run.stdout.splitlines()]
-    assert lines[0] == [
-        "RLOO",
-        *["-0.20"] * 2,
-        "1.00",
-        *["-0.20"] * 3,
-        *["0.20"] * 3,
-        "-1.00",
-        *["0.20"] * 2,
-    ]
+def lines_of(capsys, monkeypatch, script, *arguments):
+    """Run an example in this process; return the words of the lines that it prints."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    capsys.readouterr()
+    codes = [0]
+    monkeypatch.setattr(sys, "exit", codes.append)
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert not any(codes)
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_advantages(capsys, monkeypatch):
+    lines = lines_of(capsys, monkeypatch, "advantages.py")
+    first, second = "-0.20 -0.20 1.00 -0.20 -0.20 -0.20", "0.20 0.20 0.20 -1.00 0.20 0.20"
+    assert lines[0] == ["RLOO", *first.split(), *second.split()]
     assert lines[2] == [
         "MaxRL",
-        *["-1.00"] * 2,
-        "5.00",
-        *["-1.00"] * 3,
-        *["0.20"] * 3,
-        "-1.00",
-        *["0.20"] * 2,
+        *first.replace("1.00", "5.00").replace("-0.20", "-1.00").split(),
+        *second.split(),
     ]
 
 
 @pytest.mark.slow
-def test_token_loss():
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / "token_loss.py"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=EXAMPLES.parent,
-    )
-    names, rates = zip(
-        *((words[0], float(words[5])) for words in map(str.split, run.stdout.splitlines())),
-        strict=True,
-    )
-    assert names == ("MaxRL", "PACS")
-    assert min(rates) > 0.5  # from 1/64
+def test_token_loss(capsys, monkeypatch):
+    lines = lines_of(capsys, monkeypatch, "token_loss.py")
+    assert [words[0] for words in lines] == ["MaxRL", "PACS"]
+    assert min(float(words[5]) for words in lines) > 0.5  # from 1/64
 
 
 @pytest.mark.slow
-def test_grpo_loop(tmp_path):
+def test_grpo_loop(tmp_path, capsys, monkeypatch):
     """With the tiny model, and with a checkpoint of one's own."""
-    command = [sys.executable, EXAMPLES / "grpo_loop.py"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=EXAMPLES.parent)
-    rates = [float(line.split()[4].rstrip(",")) for line in run.stdout.splitlines()]
+    rates = [float(words[4].rstrip(",")) for words in lines_of(capsys, monkeypatch, "grpo_loop.py")]
     assert len(rates) == 4
     assert rates[0] < 0.1
     assert rates[-1] > 0.6
-    policy = save_byte_level_policy(tmp_path)
-    own = [*command, "--model", policy, *"--steps 1 --estimator maxrl --rollouts 2".split()]
+    own = ["--model", save_byte_level_policy(tmp_path)]
+    own += "--steps 1 --estimator maxrl --rollouts 2".split()
     assert (
-        "step   0: mean reward"
-        in subprocess.run(
-            own, capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
-        ).stdout
+        lines_of(capsys, monkeypatch, "grpo_loop.py", *own)[0][:4] == "step 0: mean reward".split()
     )
 
 
@@ -286,13 +265,9 @@ def test_a_recipe_names_its_model_of_the_hub(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_gym_tiny(tmp_path):
+def test_gym_tiny(tmp_path, capsys, monkeypatch):
     """Run a short version. The whole example takes two minutes."""
-    command = [sys.executable, EXAMPLES / "gym_tiny.py", tmp_path / "out"]
     short = "--sft-steps 3 --steps 2 --eval-prompts 8 --eval-samples 2 --threads 1".split()
-    run = subprocess.run(
-        [*command, *short], capture_output=True, text=True, check=True, cwd=EXAMPLES.parent
-    )
-    lines = run.stdout.splitlines()
-    assert "task gym:spell_backward" in lines[0] or "spell_backward of reasoning-gym" in lines[0]
-    assert len([line for line in lines if line.startswith("'Spell this word backward")]) == 4
+    lines = lines_of(capsys, monkeypatch, "gym_tiny.py", tmp_path / "out", *short)
+    assert "spell_backward" in " ".join(lines[0])
+    assert sum(words[:4] == "'Spell this word backward".split() for words in lines) == 4

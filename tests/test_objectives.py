@@ -32,17 +32,6 @@ def test_no_word_is_cut_in_a_terminal(width, capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= width
 
 
-def test_every_row_is_complete():
-    for name, row in ESTIMATORS.items():
-        assert row.formula, name
-        assert row.source, name
-        assert row.weight, name
-        assert row.needs, name
-    assert set(OBJECTIVES) == set(ESTIMATORS) - {"leave_two_out"} | {
-        *"pacs pacs_paper rl_zvp riskpo verifree ppo distill".split()
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "of", "aggregation", "options"),
     [

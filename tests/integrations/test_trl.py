@@ -5,7 +5,6 @@ logged.
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,41 +98,6 @@ def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator,
     assert check(trainer.generated, trainer.seen, estimator, weights=(1.0, -0.5), **options) > 10
 
 
-@pytest.mark.parametrize("name", ["maxrl", "pacs"])
-def test_evaluation_has_groups_of_its_own_size(job, tmp_path, name):
-    """Of two rollouts; its advantages are logged too. The policy stays, so that PACS has those that
-    were logged.
-    """
-    config = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "num_generations_eval": 2,
-        "per_device_eval_batch_size": 8,
-    }
-    config |= {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}
-    data = job.Dataset.from_dict({"prompt": [f"l {letter}" for letter in "abcdefgh"]})
-    trainer = job.run(name, tmp_path, config=config, arguments={"eval_dataset": data})
-    sizes = [len(rows["prompts"]) // len(set(rows["prompts"])) for rows in trainer.generated]
-    assert sizes == [4, 2, 2]
-    assert len(trainer.seen) == 2 * 8 + 16
-    if name == "maxrl":
-        check(trainer.generated, trainer.seen, "maxrl")
-    logged = [advantage for rows in trainer.generated for advantage in rows["logged"]]
-    assert {round(advantage, 4) for *_, advantage in trainer.seen} == {
-        round(advantage, 4) for advantage in logged
-    }
-    assert max(logged) > 0.1
-
-
-def test_a_version_of_trl_without_the_methods_is_refused(job, tmp_path, monkeypatch):
-    monkeypatch.delattr(job.GRPOTrainer, "_calculate_rewards")
-    with pytest.raises(
-        RuntimeError,
-        match=r"needs the GRPOTrainer of TRL 1.16, got TRL .* which has no _calculate_rewards",
-    ):
-        job.build("maxrl", tmp_path)
-
-
 def test_a_mixin_behind_the_trainer_is_refused(job):
     """TRL's methods would be called, not ours."""
     with pytest.raises(
@@ -156,16 +120,6 @@ def run_in_two_processes(folder, name, **options):
     assert records[0]["generated"] == records[1]["generated"]
     assert records[0]["seen"] != records[1]["seen"]
     return records
-
-
-def test_each_of_two_processes_sees_its_own_advantages(tmp_path):
-    """Three prompts of four responses on two processes of six rows each: the second group spans
-    both.
-    """
-    config = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    for record in run_in_two_processes(tmp_path, "maxrl", config=config, unknown=True):
-        assert len(record["seen"]) == 3 * 6
-        assert check(record["generated"], record["seen"], "maxrl") > 5
 
 
 def test_each_of_two_processes_computes_pacs_anew_from_its_own_groups(tmp_path):
@@ -218,7 +172,6 @@ def test_the_correction_for_vllm_stays_in_the_batch(job, tmp_path, monkeypatch):
     ("name", "options", "message"),
     [
         ("own", {"arguments": {"estimator": "maxgrpo"}}, "estimator must be one of"),
-        ("own", {"arguments": {"estimator": "unlikeliness"}}, "unlikeliness needs logprobs"),
         ("maxpo", {}, "maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4"),
         (
             "maxrl",
@@ -236,7 +189,6 @@ def test_the_correction_for_vllm_stays_in_the_batch(job, tmp_path, monkeypatch):
             },
             "whole groups",
         ),
-        ("pacs", {"arguments": {"pacs_score": "best"}}, "score must be one of"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_training(job, tmp_path, name, options, message):
@@ -244,7 +196,7 @@ def test_what_does_not_fit_is_refused_before_training(job, tmp_path, name, optio
         job.build(name, tmp_path, **options)
 
 
-@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 1.0), (None, 0.25), (3.0, 0.25)])
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.25)])
 def test_linear_logprobs_are_those_of_trl(integration, softcap, scale):
     """Values and gradients, with a soft cap and a scale of the logits."""
     generator = torch.Generator().manual_seed(0)
@@ -267,54 +219,3 @@ def test_linear_logprobs_are_those_of_trl(integration, softcap, scale):
             )
         )
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-
-
-def test_an_output_layer_with_a_bias_is_refused(integration):
-    hidden, weight, targets = torch.randn(3, 8), torch.randn(5, 8), torch.arange(3)
-    with pytest.raises(ValueError, match="without a bias"):
-        integration._LinearLogprobs.apply(
-            hidden, weight, torch.zeros(5), targets, 1.0, 256, None, 1.0, ("log_probs",)
-        )
-
-
-def test_training_with_linear_logprobs(job, integration, tmp_path, monkeypatch):
-    """The same weights as with TRL's log-probs, from calls of our operator."""
-    calls, results = [], []
-    # monkeypatch puts both back at the end
-    original = ops.linear_token_logprobs
-    monkeypatch.setattr(
-        ops,
-        "linear_token_logprobs",
-        lambda *args, **options: calls.append(1) or original(*args, **options),
-    )
-    monkeypatch.setattr(
-        integration.utils, "_ChunkedLogProbFunction", integration._ChunkedLogProbFunction
-    )
-    for change in (lambda: None, integration.use_linear_logprobs):
-        change()
-        trainer = job.run(
-            "maxrl", tmp_path, config={"max_steps": 1, "optim": "sgd", "learning_rate": 1.0}
-        )
-        results.append(dict(trainer.model.state_dict()))
-        results[-1]["calls"] = torch.tensor(len(calls))
-    assert int(results[0].pop("calls")) == 0
-    assert int(results[1].pop("calls")) == 1
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    assert any(
-        (results[0][name] - weight).abs().max() > 1e-3
-        for name, weight in job.policy().state_dict().items()
-    )
-
-
-def test_the_page_shows_arguments_that_trl_takes(tmp_path):
-    from trl import GRPOConfig
-
-    (shown,) = re.findall(r"GRPOConfig\((.*?)\)", (ROOT / "docs" / "integrations.md").read_text())
-    arguments = dict(argument.split("=") for argument in shown.split(", "))
-    config = GRPOConfig(
-        tmp_path,
-        use_cpu=True,
-        bf16=False,
-        **{name: int(value) for name, value in arguments.items()},
-    )
-    assert config.num_generations == 16

@@ -112,62 +112,6 @@ def test_loss_and_gradient_are_trls(name, aggregation, level, options):
     assert gradient.abs().max() > 1e-3
 
 
-def test_the_sequence_mask_is_trls_off_policy_mask():
-    from trl import GRPOTrainer
-
-    from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
-    from maxrl_fast.ops import Tokens
-
-    logits, targets, engine = rollouts()
-    logp = logits.detach().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
-    lengths, none = torch.tensor(LENGTHS), torch.zeros_like(logp)
-    own_log_probs, theirs = (
-        torch.zeros(MASK.shape, dtype=torch.float64).masked_scatter(MASK, x) for x in (logp, engine)
-    )
-    kept = set()
-    for delta in (-1.0, 0.0, 0.05, 0.2, 1.0):
-        for advantages in (ADVANTAGES, -ADVANTAGES):
-            mask = GRPOTrainer.get_off_policy_mask(
-                advantages[:, None], own_log_probs, theirs, MASK.double(), delta
-            )[:, 0]
-            of_tokens = advantages.repeat_interleave(lengths)
-            tokens = Tokens(logp, none, engine, engine, of_tokens, none == 0, cu_seqlens)
-            assert torch.equal(
-                ~far_responses(tokens, delta), mask.bool().repeat_interleave(lengths)
-            )
-            assert float(tokens.metrics["frac_sequences_masked"]) == pytest.approx(
-                1 - float(mask.double().mean())
-            )
-            kept.add(int(mask.sum()))
-    assert len(kept) > 2
-
-
-@pytest.mark.parametrize("share", [0.06, 0.2, 0.5, 0.9])
-def test_top_entropy_is_trls_quantile(share):
-    """TRL interpolates between entropies, so that it may keep one token fewer where the share of
-    the tokens is no integer.
-    """
-    from trl import GRPOTrainer
-
-    trainer = MagicMock()
-    trainer.accelerator.pad_across_processes = lambda values, **_: values
-    trainer.accelerator.gather = lambda values: values
-    differ = 0
-    for n in range(1, 120):
-        entropies = 3 * torch.rand(n, generator=torch.Generator().manual_seed(n))
-        expected = GRPOTrainer.get_high_entropy_mask(
-            trainer, entropies[None], torch.ones(1, n), 1 - share
-        )[0]
-        keep = highest(entropies, share)
-        assert keep[expected].all()
-        more = int(keep.sum() - expected.sum())
-        assert more in (0, 1)
-        assert more == 0 or share * n % 1 > 1e-6
-        differ += more
-    assert differ == 0 or share not in (0.2, 0.5)  # shares 1 / m
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_with_top_entropy_loss_and_gradient_are_trls(share):
     """The loss is divided by all tokens, those without a policy gradient included."""

@@ -81,36 +81,6 @@ def assert_same(actual, expected):
     assert expected.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("tau_pos", "tau_neg"), [(1.0, 1.05), (0.6, 2.0)])
-def test_sapo(tau_pos, tau_neg):
-    loss, gradient, _ = verls("sapo", tau_pos=tau_pos, tau_neg=tau_neg)
-    value, our_gradient, _ = ours(
-        "sapo", "seq_mean_token_mean", tau_positive=tau_pos, tau_negative=tau_neg
-    )
-    assert_same(value, loss)
-    assert_same(our_gradient, gradient)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.4, 0.4), (0.1, 0.3)])
-def test_gmpo_is_geo_mean(low, high):
-    loss, gradient, _ = verls("geo_mean", clip_ratio_low=low, clip_ratio_high=high)
-    value, our_gradient, metrics = ours("gmpo", "seq_mean_token_mean", low=low, high=high)
-    assert_same(value, loss)
-    assert_same(our_gradient, gradient)
-    assert metrics["clipped_low"] + metrics["clipped_high"] > 0
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.05, 0.1)])
-def test_dppo_has_the_gradient_of_dppo_tv_without_its_divergence(low, high):
-    _, gradient, clipped = verls("dppo_tv", clip_ratio_low=low, clip_ratio_high=high)
-    _, our_gradient, metrics = ours("dppo", "token_mean", low=low, high=high, kl=0.0)
-    assert_same(our_gradient, gradient)
-    assert (metrics["clipped_low"] + metrics["clipped_high"]).item() == pytest.approx(
-        clipped, abs=1e-6
-    )
-    assert clipped > 0
-
-
 @pytest.mark.parametrize(
     ("name", "level", "low", "high"),
     [
@@ -158,7 +128,7 @@ def policy_loss(name, **options):
     return PolicyLossConfig(loss_mode=name, **options)
 
 
-@pytest.mark.parametrize(("share", "coef"), [(0.3, 1.0), (0.13, 0.4), (2e-4, 1.0)])
+@pytest.mark.parametrize(("share", "coef"), [(0.13, 0.4), (2e-4, 1.0)])
 def test_kl_cov(share, coef):
     loss, gradient, _ = verls(
         "kl_cov", policy_loss=policy_loss("kl_cov", kl_cov_ratio=share, ppo_kl_coef=coef)
@@ -170,15 +140,13 @@ def test_kl_cov(share, coef):
     assert (plain - gradient).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("share", "low", "high"), [(0.3, 0.1, 5.0), (0.13, 0.05, 1.0), (2e-4, 0.1, 5.0)]
-)
+@pytest.mark.parametrize(("share", "low", "high"), [(0.13, 0.05, 1.0), (2e-4, 0.1, 5.0)])
 def test_clip_cov_draws_the_same_tokens_from_the_same_generator(share, low, high):
     """With bounds of the ratio that clip no token, as in the authors' script; verl does not draw
     tokens that are clipped.
     """
     options = policy_loss("clip_cov", clip_cov_ratio=share, clip_cov_lb=low, clip_cov_ub=high)
-    for seed in range(5):
+    for seed in range(2):
         torch.manual_seed(seed)
         loss, gradient, clipped = verls(
             "clip_cov", policy_loss=options, clip_ratio_low=1.0, clip_ratio_high=99.0

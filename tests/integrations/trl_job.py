@@ -118,28 +118,10 @@ def build(
     def length(completion_ids, **_):
         return [None if sum(ids) % 3 == 0 else len(ids) / 4 for ids in completion_ids]
 
-    settings = {
-        **{
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 6,
-            "max_steps": 3,
-        },
-        **{
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "use_cpu": True,
-        },
-        **{
-            "bf16": False,
-            "seed": 1,
-            "disable_tqdm": True,
-            "gradient_checkpointing": False,
-            "max_grad_norm": 0.0,
-        },
-    }
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6}
+    settings |= {"max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "report_to": []}
+    settings |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "seed": 1}
+    settings |= {"disable_tqdm": True, "gradient_checkpointing": False, "max_grad_norm": 0.0}
     return recorded(TRAINERS[name])(
         model=policy(),
         reward_funcs=[reward, length][: len(weights)],

@@ -7,11 +7,9 @@ import itertools
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.job import health
 from maxrl_fast.job.health import SlowRewards
 from maxrl_fast.training.warm_start import WarmStart
-from tests.job.test_resume import stop_at
-from tests.test_train import assert_same_run, base, read
+from tests.runs import assert_same_run, base, stop_at
 
 GOOD = "def score(prompt, response):\n    return len(response) % 2\n"
 LATER = """import os
@@ -82,18 +80,6 @@ def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(
     assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
 
 
-def test_a_reward_that_fails_now_and_then_is_a_warning(reward, tmp_path, capsys):
-    reward.write_text(
-        "calls = []\ndef score(prompt, response):\n    calls.append(1)\n    return 1 / (len(calls) "
-        "- 2)\n"
-    )
-    train.main([*job(reward, tmp_path / "run"), "--reward-workers", "1"])
-    assert (
-        "warning: before the first step: 1 of 4 rewards failed (exception 1), for example: "
-        "ZeroDivisionError" in capsys.readouterr().err
-    )
-
-
 @pytest.mark.slow
 def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command_alone(
     reward, tmp_path, capsys
@@ -150,29 +136,9 @@ def test_slow_rewards_are_reported_once_with_the_option_that_helps():
     assert asked == [pytest.approx(22 / 3)]
 
 
-@pytest.mark.parametrize(
-    "seconds", [{"reward": 0.9, "rollout": 0.1}, {"reward": 5.0, "rollout": 6.0}, {"rollout": 9.0}]
-)
-def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported(seconds):
-    slow = SlowRewards(lambda factor: pytest.fail("no option was wanted"))
-    for n in range(4):
-        assert (
-            slow.observe(
-                {k: n * v for k, v in seconds.items()}, {k: (n + 1) * v for k, v in seconds.items()}
-            )
-            is None
-        )
-
-
-@pytest.mark.slow
-def test_a_run_with_a_slow_judge_says_so_once(reward, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(health, "SLOW_SECONDS", 0.0)
-    reward.write_text(
-        "import time\ndef score(prompt, response):\n    time.sleep(.02)\n"
-        "    return len(response) % 2\n"
-    )
-    assert train.main([*job(reward, tmp_path / "run"), *"--steps 4 --eval-prompts 1".split()]) == 0
-    assert [warning["kind"] for warning in read(tmp_path / "run" / "warnings.jsonl")] == [
-        "slow_rewards"
-    ]
-    assert "% of the time is reward: --reward-workers " in capsys.readouterr().err
+def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported():
+    for seconds in ({"reward": 0.9, "rollout": 0.1}, {"reward": 5.0, "rollout": 6.0}):
+        slow = SlowRewards(lambda factor: pytest.fail("no option was wanted"))
+        for n in range(4):
+            before, after = ({k: i * v for k, v in seconds.items()} for i in (n, n + 1))
+            assert slow.observe(before, after) is None

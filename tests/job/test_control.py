@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast.job.control import ECHO, StallWatchdog, StoppedNow, StopSignal, Stopwatch
-from tests.test_train import SMALL, read
+from tests.runs import SMALL, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,12 +111,12 @@ def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, brok
         for name in ("stdout", "stderr")
     }
     # without a warm start there are warnings on stderr
-    process = start(out, *"--steps 12 --sft-steps 0".split(), **ends)
+    process = start(out, *"--steps 4 --sft-steps 0".split(), **ends)
     os.close(writer)
     texts = process.communicate(timeout=120)
     assert process.returncode == 0, texts
-    assert len(read(out / "metrics.jsonl")) == 12
-    assert (out / "latest").resolve().name == "step-000012"
+    assert len(read(out / "metrics.jsonl")) == 4
+    assert (out / "latest").resolve().name == "step-000004"
     warnings = [
         record["message"] for record in read(out / "warnings.jsonl") if record["kind"] == "output"
     ]
@@ -135,9 +135,8 @@ def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path, brok
 @pytest.mark.slow
 def test_a_run_whose_terminal_goes_away_saves_and_exits_with_129(tmp_path):
     out, (terminal, end) = tmp_path / "run", os.openpty()
-    process = start(
-        out, "--steps", "100000", stdin=end, stdout=end, stderr=end, preexec_fn=own_terminal
-    )
+    more = "--sft-steps 0 --steps 100000".split()
+    process = start(out, *more, stdin=end, stdout=end, stderr=end, preexec_fn=own_terminal)
     os.close(end)
     try:
         deadline = time.monotonic() + 120

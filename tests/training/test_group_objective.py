@@ -5,12 +5,9 @@ options choose.
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.parse import parse
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Needs
-from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
 from tests.batches import collected, make_prompts
 
 ROLLOUTS = Rollouts(
@@ -47,21 +44,3 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
     assert (values("self", solved) != 0).tolist() == [[False, False], [True, True]]
     assert GroupObjective("remax", {}).needs == Needs(greedy=True)
     assert values("remax", torch.tensor([0.25, 1.0])).tolist() == [[0.75, -0.25], [-1.0, 0.0]]
-
-
-def test_the_options_choose_the_objective():
-    def made(*flags):
-        return objective_of(parse(["--objective", *flags]))
-
-    assert made("maxpo", "--k", "3") is made("maxpo", "--k", "3")  # built and tried once
-    assert made("maxpo", "--k", "3") == GroupObjective("maxpo", {"k": 3})
-    assert made("maxrl") == GroupObjective("maxrl", {"order": 15})
-    assert made("grpo", "--eps", "1e-3").options == {"eps": 1e-3, "ddof": 1}
-    assert made("grpo").aggregation == "seq_mean_token_mean"
-    pacs = made("pacs", "--beta", "0.5", "--score", "grpo", "--updates-per-step", "4")
-    assert pacs == PacsObjective(beta=0.5, score="grpo")
-    assert pacs.updates_per_step == 4
-    assert pacs.needs == Needs(binary=True, logprob_passes=2)
-    paper = made("pacs_paper", "--ref-reset-interval", "7")
-    assert paper == PacsPaperObjective(ref_reset_interval=7)
-    assert paper.needs == Needs(reference=True, binary=True, logprob_passes=2)

@@ -3,15 +3,9 @@
 import pytest
 import torch
 
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse
-from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_task import build_length_penalty
 from maxrl_fast.records import Rollouts, Samples, pack
-from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
 from tests.batches import collected, make_prompts
-from tests.tables import refused
 
 
 def soft_punishment(length, longest, cache):
@@ -51,34 +45,3 @@ def test_only_the_rewards_of_the_objective_change():
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
     assert torch.equal(batch.task_rewards, rewards)  # kept rollouts
     assert batch.all_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
-
-
-def test_options():
-    def made(*flags):
-        config = parse(["--device", "cpu", *flags])
-        check(config)
-        return build_length_penalty(resolve(config, MazeTask(9)))
-
-    assert made() is None
-    assert made("--overlong-buffer", "8") == LengthPenalty(32, 8, 1.0)
-    assert made(
-        "--overlong-buffer", "8", "--overlong-penalty", ".5", "--max-new-tokens", "16"
-    ) == LengthPenalty(16, 8, 0.5)
-    for flags, message in (
-        (
-            ["--overlong-buffer", "33"],
-            "overlong_buffer must be at most max_new_tokens, got 33 and 32",
-        ),
-        (["--overlong-buffer", "-1"], "overlong_buffer must be at least 0, got -1"),
-        (
-            ["--overlong-buffer", "4", "--overlong-penalty", "0"],
-            "overlong_penalty must be a finite number above 0, got 0",
-        ),
-        (["--overlong-penalty", "2"], "--overlong-penalty needs --overlong-buffer"),
-        (
-            ["--overlong-buffer", "4", "--objective", "pacs"],
-            "overlong_buffer makes rewards other than 0 and 1, which pacs",
-        ),
-    ):
-        with refused(message):
-            made(*flags)

@@ -9,7 +9,6 @@ import torch
 from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.records import Samples
-from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, _seed
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.metrics import step_metrics
@@ -33,25 +32,19 @@ def settings_of(loss, aggregation="token_mean", more=None, **options):
     return LossSettings(loss, aggregation, 0.1, 0.3, loss_options=options, seed=4, **(more or {}))
 
 
-LP_REG = {"share": 0.8, "min_p": 0.1, "low": 0.5, "high": 0.4}
 SIMKO = {"alpha": 0.3, "k": 2, "tau": 0.5, "penalty": 2.0}
 ALL = {"top_entropy": 0.6, "siren": 0.5, "temperature": 0.7, "entropy_coef": 0.05}
 CASES = {  # and the number of responses computed; None: the direct computation says it
     "kl_cov": (settings_of("kl_cov", share=0.15, coef=0.7), None),
     "clip_cov": (settings_of("clip_cov", share=0.1, low=0.05, high=3.0), 8),
-    "lp_reg": (settings_of("lp_reg", **LP_REG), 8),
     "simko": (settings_of("simko", **SIMKO), 8),
-    "ppo, high entropies": (settings_of("ppo", more={"top_entropy": 0.3}), None),
     "gspo, high entropies": (
         settings_of("gspo", "seq_mean_token_mean", {"top_entropy": 0.4}),
         None,
     ),
     "siren": (settings_of("ppo", more={"siren": 0.7}), 12),
     "all": (settings_of("simko", "seq_mean_token_sum", ALL, **SIMKO), 12),
-    "sapo": (settings_of("sapo", tau_negative=1.4), 8),
-    "gmpo": (settings_of("gmpo", "seq_mean_token_mean", low=0.2, high=0.3), 8),
     "dppo": (settings_of("dppo", kl=0.1), 12),
-    "dppo without kl": (settings_of("dppo", kl=0.0), 8),
     "own": (settings_of(own_loss, power=1.5), 12),
 }
 
@@ -148,7 +141,7 @@ def test_an_update_is_that_of_the_whole_batch_however_it_is_cut(name):
     samples = off_policy(model := tiny_decoder())
     loss, gradients, tokens, count = direct(model, samples, settings)
     before, metrics = [p.detach().clone() for p in model.parameters()], []
-    for budget in (1, 25, 10_000):
+    for budget in (1, 25):
         trained = learner(tiny_decoder(), settings, budget)
         metrics.append(update(trained, samples))
         for p, gradient, weight in zip(trained.model.parameters(), gradients, before, strict=True):
@@ -208,22 +201,3 @@ def test_a_draw_depends_on_seed_step_and_update_alone():
             )
             assert torch.equal(draws.setdefault((seed, step, number), drawn), drawn)
     assert len({tuple(drawn.tolist()) for drawn in draws.values()}) == len(draws)
-
-
-def test_the_first_update_with_samples_sets_sirens_anchor():
-    settings, samples = CASES["siren"][0], off_policy(tiny_decoder())
-    trained, plain = (
-        learner(tiny_decoder(), settings, anchor=torch.nan),
-        learner(tiny_decoder(), settings_of("ppo")),
-    )
-    anchor = trained.objective_state["siren_anchor"]
-    assert prompt_gradient_norms(trained, samples, ADVANTAGES, torch.arange(12))[0] > 0
-    none = update(trained, samples, (), lr=0.0)
-    assert none.own["siren_entropy"] == 0
-    assert anchor.isnan().all()  # neither a diagnosis nor an update without samples
-    first = update(trained, samples)
-    assert first.own["siren_entropy"] == first.own["siren_anchor"] == float(anchor) > 0.1
-    # the term is 0
-    assert first.grad_norm == pytest.approx(update(plain, samples).grad_norm, rel=1e-5)
-    second = update(trained, samples)
-    assert second.own["siren_anchor"] == float(anchor) != second.own["siren_entropy"]

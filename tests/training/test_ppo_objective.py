@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from maxrl_fast import ops, train
-from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.memory import count, estimate_memory
 from maxrl_fast.config.parse import parse
@@ -21,14 +19,11 @@ from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights, value_loss
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.objective import Needs
 from maxrl_fast.training.objectives.ppo import PpoObjective, state_values, update_critic
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import is_sharded
-from tests.batches import collected, one_batch
-from tests.models import response_logits, tiny_decoder
-from tests.tables import refused, table
-from tests.test_train import read
+from tests.batches import collected
+from tests.models import tiny_decoder
 from tests.training.test_gae import by_definition
 from tests.training.test_learner import PROMPTS, learner, sampled
 
@@ -83,20 +78,6 @@ def exact_values(one, rollouts):
     return plain_values(copy.deepcopy(one.critic.model).double(), rollouts).detach()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("budget", [1, 10_000])
-def test_values_are_those_of_a_plain_forward_pass(tied, budget):
-    model = tiny_decoder(tie_word_embeddings=tied)
-    rollouts, one = responses(model), with_critic(model, budget=budget)
-    actual = state_values(one, Samples(PROMPTS, rollouts))
-    assert actual.dtype == torch.float32
-    assert not actual.requires_grad
-    expected = exact_values(one, rollouts)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
-    assert expected.abs().min() > 1e-3
-    assert expected.std() > 0.1
-
-
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 def test_the_value_loss_and_its_slope(clip):
     generator = torch.Generator().manual_seed(0)
@@ -119,8 +100,7 @@ def test_the_value_loss_and_its_slope(clip):
     assert num_clipped > 30 if clip else num_clipped == 0
 
 
-@pytest.mark.parametrize("budget", [1, 25, 10_000])
-@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize(("clip", "budget"), [(0.0, 10_000), (0.1, 1), (0.1, 25)])
 def test_an_update_of_the_critic_has_the_gradient_of_the_definition(clip, budget):
     model = tiny_decoder()
     rollouts, one = responses(model), with_critic(model, clip, budget=budget)
@@ -158,14 +138,10 @@ def test_an_update_of_the_critic_has_the_gradient_of_the_definition(clip, budget
     assert all(p.grad is None for p in model.parameters())  # the policy has no part in it
 
 
-@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
 @pytest.mark.parametrize("has_unknown", [False, True])
-def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_unknown):
+def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(has_unknown):
     model = tiny_decoder()
-    rollouts, one = (
-        responses(model),
-        with_critic(model, settings=LossSettings(loss=loss, aggregation="token_mean")),
-    )
+    rollouts, one = responses(model), with_critic(model)
     valid = torch.ones(3, 4, dtype=torch.bool)
     if has_unknown:
         valid[0, 1] = valid[2, 0] = False
@@ -183,25 +159,6 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(loss, has_un
     torch.testing.assert_close(factors.double(), whitened, rtol=1e-3, atol=1e-3)
     advantages = step.advantages(samples.scored_indices)
     assert torch.equal(advantages, torch.ones(12))
-
-    batch = one_batch(PROMPTS, rollouts)
-    expected, _ = ops.policy_gradient_loss(
-        response_logits(model, batch, torch.float32),
-        batch.targets,
-        whitened.float(),
-        batch.cu_seqlens,
-        advantages_per_token=True,
-        old_logprobs=batch.old_logprobs,
-        loss=loss,
-        aggregation="token_mean",
-        denominator=float(counts.sum()),
-    )
-    gradients = torch.autograd.grad(expected, [*model.parameters()])
-    one.update(step.batch, advantages, samples.scored_indices, when="step 1", lr=0.0)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(
-            parameter.grad, gradient, rtol=1e-2, atol=1e-3 * float(gradient.abs().max()) + 1e-7
-        )
 
     returns = (raw + values)[counts]
     metrics = step.finish()
@@ -245,8 +202,7 @@ def test_without_a_token_nothing_is_learned():
     assert not one.critic.optimizer.state
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(("tied", "rank"), [(True, 0), (False, 3)])
 def test_the_critic_is_a_copy_of_what_is_trained(tied, rank):
     model = tiny_decoder(tie_word_embeddings=tied)
     if rank:
@@ -270,7 +226,7 @@ def test_the_critic_is_a_copy_of_what_is_trained(tied, rank):
     assert model.lm_head.weight.shape == (32, 32)  # the policy keeps its own
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2"])
 def test_policies_of_transformers_have_critics(family):
     from tests.model.test_huggingface import PROMPTS as THEIRS
     from tests.model.test_huggingface import ROLLOUTS, tiny_policy
@@ -297,12 +253,12 @@ def test_policies_of_transformers_have_critics(family):
     assert body is not policy.body
     torch.testing.assert_close(values, torch.cat(expected), rtol=1e-3, atol=1e-3)
     returns = torch.zeros_like(values)
-    first, second, third = (
+    first, second = (
         update_critic(one, samples, values, returns, samples.sequences, when="step 1")[0]
-        for _ in range(3)
+        for _ in range(2)
     )
     assert first == pytest.approx(0.5 * values.square().mean().item(), rel=1e-3)
-    assert third < second < first - 1e-5
+    assert second < first - 1e-5
 
 
 def test_what_is_not_finite_is_named():
@@ -334,41 +290,6 @@ def test_what_is_not_finite_is_named():
         objective.begin(samples, one)
 
 
-def test_options():
-    made = objective_of(
-        parse(["--objective", "ppo", "--gae-lambda", ".9", "--gae-gamma", ".99", "--rollouts", "1"])
-    )
-    assert made == PpoObjective(gae_gamma=0.99, gae_lambda=0.9)
-    assert made.needs == Needs(token_weights=True, critic=True)
-    assert (made.loss, made.aggregation, made.state) == ("ppo", "token_mean", {})
-    for flags, message in table("""
-        --loss gspo | ppo weights single tokens, so loss cannot be gspo
-        --loss luspo | ppo weights single tokens, so loss cannot be luspo
-        --gae-lambda 1.1 | gae_lambda of ppo must be a number from 0 to 1, got 1.1
-        --gae-gamma -.1 | gae_gamma of ppo must be a number from 0 to 1, got -0.1
-        --gae-gamma nan | gae_gamma of ppo must be a number from 0 to 1, got nan
-        --value-clip -1 | value_clip of ppo must be a finite number of at least 0, got -1
-        --critic-lr 0 | critic_lr of ppo must be a finite number above 0, got 0
-        --dynamic-sampling 2 | rewards are equal, from which ppo learns
-        --k 2 | --k is not used by objective ppo
-        """):
-        with refused(message):
-            check(parse(["--objective", "ppo", *flags.split()]))
-    with refused("--value-clip is not used by objective maxrl"):
-        check(parse(["--objective", "maxrl", "--value-clip", ".1"]))
-
-
-@pytest.mark.parametrize(("flags", "rate"), [([], 2e-3), (["--critic-lr", "3e-4"], 3e-4)])
-def test_the_defaults_of_the_critic(flags, rate):
-    config = resolve(parse(["--objective", "ppo", *flags]), MazeTask(9))
-    assert config.objective.options == {
-        "gae_gamma": 1.0,
-        "gae_lambda": 1.0,
-        "value_clip": 0.2,
-        "critic_lr": rate,
-    }
-
-
 def test_estimates_have_the_critic():
     task, model, machine = MazeTask(9), tiny_decoder(), Machine("cpu", 1, 10**10)
     plain, ppo = (
@@ -384,35 +305,9 @@ def test_estimates_have_the_critic():
     assert after[saved][2] - before[saved][2] == 12 * size
     assert not any("critic" in name for name in before)
 
-    def work(config):
-        line = next(
-            line
-            for line in estimate(config, task, model, machine).splitlines()
-            if line.startswith("  update:")
-        )
-        return float(line.split()[1].replace(",", ""))
-
-    assert work(ppo) == pytest.approx(work(plain) * 14 / 6, rel=0.05)
     assert f"critic: a copy of the policy with a value head, {size:,} parameters" in estimate(
         ppo, task, model, machine
     )
     limit = 2 * (20 * count(model) + 8 * size)
     assert is_sharded("auto", model, Machine("cuda", 2, limit), has_critic=True)
     assert not is_sharded("auto", model, Machine("cuda", 2, limit))
-
-
-@pytest.mark.slow
-def test_a_run_learns_the_chain_and_its_values(tmp_path, capsys):
-    flags = "--task chain --chain-length 8 --objective ppo --steps 60 --sft-steps 0".split()
-    flags += (
-        "--prompts 8 --rollouts 8 --warmup-steps 5 --lr 3e-3 --threads 1 --dtype float32".split()
-    )
-    flags += "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split()
-    assert train.main([*flags, "--eval-prompts", "8", "--out", str(tmp_path / "run")]) == 0
-    assert "critic: a copy of the policy with a value head" in capsys.readouterr().out
-    records = read(tmp_path / "run" / "metrics.jsonl")
-    assert records[0]["value_mean"] == 0
-    assert records[-1]["reward_mean"] > 2 * records[0]["reward_mean"] + 0.1
-    late = [record["explained_variance"] for record in records[-20:]]
-    assert sum(late) / len(late) > 0.1
-    assert records[-1]["value_mean"] == pytest.approx(records[-1]["reward_mean"], abs=0.3)

@@ -2,12 +2,9 @@
 options they refuse.
 """
 
-import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse
 from maxrl_fast.rewards import Failure, RewardSource, Scores
 from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rollout import Sampling
@@ -16,7 +13,6 @@ from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Needs
-from tests.tables import refused, table
 from tests.training.test_collect import NumberedEngine
 
 NAN = float("nan")
@@ -83,31 +79,3 @@ def test_a_rollout_with_a_failed_reward_is_left_out():
     )
     torch.testing.assert_close(advantages[[0, 1, 2, 4, 5]], own)
     assert advantages[3] == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    table("""
-    --objective gdpo | gdpo needs each reward separately: --reward needs 2 or more
-    --objective hero --reward a.py:f | hero needs each reward separately: --reward needs 2 or
-        more, got a.py:f
-    --objective gdpo --reward a.py:f a.py:g --reward-threshold .5 | reward_threshold would change
-        none of them
-    --objective gdpo --reward a.py:f a.py:g --overlong-buffer 4 | overlong_buffer would change none
-        of them
-    --objective hero --reward a.py:f a.py:g --reward-weights 2 1 | hero needs 1 as the weight of the
-        verifier
-    --objective gdpo --reward a.py:f a.py:g --dynamic-sampling 2 | rewards are equal, from which
-        gdpo learns
-    --objective hero --reward a.py:f a.py:g --score-range 0.7 | score_range of hero must be above 0
-        and below .5
-    """),
-)
-def test_options_that_do_not_fit_are_refused(flags, message):
-    with refused(message):
-        check(parse(flags.split()))
-    check(
-        parse(
-            ["--objective", "gdpo", "--reward", "a.py:f", "a.py:g", "--reward-weights", "1", ".5"]
-        )
-    )

@@ -8,12 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.config.checks import check, objective_of
-from maxrl_fast.config.parse import parse
 from maxrl_fast.records import Samples
 from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from tests.batches import collected, make_prompts
-from tests.tables import refused
 
 REWARDS = torch.tensor(
     [
@@ -69,18 +66,6 @@ def paper_by_paper(rewards, keep, size, low, high):
     return torch.tensor(advantages)
 
 
-def test_a_step_without_any_score_neither_learns_nor_moves_the_quantiles():
-    run, nobody = started(2), torch.zeros(8, 4, dtype=torch.bool)
-    step = begun(run, 0 * REWARDS, nobody)
-    assert not step.values.any()
-    assert step.finish() == {}  # not NaN, which is no number in metrics.jsonl
-    quantiles = begun(run, REWARDS).finish()
-    assert 0 < quantiles["riskpo_quantile_low"] < quantiles["riskpo_quantile_high"]
-    step = begun(run, 0 * REWARDS, nobody)
-    assert not step.values.any()
-    assert step.finish() == quantiles
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_paper_has_the_authors_advantage(size):
     valid = torch.ones(8, 4, dtype=torch.bool)
@@ -130,34 +115,3 @@ def test_the_quantiles_follow_the_scores_by_gradient_descent():
     nothing = started(2)
     assert not begun(nothing, 0 * REWARDS, torch.zeros(8, 4, dtype=torch.bool)).values.any()
     assert quantiles_of(nothing).isnan().all()
-
-
-def test_equal_scores_have_advantages_of_ordinary_size():
-    run = started(4)
-    begun(run, REWARDS)
-    assert begun(run, 0 * REWARDS).values.abs().max() < 10
-    assert run[0].learns_from_equal_rewards(4)
-
-
-def test_options():
-    assert objective_of(parse(["--objective", "riskpo", "--bundle-size", "4"])) == RiskpoObjective(
-        bundle_size=4
-    )
-    check(parse(["--objective", "riskpo", "--prompts", "40"]))
-    for flags, message in (
-        ([], "prompts must be a multiple of bundle_size, got 32 and 5"),
-        (
-            ["--prompts", "5", "--bundle-size", "0"],
-            "bundle_size of riskpo must be at least 1, got 0",
-        ),
-        (
-            ["--prompts", "5", "--rollouts", "1"],
-            "riskpo needs at least 2 rollouts per prompt, got 1",
-        ),
-        (
-            ["--prompts", "5", "--dynamic-sampling", "2"],
-            "rewards are equal, from which riskpo learns",
-        ),
-    ):
-        with refused(message):
-            check(parse(["--objective", "riskpo", *flags]))

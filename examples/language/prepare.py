@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder / "smollm2")
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(folder / "smollm2")
-    for name, count in (("train", 2000), ("test", 64)):
+    for name, count in (("train", 1000), ("test", 64)):
         lines = [json.dumps(line) for line in problems(name, count)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 

@@ -438,6 +438,7 @@ def test_greedy_decoding_with_one_sample(maze_run, tmp_path):
     assert results["diversity"]["num_left_out"] == 12
 
 
+@pytest.mark.slow
 def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_path, capsys):
     """In a run's files and tables, evaluate, --baseline, --compare and the report, max@k is that of
     all subsets; a failed reward is null and counts as the lowest.

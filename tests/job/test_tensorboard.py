@@ -46,6 +46,7 @@ def tensorboard(logdir):
     return ask
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_every_step_once(shared_run):
     """Before it was killed, it had written steps after its last checkpoint."""
     events = EventMultiplexer({"killed": str(shared_run("killed") / "tensorboard")}).Reload()

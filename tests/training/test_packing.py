@@ -62,7 +62,7 @@ def tries(rows):
     return len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
 
 
-@settings(80)
+@settings(40)
 @given(st.data())
 def test_forests_of_random_samples(data):
     """Each target is read at a token whose path is the sample's row up to there; without a cost the

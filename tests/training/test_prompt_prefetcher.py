@@ -108,6 +108,7 @@ PromptPrefetcher(Slow(5)).take(0, 2)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_prompts_are_made_has_its_own_exit_code():
     """Python ends threads wherever they are, and in an operation of PyTorch this aborts the
     process.

@@ -89,9 +89,8 @@ def run_into_closed_pipe(*arguments):
     return process.returncode, process.stderr
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["objectives"]])
-def test_a_closed_pipe_makes_no_traceback(arguments):
-    assert run_into_closed_pipe(*arguments) == (0, "")
+def test_a_closed_pipe_makes_no_traceback():
+    assert run_into_closed_pipe("objectives") == (0, "")
 
 
 @pytest.mark.slow

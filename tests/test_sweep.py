@@ -102,6 +102,7 @@ def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_path):
     shared = "--task gsm8k --model /nowhere --out".split()
     assert sweep.main(["--data", "/nowhere", *shared, str(tmp_path)]) == 1

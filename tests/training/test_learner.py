@@ -10,7 +10,6 @@ from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training import passes as learner_passes
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -341,25 +340,3 @@ def test_factors_of_tokens_are_importance_weights_of_every_loss(loss, budget):
     actual = gradients(model, rollouts, advantages, settings=settings, budget=budget)
     assert max(float(g.abs().max()) for g in grads.values()) > 1e-3
     assert worst_difference(actual, grads) < 1e-3
-
-
-def test_log_probs_of_the_reference_are_computed_once(monkeypatch):
-    num_updates = 3
-    model, passes, run_batch = tiny_decoder(), [], learner_passes.run_batch
-    settings = LossSettings(loss="ppo", aggregation="token_mean", kl="k2", kl_coef=1.0)
-    trained = learner(model, settings, budget=20, reference=model.copied().requires_grad_(False))
-    samples = Samples(PROMPTS, sampled(model))
-    monkeypatch.setattr(
-        learner_passes,
-        "run_batch",
-        lambda module, *batch: passes.append(module) or run_batch(module, *batch),
-    )
-    samples = Samples(PROMPTS, trained.with_reference(samples, num_updates))
-    num_passes = len(passes)
-    assert num_passes >= 3
-    assert {*passes} == {trained.reference}
-    for share in samples.sequences.chunk(num_updates):
-        metrics = trained.update(samples, torch.zeros(12), share, when="step 1", lr=0.0)
-        assert metrics.kl < 1e-11
-        assert metrics.grad_norm < 1e-5
-    assert len(passes) == num_passes

@@ -4,6 +4,7 @@
 #   MAXRL_FAST_CUDA  AUTO, ON or OFF: whether to build the CUDA kernels (AUTO: with a CUDA compiler and a torch with CUDA)
 #   GPU_PYTHON       the Python of the machine for which gpu-wheels fetches wheels (3.12)
 #   GPU_PYTHON_PATH  such an interpreter here, with headers, for which gpu-wheels builds the extension (python3.12)
+#   EMULATE          all: test-emulated runs both orders of a block's threads, and looks for races
 #   WORKERS          how many tests run side by side (one more than there are cores, because some tests only wait; at most 8)
 
 PYTHON ?= python3
@@ -23,6 +24,7 @@ INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find cs
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PIP_INSTALL := install --disable-pip-version-check
 GPU_PYTHON ?= 3.12
+EMULATE ?=
 GPU_PYTHON_PATH ?= python$(GPU_PYTHON)
 GPU_WHEELS := typing-extensions rich markdown-it-py mdurl pygments liger-kernel \
   trl datasets "dill<0.4.2" "multiprocess<0.70.20" pytest-xdist execnet
@@ -64,6 +66,7 @@ test: lint  ## lint, then the tests that are not slow: before each commit (5 min
 test-all: test  ## `make test`, then the slow tests: all tests of the CPU
 	$(PYTEST) -m 'slow and not $(LANES)'
 
+test-everything: EMULATE := all
 test-everything: test-all sanitize test-emulated test-vllm test-browser test-integrations dist  ## every suite that needs no GPU
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)
@@ -89,10 +92,10 @@ test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL,
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (3 minutes)
 	tests/dist/dist.sh $(PYTHON)
 
-test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (7 minutes)
-	PATH="$(abspath $(VENV))/bin:$$PATH" tests/emulate.sh $(RUN)
+test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (4 minutes; EMULATE=all: both orders of threads, and races)
+	PATH="$(abspath $(VENV))/bin:$$PATH" EMULATE=$(EMULATE) tests/emulate.sh $(RUN)
 
-sanitize: $(STAMP)  ## tests of the extension under AddressSanitizer and UBSan (9 minutes)
+sanitize: $(STAMP)  ## the fuzz and a bitwise test of each kernel under AddressSanitizer and UBSan (3 minutes)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
 gpu-smoke:  ## needs nvcc, a GPU and a PyTorch that sees it: build, the commands and the tests that every run needs (at most 4 minutes)

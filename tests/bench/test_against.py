@@ -6,16 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
 
 import pytest
 
 from bench import against, attention
-from bench.against import ROOT, agree, built_worktree, in_turn, main
+from bench.against import ROOT, agree, built_worktree, main
 from bench.measure import run_command
 from maxrl_fast.model.decoder import DecoderConfig
-from tests.tables import refused
 
 TINY = DecoderConfig(16, 32, 48, 1, 4, 2, 8, max_position_embeddings=32)
 
@@ -46,6 +43,7 @@ def repository(tmp_path, monkeypatch):
     return root
 
 
+@pytest.mark.slow
 def test_figures_of_this_tree_against_itself(monkeypatch, capsys):
     monkeypatch.setitem(against.UPDATES, "update", (TINY, attention.Case(4, 5, 3, 1, 4, 4, 2, 8)))
     monkeypatch.setitem(against.rollout.CASES, "maze7", ((5, 1, 2), (32, 48, 4, 2)))
@@ -78,13 +76,6 @@ def test_results_that_differ_end_the_benchmark():
         match=r"update: the loss of ours is 1\.0, that of theirs 1\.001: nothing is timed",
     ):
         agree("update", {"ours": {"loss": 1.0}, "theirs": {"loss": 1.001}}, 1e-4)
-
-
-def test_every_second_round_has_the_reverse_order():
-    order = []
-    calls = {name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}
-    assert in_turn(calls, 3) == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
-    assert "".join(order) == "abbaab"
 
 
 def test_bad_input_is_one_sentence_and_exit_code_2(monkeypatch, capsys, tmp_path, repository):
@@ -120,15 +111,6 @@ def test_the_worktree_is_removed_after_an_error(monkeypatch, repository, error):
     assert len(worktrees(repository)) == 1
 
 
-def test_a_commit_that_does_not_build_leaves_no_worktree(repository):
-    with (
-        pytest.raises(RuntimeError, match=r"the commit's extension does not build: .*setup\.py"),
-        built_worktree("HEAD"),
-    ):
-        pass
-    assert len(worktrees(repository)) == 1
-
-
 def test_a_build_that_is_interrupted_ends_its_processes(monkeypatch, tmp_path):
     started, start = [], subprocess.Popen
 
@@ -142,28 +124,3 @@ def test_a_build_that_is_interrupted_ends_its_processes(monkeypatch, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         against.build(tmp_path)
     assert [process.returncode for process in started] == [-signal.SIGTERM]
-
-
-def test_a_side_that_ends_says_so(monkeypatch):
-    with (
-        against.Side("theirs", ROOT, 1) as side,
-        pytest.raises(RuntimeError, match=r"theirs gave no answer.* exit code 1"),
-    ):
-        side.ask(do="nothing", name="unknown")
-
-
-def test_ctrl_c_while_a_side_computes_leaves_no_timer_to_wait_for():
-    def interrupted():
-        raise KeyboardInterrupt
-
-    side = against.Side("theirs", ROOT, 1)
-    side.process = SimpleNamespace(stdout=SimpleNamespace(readline=interrupted), kill=None)
-    with pytest.raises(KeyboardInterrupt):
-        side._answer()
-    assert all(x.finished.is_set() for x in threading.enumerate() if isinstance(x, threading.Timer))
-
-
-def test_unknown_commit_raises_before_anything_is_built(monkeypatch, repository):
-    monkeypatch.setattr(against, "build", lambda folder: pytest.fail("built"))
-    with refused("COMMIT must name a commit"), built_worktree("--help"):
-        pass

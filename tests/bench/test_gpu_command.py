@@ -1,22 +1,19 @@
 """The command `make gpu`, tested without a GPU: its table, time limits, results and refusals."""
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import counters, gpu, gpu_build, profiles, train_step
-from bench.gpu_run import last_document, run_step
+from bench import counters, gpu, gpu_build
+from bench.gpu_run import run_step
 from bench.gpu_steps import (
     LIMIT_SECONDS,
     PARTS,
@@ -24,13 +21,11 @@ from bench.gpu_steps import (
     SMALLEST,
     SMALLEST_FILES,
     Step,
-    cuda_tool,
     dry_steps,
     gpu_steps,
 )
 from bench.gpu_table import SECTIONS, lines, rows
 from bench.measure import Sides, milliseconds
-from maxrl_fast.rollout.decode_slots import DecodeSlots
 from tests.tables import refused
 
 ROOT = Path(__file__).parents[2]
@@ -172,20 +167,6 @@ def test_the_steps_of_each_part_fit_into_its_limit_and_every_figure_has_a_sectio
     assert with_figures == set(SECTIONS)
 
 
-def test_steps_that_need_a_missing_package_are_left_out(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("rich", "trl") else found(name)
-    )
-    parts = gpu_steps()
-    steps = [step for steps in parts.values() for step in steps]
-    absent = {step.name for step in steps if step.absent == "rich is not installed"}
-    assert absent == set(
-        "train whole_step whole_step_compiled qwen_0.5b qwen_1.5b profiles maze".split()
-    )
-    assert {step.name: step.absent for step in parts["profile"]}["trl"] == "trl is not installed"
-
-
 def collected(*calls):
     """Return files and names of the GPU's tests where transformers is not installed, for each list
     of arguments of pytest.
@@ -219,26 +200,6 @@ def test_the_steps_of_tests_have_every_file_and_the_race_checks_every_kernel():
     assert tools == ["memcheck", "racecheck", "synccheck"]
 
 
-def test_the_archive_of_the_mazes_has_everything_but_checkpoints(tmp_path):
-    run = tmp_path / "runs/maze_table/maxrl"
-    (run / "checkpoints/step-000004").mkdir(parents=True)
-    (run / "checkpoints/step-000004/weights").write_text("63 MB")
-    (run / "metrics.jsonl").write_text("{}")
-    script = tmp_path / "examples/papers/maze_table.py"
-    script.parent.mkdir(parents=True)
-    script.write_text("import sys; print(sys.argv); sys.exit(3)")
-    step = {x.name: x for x in gpu_steps()["maze"]}["maze"]
-    environment = os.environ | {RESULTS: str(tmp_path)}
-    done = subprocess.run(
-        step.command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 3, done.stderr
-    assert "'--out', 'runs/maze_table', '--minutes', '6.5'" in done.stdout
-    with tarfile.open(tmp_path / "maze_table.tar.gz") as archive:
-        files = [x.name for x in archive if x.isfile()]
-    assert files == ["maze_table/maxrl/metrics.jsonl"]
-
-
 def test_after_a_failed_build_no_step_runs(tmp_path, capsys):
     fails = [sys.executable, "-c", "raise SystemExit('no compiler')"]
     steps = [Step("build", fails, 60, has_figures=False), Step("later", fails, 60)]
@@ -247,23 +208,6 @@ def test_after_a_failed_build_no_step_runs(tmp_path, capsys):
     states = {name: record["state"] for name, record in result["steps"].items()}
     assert states == {"build": "failed", "later": "absent"}
     assert "not run, the extension was not built" in capsys.readouterr().out
-
-
-def test_a_tool_of_cuda_is_found_beside_nvcc_and_in_the_folder_of_nsight(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr("bench.gpu_steps.NSIGHT", tmp_path / "nsight")
-    files = [
-        tmp_path / place
-        for place in "cuda/nvcc cuda/compute-sanitizer nsight/2024.1/ncu nsight/2025.3/ncu".split()
-    ]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(0o755)
-    assert cuda_tool("compute-sanitizer") is None
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/nvcc").symlink_to(files[0])
-    assert cuda_tool("compute-sanitizer") == str(files[1])
-    assert cuda_tool("ncu") == str(files[3])
 
 
 NCU = """==PROF== Connected to process 17
@@ -284,23 +228,6 @@ def test_the_counters_of_a_kernel_are_medians_over_its_launches():
         counters.kernels("==ERROR== the profiler cannot be used here")
 
 
-def test_counted_decoding_steps_have_active_rows_of_the_wanted_length(monkeypatch):
-    monkeypatch.setattr(counters, "LENGTH", 5)
-    monkeypatch.setattr(counters, "LIMIT", 9)
-    step, seen = DecodeSlots.step, []
-
-    def watched(slots, *arguments):
-        seen.append((slots.rows, bool(slots.done.any()), slots.length.unique().tolist()))
-        step(slots, *arguments)
-
-    steps = counters.decoding_steps("maze7", torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(DecodeSlots, "step", watched)
-    steps()
-    assert seen == [(8 * 16, False, [5]), (8 * 16, False, [6])]
-    options = counters.command("ncu")
-    assert options[options.index("--profile-from-start") + 1] == "off"
-
-
 def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
     (tmp_path / "csrc").mkdir()
@@ -316,72 +243,6 @@ def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
     assert gpu_build.carried(folder) == (extension, "")
     (tmp_path / "csrc/a.cu").write_text("kernels")
     assert gpu_build.carried(folder) == (None, f"{extension} was built from other sources")
-
-
-def test_an_interpreter_is_found_among_pyenvs_or_a_sentence_says_why_not(tmp_path, monkeypatch):
-    shim = tmp_path / "shims/python3.9999"
-    real = tmp_path / "versions/3.9999.1/bin/python3.9999"
-    for file in (shim, real):
-        file.parent.mkdir(parents=True)
-    shim.write_text("#!/bin/sh\nexit 127\n")
-    shim.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{shim.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    with pytest.raises(OSError, match=r"to build the extension for: python3.9999 does not run$"):
-        gpu_build.interpreter("python3.9999")
-    include = tmp_path / "include"
-    real.write_text(f"#!/bin/sh\necho {real}\necho {include}\n")
-    real.chmod(0o755)
-    with pytest.raises(OSError, match=r"does not run; .*3.9999.1/bin/python3.9999 has no headers"):
-        gpu_build.interpreter("python3.9999")
-    include.mkdir()
-    (include / "Python.h").touch()
-    assert gpu_build.interpreter("python3.9999") == str(real)
-
-
-def test_a_build_names_the_tools_that_are_missing(tmp_path, monkeypatch):
-    monkeypatch.delenv(gpu_build.WHEELS, raising=False)
-    monkeypatch.setattr(gpu_build.shutil, "which", lambda name: None)
-    with pytest.raises(OSError, match=r"a build needs cmake, ninja, nvcc$"):
-        gpu_build.install()
-
-
-def test_an_extension_that_does_not_load_is_built_here_instead(tmp_path, monkeypatch, capsys):
-    """The carried file is no library, so that the package has none until the build, which a script
-    imitates.
-    """
-    (tmp_path / "maxrl_fast").mkdir()
-    (tmp_path / "maxrl_fast/__init__.py").write_text("")
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "CMakeLists.txt").write_text("")
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    (tmp_path / "setup.py").write_text(
-        "import pathlib\n"
-        f"pathlib.Path('maxrl_fast/_C{suffix}').unlink()\n"
-        "pathlib.Path('maxrl_fast/_C.py').write_text('cuda = True')\n"
-    )
-    monkeypatch.setattr(gpu_build, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_build.shutil, "which", lambda name: name)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
-    (tmp_path / f"_C{suffix}").write_text("not a library")
-    (tmp_path / gpu_build.DIGEST).write_text(gpu_build.digest_of_sources())
-    assert gpu_build.install()
-    assert "is built here: " in capsys.readouterr().out
-
-
-def test_carried_wheels_come_before_installed_packages(tmp_path, monkeypatch):
-    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried_package.py", "VALUE = 7")
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    gpu.use_wheels()
-    assert sys.path[0] == str(tmp_path / "build/wheels")
-    assert os.environ["PYTHONPATH"].split(os.pathsep) == [sys.path[0], "elsewhere"]
-    command = [sys.executable, "-c", "import carried_package; print(carried_package.VALUE)"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "7\n"
 
 
 def test_a_side_that_fails_does_not_cost_the_others_their_figures():
@@ -451,11 +312,6 @@ def test_the_counts_of_pytest_are_read(tmp_path):
     assert record["state"] == "failed"
 
 
-def test_the_last_json_document_is_found():
-    assert last_document('{"benchmark": "a"}\n{"benchmark": "b"}\nlater\n') == {"benchmark": "b"}
-    assert last_document("no figures\n") is None
-
-
 def dry_run(folder, *arguments):
     command = [sys.executable, *"-m bench.gpu --device cpu".split(), *arguments]
     environment = os.environ | {RESULTS: str(folder), "OMP_NUM_THREADS": "1"}
@@ -480,28 +336,6 @@ def test_the_dry_run_writes_its_results(tmp_path):
     assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run_figures.log").read_text()
     kept = gpu.earlier_steps(tmp_path / "results" / "gpu_dry_run_figures.json")
     assert kept["ceilings"]["is_earlier"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("part", "only"), [("profile", ["counters"]), ("races", []), ("maze", [])])
-def test_the_dry_run_of_the_other_parts(part, only, tmp_path):
-    run = dry_run(tmp_path, "--part", part, *(["--only", *only] if only else []))
-    assert run.returncode == 0, run.stdout + run.stderr
-    steps = json.loads((tmp_path / f"gpu_dry_run_{part}.json").read_text())["steps"]
-    assert steps.keys() == set(only or [step.name for step in dry_steps()[part]])
-    assert {record["state"] for record in steps.values()} == {"absent"}
-
-
-def test_profiles_have_the_longest_kernels_first(monkeypatch):
-    monkeypatch.setitem(train_step.QWEN, "qwen-0.5b", (32, 48, 1, 4, 2, 8))
-    cpu, found = torch.device("cpu"), {}
-    for make, _ in profiles.CASES.values():
-        found |= make(cpu, torch.float32, 1, 2)
-    assert found.keys() == {"maze rollout", "maze update", "qwen-0.5b update"}
-    for figures in found.values():
-        times = [kernel["microseconds"] for kernel in figures["kernels"]]
-        assert times == sorted(times, reverse=True)
-        assert 0 < times[0] <= 1e3 * figures["milliseconds"]
 
 
 def refusal(monkeypatch, capsys, *arguments):

@@ -13,7 +13,7 @@ from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime import tuning
 from tests.gpu_path.pretend import GPU
-from tests.gpu_path.test_budgets import policy
+from tests.gpu_path.test_budgets import ONE_LAYER, policy
 
 LIMIT = 40  # tokens of a response
 SAMPLING = Sampling(1.0, LIMIT, (7, 2))
@@ -78,7 +78,7 @@ def engine(gpu, captures, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     with gpu:
-        engine = NativeEngine(policy(gpu), torch.bfloat16, cache_bytes=10**9)
+        engine = NativeEngine(policy(gpu, ONE_LAYER), torch.bfloat16, cache_bytes=10**9)
     return engine
 
 

@@ -98,12 +98,10 @@ def test_which_sizes_the_kernel_takes_and_how_many_blocks_share_a_rows_keys():
             patch.setattr("maxrl_fast.ops.dispatch.is_gpu", lambda device: True)
             return has_kernel(config, dtype, CPU)
 
-    assert fits(8, 1, 256, torch.bfloat16)
-    assert not fits(9, 1, 64, torch.bfloat16)
-    assert not fits(4, 2, 20, torch.bfloat16)
-    assert fits(4, 2, 20, torch.float32)
-    assert not fits(4, 2, 256, torch.float32)
-    assert not fits(4, 2, 64, torch.float64)
+    half, single = torch.bfloat16, torch.float32
+    assert all(fits(*x) for x in ((8, 1, 256, half), (4, 2, 20, single)))
+    others = (9, 1, 64, half), (4, 2, 20, half), (4, 2, 256, single), (4, 2, 64, torch.float64)
+    assert not any(fits(*x) for x in others)
     assert not has_kernel(DecoderConfig(50, 64, 64, 2, 4, 2, 16, 64), torch.float32, CPU)
     splits = [num_splits(*x) for x in ((1, 1, 180), (4096, 2, 10_000), (16, 2, 2048), (1, 2, 1100))]
     assert splits == [1, 1, 8, 4]
@@ -268,11 +266,18 @@ def engine_on(device, **options):
     return NativeEngine(tiny_decoder().to(device), torch.float32, **options)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("options", [{}, {"max_batch": 12}, {"max_batch": 7}])
+@pytest.mark.parametrize(
+    "sampling",
+    [SAMPLINGS[0], *(pytest.param(x, marks=pytest.mark.gpu) for x in SAMPLINGS[1:])],
+)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"max_batch": 12}, marks=pytest.mark.gpu), {"max_batch": 7}]
+)
 def test_a_rollout_draws_the_same_tokens_as_the_cpu(gpu, sampling, options):
+    own = {}
+    if gpu.name == "emulated":
+        own, sampling = {"in_cpp": False}, Sampling(1.3, 12, (3, 17))
     expected = of_cpu(sampling=sampling)
-    own = {"in_cpp": False} if gpu.name == "emulated" else {}
     with gpu.running():
         engine = engine_on(gpu.place, **own, **options)
         assert engine.decoder.in_kernel

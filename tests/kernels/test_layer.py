@@ -224,13 +224,11 @@ def test_which_sizes_are_served():
             patch.setattr("maxrl_fast.ops.dispatch.is_gpu", lambda device: True)
             return layer_ops(hidden, intermediate, head_dim, dtype, CPU) is KERNELS
 
-    assert serves(896, 4864, 64, torch.bfloat16)
-    assert serves(4096, 4, 8, torch.float32)
-    assert not serves(4100, 4, 8, torch.float32)
-    assert not serves(896, 4865, 64, torch.bfloat16)
-    assert not serves(896, 4864, 24, torch.bfloat16)
-    assert not serves(900, 4864, 64, torch.bfloat16)
-    assert not serves(896, 4864, 64, torch.float64)
+    half, single = torch.bfloat16, torch.float32
+    assert all(serves(*x) for x in ((896, 4864, 64, half), (4096, 4, 8, single)))
+    too_large, odd = (4100, 4, 8, single), [(896, 4865, 64), (896, 4864, 24), (900, 4864, 64)]
+    others = [too_large, *((*sizes, half) for sizes in odd), (896, 4864, 64, torch.float64)]
+    assert not any(serves(*x) for x in others)
     # the kernels of a CPU take any sizes
     assert layer_ops(4100, 4865, 24, torch.float64, CPU) is KERNELS
     assert layer_ops(896, 4864, 64, torch.float16, CPU) is TORCH_OPS

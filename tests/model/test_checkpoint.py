@@ -3,7 +3,6 @@ with a file.
 """
 
 import json
-import sys
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.maze import WORDS, MazeTask, encode_maze
 from tests.batches import one_batch
 from tests.models import response_logits, save_checkpoint, tiny_decoder
-from tests.tables import refused
+from tests.tables import refused, table
 
 TASK = MazeTask(5)
 
@@ -68,9 +67,9 @@ def check_equal_logits(ours, theirs, limit=1e-4):
         torch.testing.assert_close(logits[start:stop], expected, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 10_000])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_computes_the_same_logits(tmp_path, family, shard_bytes):
+def test_transformers_computes_the_same_logits(tmp_path, family):
+    shard_bytes = SHARD_BYTES if "qwen3" in family else 10_000
     model = save(tmp_path / "checkpoint", shard_bytes, **FAMILIES[family])
     assert (tmp_path / "checkpoint" / "model.safetensors.index.json").exists() == (
         shard_bytes < SHARD_BYTES
@@ -107,9 +106,9 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("shards", ["5GB", "20KB"])
 @pytest.mark.parametrize("family", THEIRS)
-def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family, shards):
+def test_checkpoints_of_transformers_load_and_save_back(tmp_path, family):
+    shards = "5GB" if family == "qwen3" else "20KB"
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(THEIRS[family])
     # biases and norms start at 0 and 1, which would hide them
@@ -162,9 +161,8 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize("family", THEIRS)
-def test_every_key_of_a_loaded_configuration_is_kept(tmp_path, family):
-    AutoModelForCausalLM.from_config(THEIRS[family]).save_pretrained(tmp_path / "theirs")
+def test_every_key_of_a_loaded_configuration_is_kept(tmp_path):
+    AutoModelForCausalLM.from_config(THEIRS["llama 3"]).save_pretrained(tmp_path / "theirs")
     edit_config(
         tmp_path / "theirs",
         **SPECIAL,
@@ -188,20 +186,6 @@ def test_every_key_of_a_loaded_configuration_is_kept(tmp_path, family):
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert {name: getattr(back.config, name) for name in SPECIAL} == SPECIAL
     assert (back.generation_config.temperature, back.generation_config.pad_token_id) == (0.6, 0)
-
-
-def test_only_the_stop_tokens_of_a_generation_configuration_change(tmp_path):
-    save(tmp_path / "a")
-    edit_config(tmp_path / "a", **SPECIAL)
-    path = tmp_path / "a" / "generation_config.json"
-    path.write_text(json.dumps({**GENERATION, "_from_model_config": True}))
-    assert json.loads(kept_files(tmp_path / "a", (2, 7))["generation_config.json"]) == {
-        **GENERATION,
-        "eos_token_id": [2, 7],
-    }
-    path.unlink()
-    wanted = {"bos_token_id": 11, "pad_token_id": 0, "eos_token_id": [2], "do_sample": True}
-    assert json.loads(kept_files(tmp_path / "a", (2,))["generation_config.json"]) == wanted
 
 
 def test_bfloat16_checkpoints_stay_bfloat16_and_are_trained_in_float32(tmp_path):
@@ -240,12 +224,6 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
         load_tokenizer(tmp_path / "b")
 
 
-def test_a_missing_transformers_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with refused(r"pip install 'maxrl_fast\[hf\]'"):
-        load_tokenizer(tmp_path)
-
-
 def test_no_code_of_a_checkpoint_is_run(tmp_path):
     """A configuration with custom classes (remote code) is read as the family that model_type
     names, or refused.
@@ -278,18 +256,6 @@ def test_no_key_that_makes_transformers_run_code_is_kept(tmp_path, name):
     kept = kept_files(path.parent, TASK.stop_ids)[name].decode()
     assert json.loads(kept)["own"] == [{"kept": 1}]
     assert not any(key in kept for key in code)
-
-
-def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
-    directory, blobs = tmp_path / "checkpoint", tmp_path / "blobs"
-    model = save(directory)
-    blobs.mkdir()
-    for path in list(directory.iterdir()):
-        path.rename(blobs / f"blob-{path.name}")
-        path.symlink_to(f"../blobs/blob-{path.name}")
-    loaded = load_checkpoint(directory)
-    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
-    assert len(load_tokenizer(directory)) == TASK.vocab_size
 
 
 def test_the_tokenizer_encodes_the_tasks_words(tmp_path):
@@ -326,102 +292,71 @@ def edit_config(directory, **changes):
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def edit_weights(directory, change):
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda d: (d / "config.json").unlink(), "cannot read the checkpoint's .*config.json"),
-        ({"model_type": "mamba"}, "model_type must be one of qwen2, qwen3, llama, got 'mamba'"),
-        ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16, got 'float8'"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias must be false, got true"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "must all be full_attention"),
-        ({"hidden_size": None}, "lacks the key 'hidden_size'"),
-        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 4 and 3"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks the key 'factor'"),
-        (
-            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "of type default or llama3",
-        ),
-        ({"partial_rotary_factor": 0.5}, "of type default or llama3, and not partial"),
-        ({"hidden_act": "gelu"}, 'hidden_act must be "silu", got "gelu"'),
-        (
-            lambda d: (d / "model.safetensors").unlink(),
-            "cannot read the weights .*model.safetensors",
-        ),
-        (
-            lambda d: edit_weights(d, lambda t: t.pop("model.norm.weight")),
-            "lacks the tensor model.norm.weight",
-        ),
-        (
-            lambda d: edit_weights(
-                d, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})
-            ),
-            "model.norm.weight must be F32, BF16 or F16, got I64",
-        ),
-        (
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "of type default or llama3, and not partial",
-        ),
-        (
-            lambda d: edit_weights(d, lambda t: t.update(extra=torch.ones(1))),
-            "has the tensor extra, which",
-        ),
-        (
-            lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": torch.ones(33)})),
-            r"model.norm.weight must have shape \(32,\), got \(33,\)",
-        ),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, damage, message):
-    directory = tmp_path / "checkpoint"
-    save(directory)
-    edit_config(directory, **damage) if isinstance(damage, dict) else damage(directory)
+def refused_after(directory, message):
     with refused(message):
         load_checkpoint(directory)
 
 
-def shard_of(directory, name):
-    return (
-        directory
-        / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][name]
-    )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    table(r"""
+    model_type="mamba" | model_type must be one of qwen2, qwen3, llama, got 'mamba'
+    dtype="float8" | dtype must be one of float32, bfloat16, float16, got 'float8'
+    model_type="llama", attention_bias=True | attention_bias must be false, got true
+    layer_types=["full_attention", "sliding_attention"] | must all be full_attention
+    hidden_size=None | lacks the key 'hidden_size'
+    num_key_value_heads=3 | multiple of num_key_value_heads, got 4 and 3
+    rope_parameters={"rope_type": "llama3", "rope_theta": 1e4} | lacks the key 'factor'
+    rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0} | type default or llama3
+    partial_rotary_factor=0.5 | of type default or llama3, and not partial
+    rope_parameters={"partial_rotary_factor": 0.5} | of type default or llama3, and not partial
+    hidden_act="gelu" | hidden_act must be "silu", got "gelu"
+    """),
+)
+def test_a_configuration_that_does_not_fit_is_refused(tmp_path, changes, message):
+    save(tmp_path)
+    edit_config(tmp_path, **eval(f"dict({changes})"))
+    refused_after(tmp_path, message)
 
 
-def edit_index(directory, change):
-    path = directory / "model.safetensors.index.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / name).unlink()
+    refused_after(tmp_path, f"cannot read the (checkpoint's|weights) .*{name}")
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "weight", "message"),
     [
-        (
-            lambda d: shard_of(d, "model.norm.weight").unlink(),
-            "cannot read the weights .*model-0000.-of-0000",
-        ),
-        (
-            lambda d: shard_of(d, "model.norm.weight").write_bytes(
-                shard_of(d, "model.norm.weight").read_bytes()[:-9]
-            ),
-            "cannot read the weights .*model-0000.-of-0000",
-        ),
-        (
-            lambda d: edit_index(d, lambda index: index["weight_map"].update(extra="../../secret")),
-            "weight_map must map tensors to files of the same directory",
-        ),
+        ("model.norm.weight", None, "lacks the tensor model.norm.weight"),
+        ("model.norm.weight", torch.ones(32).long(), "must be F32, BF16 or F16, got I64"),
+        ("model.norm.weight", torch.ones(33), r"must have shape \(32,\), got \(33,\)"),
+        ("extra", torch.ones(1), "has the tensor extra, which"),
     ],
 )
-def test_a_damaged_sharded_checkpoint_is_refused_by_name(tmp_path, damage, message):
-    directory = tmp_path / "checkpoint"
-    save(directory, 30_000)
-    assert len(list(directory.glob("model-*-of-00003.safetensors"))) == 3
-    damage(directory)
-    with refused(message):
-        load_checkpoint(directory)
+def test_a_damaged_tensor_is_named(tmp_path, name, weight, message):
+    save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {name: weight}
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    refused_after(tmp_path, message)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "elsewhere"])
+def test_a_damaged_shard_is_named(tmp_path, damage):
+    save(tmp_path, 30_000)
+    assert len(list(tmp_path.glob("model-*-of-00003.safetensors"))) == 3
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shard = tmp_path / index["weight_map"]["model.norm.weight"]
+    message = "cannot read the weights .*model-0000.-of-0000"
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-9])
+    else:
+        index["weight_map"]["extra"] = "../../secret"
+        path.write_text(json.dumps(index))
+        message = "weight_map must map tensors to files of the same directory"
+    refused_after(tmp_path, message)

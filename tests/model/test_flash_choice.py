@@ -92,11 +92,10 @@ REFUSED = {
     ),
     "its log-sum-exp": ((wrong(1, 0.9), 1.0), "its log-sum-exp (causal) is off by 0.1"),
     "its gradient of q": ((wrong(2, 0.0), 1.0), "its gradient of q (causal) is off by 1"),
-    "its gradient of k": (
-        (wrong(3, float("nan")), 1.0),
-        "its gradient of k (causal) is off by nan",
+    "its gradient of v": (
+        (wrong(4, float("nan")), 1.0),
+        "its gradient of v (causal) is off",
     ),
-    "its gradient of v": ((wrong(4, 1.05), 1.0), "its gradient of v (causal) is off by 0.05"),
     "its decoding": ((PLAIN, 1.03), "its output (decoding) is off by 0.03"),
 }
 
@@ -130,12 +129,6 @@ def test_what_fails_or_computes_something_else_is_taken_out_again(monkeypatch, w
     assert registry.log == (["FA3", "FA4"] if what == "its import" else ["FA3", "restored", "FA4"])
 
 
-def test_pytorchs_own_runs_where_nothing_else_is_right(monkeypatch):
-    registry = Registry(monkeypatch, {"FA3": REFUSED["its output"][0]})
-    assert len(first_correct(registry, ["FA3"])) == 1
-    assert registry.active is None
-
-
 def test_all_ranks_take_the_same(monkeypatch):
     registry = Registry(monkeypatch, {"FA3": RIGHT})
     [sentence] = first_correct(registry, ["FA3"], is_anywhere=lambda failed: True)
@@ -166,34 +159,7 @@ def test_what_is_installed_and_made_for_the_gpu_is_tried_in_a_fixed_order(
     flash._is_recent.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim"), [("cpu", torch.bfloat16, 64), ("cuda", torch.float32, 64)]
-)
-def test_nothing_is_tried_where_flash_attention_does_not_run(monkeypatch, device, dtype, head_dim):
-    monkeypatch.setattr(flash_choice, "_is_installed", lambda module: True)
-    registry = Registry(monkeypatch, {})
-    assert (
-        flash_choice.choose(torch.device(device), dtype, (4, 2, head_dim), registry=registry) == []
-    )
-    assert not registry.log
-
-
-def test_a_module_whose_package_is_absent_is_not_installed():
-    assert not flash_choice._is_installed("no_such_package")
-    assert not flash_choice._is_installed("no_such_package.cute.interface")
-    assert flash_choice._is_installed("torch.nn.attention")
-
-
-def test_a_chosen_implementation_runs_instead_of_the_flash_attn_package(monkeypatch):
-    monkeypatch.setattr(flash, "_is_recent", lambda device: True)
-    monkeypatch.setattr(flash, "_flash_attn", lambda: object())
-    cuda = torch.device("cuda")
-    assert flash.kernel_for(cuda, torch.bfloat16, 64) is flash.FLASH_ATTN
-    monkeypatch.setattr(flash, "current_flash_attention_impl", lambda: "FA3")
-    assert flash.kernel_for(cuda, torch.bfloat16, 64) is flash.TORCH_VARLEN
-
-
-@pytest.mark.parametrize("what", ["nothing", *(x for x in REFUSED if x != "its import")])
+@pytest.mark.parametrize("what", ["nothing", "its output", "its decoding"])
 def test_a_flash_attn_package_that_is_wrong_is_refused(monkeypatch, what):
     (kernel, factor), reason = REFUSED.get(what, (RIGHT, ""))
     package = Kernel("flash-attn varlen", kernel.forward, kernel.backward)

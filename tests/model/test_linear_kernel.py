@@ -98,28 +98,6 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
-@pytest.mark.parametrize(
-    "trained",
-    [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
-)
-def test_only_gradients_that_are_needed_are_computed(trained):
-    inputs = [
-        x.float().requires_grad_(is_trained)
-        for x, is_trained in zip(inputs_of(64, 32, 48, True, False), trained, strict=True)
-    ]
-    y = linear.Product.apply(*inputs, None)
-    y.backward(torch.ones_like(y))
-    x, weight, _ = (value.detach().double() for value in inputs)
-    ones = torch.ones(64, 48, dtype=torch.float64)
-    for value, expected, is_trained in zip(
-        inputs, (ones @ weight, ones.T @ x, ones.sum(0)), trained, strict=True
-    ):
-        if is_trained:
-            torch.testing.assert_close(value.grad.double(), expected, rtol=1e-5, atol=1e-5)
-        else:
-            assert value.grad is None
-
-
 def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
     layer = Linear(32, 48)
     for rows, dtype, is_served in (
@@ -147,14 +125,6 @@ def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products()
         strict=True,
     ):
         torch.testing.assert_close(ours, pytorchs, rtol=1e-5, atol=1e-5)
-
-
-def test_a_second_derivative_raises():
-    x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="linear can be differentiated once only"):
-        torch.autograd.grad(
-            linear.Product.apply(x, weight, None, None).square().sum(), x, create_graph=True
-        )
 
 
 def test_without_rows_gradients_are_zero():

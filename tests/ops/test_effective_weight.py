@@ -18,7 +18,7 @@ WEIGHTED = [name for name, row in ops.ESTIMATORS.items() if row.has_weight]
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weight_equals_the_enumeration_of_all_groups(name):
-    n, size, options = 6, ops.ESTIMATORS[name].size, OPTIONS.get(name, {})
+    n, size, options = 5, ops.ESTIMATORS[name].size, OPTIONS.get(name, {})
     for k in range(size.smallest, n - size.below_n + 1) if size else (0,):
         keywords = {size.name: k} if size else {}
         for p in (Fraction(1, 10), Fraction(1, 2), Fraction(9, 10)):
@@ -65,22 +65,6 @@ def test_known_weights():
     assert ops.effective_weight("maxrl", 8, p[:0]).shape == (0,)
 
 
-def test_estimators_without_a_weight_are_refused():
-    for name, given, message in (
-        ("unlikeliness", {}, "the weight of unlikeliness depends on the log-probs"),
-        ("best", {}, "estimator must be one of"),
-        ("maxpo", {"k": 4}, "maxpo needs 1 <= k <= N-1 = 3"),
-        ("rloo", {"n": 0}, "n must be an integer from 1 to 10000, got 0"),
-        ("rloo", {"n": 10_001}, "n must be an integer from 1 to 10000, got 10001"),
-        *(
-            ("rloo", {"pass_rate": torch.tensor([0.5, x])}, "pass_rate must be between 0 and 1")
-            for x in (-0.1, 1.1, torch.nan)
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ops.effective_weight(name, **{"n": 4, "pass_rate": torch.tensor(0.5)} | given)
-
-
 def assert_same(actual, expected):
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
@@ -122,20 +106,15 @@ def test_policy_gradient_estimators_are_unbiased():
     )
 
 
-def test_the_weight_compiles_as_one_graph():
-    def weight(n, p):
-        return ops.effective_weight("grpo", n, p, eps=1e-4)
-
-    compiled = torch.compile(weight, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n, shape in ((4, (3,)), (5, (2, 4))):
-        p = torch.rand(
-            shape, dtype=torch.float64, generator=torch.Generator().manual_seed(n)
-        ).requires_grad_()
-        actual, expected = compiled(n, p), weight(n, p)
-        assert torch.equal(actual, expected)
-        assert_same(*(torch.autograd.grad(x.sum(), p)[0] for x in (actual, expected)))
-    outside = compiled(4, torch.tensor([-0.1, 0.5, 1.1, torch.nan], dtype=torch.float64))
-    assert outside.isnan().tolist() == [True, False, True, True]
-    rates = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
-    within = torch.func.vmap(lambda p: ops.effective_weight("maxpo", 8, p, k=4))(rates)
-    torch.testing.assert_close(within, ops.effective_weight("maxpo", 8, rates, k=4))
+def test_the_weight_compiles_as_one_graph_and_has_a_vmap():
+    p = torch.tensor([[0.1, 0.5], [0.9, 0.2]], dtype=torch.float64).requires_grad_()
+    compiled = torch.compile(
+        lambda p: ops.effective_weight("grpo", 5, p, eps=1e-4), fullgraph=True, backend="aot_eager"
+    )
+    actual, expected = compiled(p), ops.effective_weight("grpo", 5, p, eps=1e-4)
+    assert torch.equal(actual, expected)
+    assert_same(*(torch.autograd.grad(x.sum(), p)[0] for x in (actual, expected)))
+    outside = torch.tensor([[-0.1, 0.5], [1.1, torch.nan]], dtype=torch.float64).requires_grad_()
+    assert compiled(outside).isnan().tolist() == [[True, False], [True, True]]
+    within = torch.func.vmap(lambda p: ops.effective_weight("maxpo", 8, p, k=4))(p)
+    torch.testing.assert_close(within, ops.effective_weight("maxpo", 8, p, k=4))

@@ -22,11 +22,11 @@ def advantages(name, rewards, log_ratios, k, **given):
     return ops.group_advantage(rewards, name, log_ratios=log_ratios, **size, **given)
 
 
-@pytest.mark.parametrize("n", [64, 4096])
-def test_equal_ratios_scale_the_advantages_of_every_k(n):
+def test_equal_ratios_scale_the_advantages_of_every_k():
     """With one ratio 1 + c for all, every subset of m has the weight 1 + m c: exact at sizes that
     no enumeration reaches.
     """
+    n = 1024
     rewards = torch.randn(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     c = 0.125
     log_ratios = torch.full_like(rewards, math.log1p(c))
@@ -70,20 +70,6 @@ def test_ratios_are_clamped():
             [Fraction(float(r)) for r in rewards], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)]
         )
         assert actual.tolist() == pytest.approx([float(x) for x in expected], rel=1e-12, abs=1e-12)
-
-
-def test_where_the_check_would_wait_a_ratio_that_is_nan_spoils_its_group_alone():
-    rewards = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
-    # of the best rollout, whom no other's sums include
-    log_ratios = torch.tensor([[0.0, 0.0, torch.nan], [0.1, 0.2, 0.3]])
-    compiled = torch.compile(
-        lambda r, x: advantages("maxpo_off_policy", r, x, 2), fullgraph=True, backend="aot_eager"
-    )
-    actual = compiled(rewards, log_ratios)
-    assert actual[0].isnan().all()
-    torch.testing.assert_close(
-        actual[1], advantages("maxpo_off_policy", rewards[1], log_ratios[1], 2)
-    )
 
 
 def test_equal_ids_take_memory_for_their_groups_alone():

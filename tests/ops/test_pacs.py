@@ -67,14 +67,14 @@ def test_loss_and_gradient(score, weight, groups):
     torch.testing.assert_close(second, wanted, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("groups", [6, OFFSETS])
-def test_compiled_as_one_graph(groups):
+def test_compiled_as_one_graph():
     proxies, labels = example()
-    step = torch.compile(
-        lambda r: pacs_loss(r, labels, groups, score="grpo")[0], fullgraph=True, backend="aot_eager"
-    )
+
+    def step(r):
+        return pacs_loss(r, labels, OFFSETS, score="grpo")[0]
+
     gradients = []
-    for function in (step, lambda r: pacs_loss(r, labels, groups, score="grpo")[0]):
+    for function in (torch.compile(step, fullgraph=True, backend="aot_eager"), step):
         r = proxies.clone().requires_grad_()
         gradients.append(torch.autograd.grad(function(r), r)[0])
     torch.testing.assert_close(*gradients)
@@ -149,31 +149,6 @@ def test_metrics_and_parts():
     assert pacs_loss(proxies, labels.bool(), 6)[0].item() == of_all.item()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"score": "best"}, "score must be one of rloo, grpo, dr_grpo, naive, got 'best'"),
-        ({"weight": "half"}, "weight must be one of balanced, none, got 'half'"),
-        (
-            {"groups": 5},
-            "groups must be a number of rollouts that divides S = 24, or offsets, got 5",
-        ),
-        ({"groups": torch.tensor([0, 9])}, "cu_seqlens must rise from 0 to T = 24"),
-        ({"groups": torch.tensor([0, 2**63 - 1, -2, 24])}, "cu_seqlens must rise from 0 to T = 24"),
-        ({"labels": torch.zeros(23)}, r"labels must be \[S\] = \[24\]"),
-        ({"labels": torch.full((24,), 0.5)}, "labels must be 0 or 1, got 0.5 for rollout 0"),
-        (
-            {"reward_proxy": torch.zeros(24).half()},
-            r"reward_proxy must be float32 or float64 \[S\]",
-        ),
-    ],
-)
-def test_bad_input(change, message):
-    proxies, labels = example()
-    with pytest.raises(ValueError, match=message):
-        pacs_loss(**({"reward_proxy": proxies, "labels": labels, "groups": 6} | change))
-
-
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_log_ratio_reward(monkeypatch, has_kernels):
     monkeypatch.setattr("maxrl_fast.ops.pacs.has_kernels", lambda _: has_kernels)
@@ -190,10 +165,6 @@ def test_log_ratio_reward(monkeypatch, has_kernels):
         expected = 2.5 * wanted.repeat_interleave(bounds.diff()) * mask
         assert torch.autograd.grad(actual, logp, wanted.double())[0].tolist() == expected.tolist()
     assert log_ratio_reward(ref, logp.detach().nan_to_num(), bounds).isfinite().all()
-    with pytest.raises(ValueError, match=r"ref_logprobs must be float32 or float64 \[T\] = \[10\]"):
-        log_ratio_reward(logp, ref[:9], bounds)
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 10"):
-        log_ratio_reward(logp, ref, torch.tensor([0, 200, 3, 10], dtype=torch.uint8))
 
 
 def test_long_sequences_are_summed_in_float64():

@@ -3,7 +3,6 @@ removes.
 """
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -109,18 +108,3 @@ def test_the_worktree_is_removed_after_an_error(monkeypatch, repository, error):
         use()
     assert list((repository / "build").iterdir()) == []
     assert len(worktrees(repository)) == 1
-
-
-def test_a_build_that_is_interrupted_ends_its_processes(monkeypatch, tmp_path):
-    started, start = [], subprocess.Popen
-
-    def recorded(*arguments, **options):
-        started.append(start(*arguments, **options))
-        return started[-1]
-
-    (tmp_path / "setup.py").write_text("import time; time.sleep(100)")
-    monkeypatch.setattr(against.subprocess, "Popen", recorded)
-    monkeypatch.setattr(against, "LIMIT_SECONDS", 0.1)
-    with pytest.raises(subprocess.TimeoutExpired):
-        against.build(tmp_path)
-    assert [process.returncode for process in started] == [-signal.SIGTERM]

@@ -25,7 +25,6 @@ from bench.gpu_steps import (
     gpu_steps,
 )
 from bench.gpu_table import SECTIONS, lines, rows
-from bench.measure import Sides, milliseconds
 from tests.tables import refused
 
 ROOT = Path(__file__).parents[2]
@@ -245,21 +244,6 @@ def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
     assert gpu_build.carried(folder) == (None, f"{extension} was built from other sources")
 
 
-def test_a_side_that_fails_does_not_cost_the_others_their_figures():
-    def fail():
-        raise RuntimeError("CUDA out of memory")
-
-    device = torch.device("cpu")
-    sides = Sides(
-        "ours", lambda: None, lambda functions: milliseconds(functions, 1, device), device
-    )
-    sides.add({"ours": sides.ours})
-    for _ in sides.try_each({"bad": lambda: fail, "unmade": fail, "good": lambda: lambda: None}):
-        pass
-    assert sides.milliseconds.keys() == sides.ratio.keys() == {"ours", "good"}
-    assert sides.failed == dict.fromkeys(("bad", "unmade"), "RuntimeError: CUDA out of memory")
-
-
 def is_running(pid):
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "State:\tZ" not in status.read_text()
@@ -302,14 +286,6 @@ def test_a_step_needs_figures_and_exit_code_0(code, state, figures, tmp_path):
     record = run_step(Step("x", [sys.executable, "-c", code], 60), 60, tmp_path / "log")
     assert (record["state"], record["figures"]) == (state, figures)
     assert ("tail" in record) == (state != "done")
-
-
-def test_the_counts_of_pytest_are_read(tmp_path):
-    code = "print('....F'); print('1 failed, 4 passed, 2 errors in 0.5s'); raise SystemExit(1)"
-    step = Step("tests", [sys.executable, "-c", code], 60, has_figures=False)
-    record = run_step(step, 60, tmp_path / "log")
-    assert record["figures"] == {"failed": 1, "passed": 4, "error": 2}
-    assert record["state"] == "failed"
 
 
 def dry_run(folder, *arguments):

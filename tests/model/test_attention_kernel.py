@@ -89,7 +89,7 @@ def forests(draw):
     return lengths, parents, key_heads * shared, key_heads, head_dim
 
 
-@settings(60)
+@settings(40)
 @given(forests(), st.booleans())
 @pytest.mark.usefixtures("instructions")
 def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_heads(drawn, is_view):
@@ -103,8 +103,7 @@ def test_outputs_and_gradients_equal_ordinary_attention_for_any_lengths_and_head
 @pytest.mark.parametrize(
     "case",
     [
-        answered([4097], [[3]]),
-        answered([1], [[4097, 1]]),
+        answered([1], [[4097, 3]]),
         answered([600, 2], [[40] * 90, [5]]),
         ([600, *[100, 40, 30] * 30], [-1, *(x for i in range(1, 91, 3) for x in (0, i, i))]),
     ],

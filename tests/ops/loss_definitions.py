@@ -266,7 +266,7 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
                 a[t]
                 or kl_coef
                 or entropy_coef
-                or (loss in ("kl_cov", "dppo") and float(value) != 0)
+                or (loss in ("kl_cov", "dppo") and float(value.detach()) != 0)
             ):
                 continue
             value = value + kl_coef * k - entropy_coef * entropies[t]

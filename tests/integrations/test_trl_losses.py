@@ -14,7 +14,7 @@ from tests.ops.test_loss_functions import tokens
 pytestmark = pytest.mark.integrations
 
 LENGTHS = [5, 1, 7, 4]
-S, T, V = len(LENGTHS), sum(LENGTHS), 11
+T, V = sum(LENGTHS), 11
 MASK = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
 ADVANTAGES = torch.tensor([1.0, -2.0, -0.5, 0.7], dtype=torch.float64)
 VESPO = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}

@@ -92,10 +92,10 @@ test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL,
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (3 minutes)
 	tests/dist/dist.sh $(PYTHON)
 
-test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (4 minutes; EMULATE=all: both orders of threads, and races)
+test-emulated: $(STAMP)  ## tests of the CUDA kernels, compiled for the CPU; needs no GPU and no CUDA (5 minutes; EMULATE=all: both orders of threads, and races)
 	PATH="$(abspath $(VENV))/bin:$$PATH" EMULATE=$(EMULATE) tests/emulate.sh $(RUN)
 
-sanitize: $(STAMP)  ## the fuzz and a bitwise test of each kernel under AddressSanitizer and UBSan (3 minutes)
+sanitize: $(STAMP)  ## the fuzz and a bitwise test of each kernel under AddressSanitizer and UBSan (5 minutes, of which the build 3)
 	PATH="$(abspath $(VENV))/bin:$$PATH" tests/sanitize.sh $(RUN)
 
 gpu-smoke:  ## needs nvcc, a GPU and a PyTorch that sees it: build, the commands and the tests that every run needs (at most 4 minutes)

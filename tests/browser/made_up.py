@@ -16,28 +16,12 @@ HOSTILE = (
     "\u2028\u2029 \ud800 \x00 {{data}}"
 )
 CONFIG = {
-    **{
-        "objective": "maxpo",
-        "k": 4,
-        "order": None,
-        "rollouts": 16,
-        "prompts": 32,
-        "task": "maze",
-        "model": None,
-    },
+    **{"objective": "maxpo", "k": 4, "order": None, "rollouts": 16, "prompts": 32, "task": "maze"},
     **{"lr": 3e-4, "steps": 30, "seed": 0, "eps": None, "out": "somewhere", "maze_size": 9},
-    **{"versions": {"python": "3"}, "command": ["train"]},
+    **{"versions": {"python": "3"}, "command": ["train"], "model": None},
 }
-KEYS = (
-    "reward_mean",
-    "frac_prompts_solved",
-    "frac_groups_zero_variance",
-    "entropy",
-    "grad_norm",
-    "kl",
-    "tokens_per_second",
-    "loss",
-)
+KEYS = "reward_mean frac_prompts_solved frac_groups_zero_variance entropy grad_norm kl".split()
+KEYS += ["tokens_per_second", "loss"]
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -69,12 +53,8 @@ def write_run(
     write_lines(
         folder / "diagnostics.jsonl",
         [
-            {
-                "step": s,
-                "ids": [s, s + 1, s + 2],
-                "pass_rate": [0.0, 0.25, 1.0],
-                "grad_norm": [0.0, rng.random(), 0.0],
-            }
+            {"step": s, "ids": [s, s + 1, s + 2], "pass_rate": [0.0, 0.25, 1.0]}
+            | {"grad_norm": [0.0, rng.random(), 0.0]}
             for s in (10, 20)
         ],
     )
@@ -104,33 +84,16 @@ def sample(rng: random.Random, step: int, i: int) -> dict[str, Any]:
     response = f"needle {HOSTILE}" if i == 3 else f"response {i}"
     reward = None if i == 5 else float(i % 2)
     long = "\n".join(f"line {line}" for line in range(400)) if i == 0 else f"prompt {i}"
-    return {
-        "step": step,
-        "id": i,
-        "prompt": long,
-        "response": response,
-        "reward": reward,
-        "truncated": i == 7,
-        "tokens": i + 1,
-    }
+    own = {"step": step, "id": i, "prompt": long, "response": response, "reward": reward}
+    return own | {"truncated": i == 7, "tokens": i + 1}
 
 
 def rollout(rng: random.Random, step: int, i: int) -> dict[str, Any]:
     reward = rng.choice((0.0, 0.25, 1.0))
     return {
-        **{
-            "step": step,
-            "id": i,
-            "prompt": f"question {i}",
-            "response": f"try {rng.random()}",
-            "reward": reward,
-        },
-        **{
-            "truncated": False,
-            "tokens": 5,
-            "advantage": rng.gauss(0, 1),
-            "components": {"right": reward, "short": None},
-        },
+        **{"step": step, "id": i, "prompt": f"question {i}", "response": f"try {rng.random()}"},
+        **{"reward": reward, "truncated": False, "tokens": 5, "advantage": rng.gauss(0, 1)},
+        "components": {"right": reward, "short": None},
         **{"answer": f"answer {i} {HOSTILE}", "columns": {"level": i, "hostile": HOSTILE}},
     }
 

@@ -34,20 +34,14 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     expected = sorted(changes, key=lambda i: (-changes[i], i))[:20]
     rates = {i: (counts[0][i] / 8, counts[-1][i] / 8, changes[i]) for i in changes}
     assert shown() == [(i, *(pytest.approx(rate, abs=1e-3) for rate in rates[i])) for i in expected]
-    texts = dict(
-        zip([row[0] for row in shown()], prompts.locator(".excerpt").all_inner_texts(), strict=True)
-    )
-    assert all(
-        text.startswith(f"held out {i} </script>" if 13 <= i < 29 else "")
-        for i, text in texts.items()
-    )
-    assert texts.get(29, "not kept") == "not kept"
-    for column, order in (("before", [-1, 1]), ("prompt", [1, -1])):
-        for sign in order:
-            prompts.get_by_role("button", name=column).click()
-            place = {"prompt": 0, "before": 1}[column]
-            values = [sign * row[place] for row in shown()]
-            assert values == sorted(values)
+    excerpts = prompts.locator(".excerpt").all_inner_texts()
+    for (i, *_), text in zip(shown(), excerpts, strict=True):
+        wanted = f"held out {i} </script>" if 13 <= i < 29 else ""
+        assert text == "not kept" if i == 29 else text.startswith(wanted)
+    for column, place, sign in (("before", 1, -1), ("before", 1, 1), ("prompt", 0, 1)):
+        prompts.get_by_role("button", name=column).click()
+        values = [sign * row[place] for row in shown()]
+        assert values == sorted(values)
     prompts.locator("select[name=show]").select_option("lost")
     assert all(row[3] < 0 for row in shown())
     assert len(shown()) == min(20, lost)
@@ -107,13 +101,7 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     samples.get_by_role("button", name="Next").click()
     assert samples.locator(".place").inner_text() == "page 2 of 3"
 
-    for choice, number in (
-        ("right", 20),
-        ("wrong", 28),
-        ("unscored", 4),
-        ("truncated", 4),
-        ("all", 52),
-    ):
+    for choice, number in (("right", 20), ("wrong", 28), ("unscored", 4), ("all", 52)):
         samples.locator("select[name=outcome]").select_option(choice)
         assert f"{number} of 52 samples" in total.inner_text()
     samples.locator("select[name=beside]").select_option("")
@@ -162,21 +150,10 @@ def test_training_rollouts_are_shown_by_prompt_over_time(show, tmp_path, two):
 
 def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):
     write_run(tmp_path / "run")
-    paths = (
-        "DOWN DOWN RIGHT RIGHT DONE",
-        "DOWN LEFT UP",
-        "RIGHT RIGHT RIGHT",
-        "DOWN GRID_END",
-        HOSTILE,
-    )
-    common = {
-        "step": 1,
-        "id": 0,
-        "prompt": MAZE_PROMPT,
-        "reward": 0.0,
-        "truncated": False,
-        "tokens": 5,
-    }
+    paths = ("DOWN DOWN RIGHT RIGHT DONE", "DOWN LEFT UP", "RIGHT RIGHT RIGHT", "DOWN GRID_END")
+    paths += (HOSTILE,)
+    common = {"step": 1, "id": 0, "prompt": MAZE_PROMPT, "reward": 0.0, "truncated": False}
+    common["tokens"] = 5
     broken = MAZE_PROMPT.replace("PATH WALL NEWLINE", "PATH NEWLINE", 1)
     odd = [common | {"id": 1, "prompt": broken, "response": "UP"}]
     write_lines(
@@ -217,31 +194,16 @@ def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):
     assert prompt.locator("pre").inner_text().count("\n") == 11
     prompt.get_by_role("button").click()
     assert prompt.locator("pre").inner_text().count("\n") == 399
-    prompt.get_by_role("button").click()
-    assert prompt.locator("pre").inner_text().count("\n") == 11
     samples.locator("input[name=text]").fill("needle")
     assert samples.locator(".response").count() == 4
     shown = samples.locator(".response pre").first
     assert shown.evaluate("node => node.children.length") == 0
-    codes = shown.evaluate(
-        "node => [...Array(node.textContent.length).keys()].map(i => "
-        "node.textContent.charCodeAt(i))"
-    )
-    assert codes == [ord(character) for character in f"needle {HOSTILE}"]
+    code = "(node, i) => node.textContent.charCodeAt(i)"
+    text = f"needle {HOSTILE}"
+    assert [shown.evaluate(code, i) for i in range(len(text))] == [*map(ord, text)]
     assert page.evaluate("window.broken") is None
     assert page.locator("script").count() == 3
     assert page.locator("img, iframe, object, main script").count() == 0
-
-
-def test_samples_that_the_page_has_not_are_counted(show, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxrl_fast.report.samples.SAMPLE_BYTES", 5_000)
-    write_run(tmp_path / "run")
-    page = show(tmp_path / "run")
-    page.locator("#samples .sample").first.wait_for()
-    assert re.fullmatch(
-        r"\d+ prompts?, (\d+) of 26 samples; this page has \1 of them",
-        page.locator("#samples .count").inner_text(),
-    )
 
 
 def test_episodes_are_shown_turn_by_turn(show, tmp_path):

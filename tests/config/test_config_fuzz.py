@@ -145,16 +145,11 @@ def test_a_file_equals_the_same_flags(data):
         for name, value in options.items():
             assert is_as_given(config.flat()[name], value), name
     if not any(isinstance(value, bool) and name not in FLAGS for name, value in options.items()):
-        flags = [
-            f"--{name.replace('_', '-')}={value}"
-            for name, value in options.items()
-            if name not in FLAGS
-        ]
-        flags += [
-            f"--{'' if value else 'no-'}{name.replace('_', '-')}"
-            for name, value in options.items()
-            if name in FLAGS
-        ]
+        flags = []
+        for name, value in options.items():
+            flag = name.replace("_", "-")
+            no = "" if value else "no-"
+            flags.append(f"--{no}{flag}" if name in FLAGS else f"--{flag}={value}")
         by_flags, other_reason = outcome(flags)
         assert (by_flags is None) == (config is None), (reason, other_reason)
         if config is not None:

@@ -35,14 +35,12 @@ def work(*flags):
     [
         ("--objective grpo", 0),
         ("--objective grpo --kl-coef 0.1", 1),
-        ("--objective grpo --importance-cap 2", 1),
         ("--objective grpo --top-p 0.9", 0),
         ("--objective grpo --correction icepop", 1),
         ("--objective rl_zvp", 1),
         ("--objective rl_zvp --kl-coef 0.1 --importance-cap 2", 3),
         ("--objective maxpo_off_policy --k 4", 1),
         ("--objective pacs --updates-per-step 2", 2),
-        ("--objective lite_ppo", 0),
         ("--objective remax", 0),
     ],
 )

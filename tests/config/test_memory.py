@@ -1,6 +1,5 @@
 """The estimates of memory that --dry-run prints: against measured peaks, and what divides them."""
 
-import json
 import weakref
 
 import pytest
@@ -12,16 +11,13 @@ from maxrl_fast import train
 from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job import build_policy as build
 from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.job.build_task import build_task
-from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.runtime.device import Machine
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
@@ -94,11 +90,8 @@ HEADS = {
     ("family", "dtype", "checkpoint", "rank"),
     [
         ("qwen3", "bfloat16", False, 0),
-        ("qwen3", "bfloat16", True, 4),
-        ("llama", "float32", False, 4),
-        ("llama", "float32", True, 0),
+        ("llama", "float32", True, 4),
         ("gemma3_text", "bfloat16", True, 0),
-        ("gemma3_text", "float32", False, 0),
     ],
 )
 def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, checkpoint, rank):
@@ -117,36 +110,6 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
     update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
     most = 1.5 if family != "gemma3_text" else 1.7
     assert 0.8 < update / peak < most  # less is kept where weights have no gradients
-
-
-@pytest.mark.parametrize(("flags", "copied_layers"), [([], 4), (["--checkpoint-activations"], 1)])
-def test_the_estimate_has_the_weights_that_a_cpu_copies_to_multiply_them_at_once(
-    flags, copied_layers
-):
-    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 1024}
-    model = Decoder(DecoderConfig(**sizes, **HEADS, model_type="llama"))
-    model.initialise(0)
-    model.checkpoint_activations = bool(flags)
-    peak, tokens = measured_update(model, torch.float32, lengths=(4, 2))
-    memory = estimated(model, Machine("cpu", 1, 10**10), "--token-budget", str(tokens), *flags)
-    copies = memory["copies of weights (float32)"][2]
-    assert copies == 4 * copied_layers * 256 * (128 + 2 * 64 + 2 * 1024)  # q, k and v, gate and up
-    update = sum(
-        phases[2]
-        for name, phases in memory.items()
-        if name.startswith(("activations", "copies", "logits"))
-    )
-    assert 0.6 < update / peak < 1.3  # without gradients of weights on their way to those that stay
-
-
-def test_sharding_does_not_divide_the_copies_of_weights_on_a_cpu():
-    model, machine = big(), Machine("cpu", 4, 10**11)
-    copies = {
-        kind: estimated(model, machine, sharding=kind).get("copies of weights (float32)")
-        for kind in ("none", "full")
-    }
-    assert copies["full"] == copies["none"] is not None
-    assert "copies of weights (float32)" not in estimated(model, machine, "--compile")
 
 
 def big(*flags):
@@ -173,17 +136,6 @@ def test_sharding_divides_the_training_state():
     assert "gathered weights" not in whole
 
 
-def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
-    model = big("--lora-rank", "4")
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    flags = "--lora-rank 4 --kl-coef 0.1 --dtype bfloat16".split()
-    memory = estimated(model, Machine("cuda", 1, 24 * 10**9), *flags)
-    names = ("gradients", "Adam moments", "reference policy")
-    assert [memory[f"{name} (float32)"][2] / trained for name in names] == [4, 8, 4]
-    # merged
-    assert memory["rollout weights (bfloat16)"][1] == 2 * sum(p.numel() for p in big().parameters())
-
-
 def test_what_the_engine_frees_does_not_count_in_the_update():
     model, machine = big(), Machine("cuda", 4, 80 * 10**9)
     weights = 2 * sum(p.numel() for p in model.parameters())
@@ -204,6 +156,23 @@ def test_what_the_engine_frees_does_not_count_in_the_update():
     assert filtered[name][1] - native[name][1] == 48 * 128 * model.config.vocab_size
     small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
     assert small[name][2] == 0
+
+
+def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
+    model = big("--lora-rank", "4")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    flags = "--lora-rank 4 --kl-coef 0.1 --dtype bfloat16".split()
+    memory = estimated(model, Machine("cuda", 1, 24 * 10**9), *flags)
+    names = ("gradients", "Adam moments", "reference policy")
+    assert [memory[f"{name} (float32)"][2] / trained for name in names] == [4, 8, 4]
+
+
+def test_other_machines_are_refused(capsys):
+    for text in ("8x", "0x80", "8x80GB"):
+        assert train.main([f"--dry-run={text}"]) == 2
+        assert "GPUs x GB of each, such as 8x80" in capsys.readouterr().err
+    with refused("--dry-run 8x80 is for GPUs, got --device cpu"):
+        resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -249,40 +218,3 @@ def test_a_dry_run_counts_the_rollouts_of_a_step_and_answers_first(capsys):
     assert first.startswith("It does not fit: it needs ")  # 3.3e10 tokens of 12 bytes
     [rollouts] = [line.split() for line in lines if "rollouts of a step, at their" in line]
     assert rollouts[-3:] == ["-", "393.2", "393.2"]
-
-
-@pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "8x80GB", "8x-1"])
-def test_other_names_of_machines_are_refused(text, capsys):
-    assert train.main([f"--dry-run={text}"]) == 2
-    assert "GPUs x GB of each, such as 8x80" in capsys.readouterr().err
-
-
-def test_a_dry_run_of_gpus_refuses_the_cpu():
-    with refused("--dry-run 8x80 is for GPUs, got --device cpu"):
-        resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
-
-
-def test_a_vllm_engine_is_built_for_the_samples_of_its_own_processes(monkeypatch):
-    """Its logits would take eight times the memory if it sampled those of all processes side by
-    side.
-    """
-    task, given = MazeTask(9), {}
-    config = resolve(parse("--prompts 100 --rollouts 64 --rollout vllm".split()), task)
-    monkeypatch.setattr(build, "build_engine", lambda *arguments, **options: given.update(options))
-    for number, size, batch in ((1, 8, 13 * 64), (2, 8, 2 * 13 * 64), (1, 1, 100 * 64)):
-        build.build_run_engine(
-            config.replace(vllm_tensor_parallel=number), None, task, Ranks(0, size)
-        )
-        assert given["max_batch"] == batch
-
-
-def test_a_dry_run_reads_no_weights(tmp_path, capsys):
-    """Its directory has config.json alone; a run with it is refused."""
-    model = Decoder(DecoderConfig(**{**SIZES, "vocab_size": MazeTask(9).vocab_size}, **HEADS))
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(model.config)))
-    flags = ["--task", "maze", "--model", str(tmp_path), "--out", str(tmp_path / "run")]
-    for value in ([], ["1x24"]):
-        assert train.main([*flags, "--dry-run", *value]) == 0
-        number = sum(p.numel() for p in model.parameters())
-        assert f"policy: {number:,} parameters" in capsys.readouterr().out
-    assert train.main(flags) == 2

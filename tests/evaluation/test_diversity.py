@@ -69,12 +69,8 @@ def embedder(tmp_path_factory):
         tokenizer_object=reader, pad_token="[PAD]", unk_token="[UNK]"
     ).save_pretrained(directory)
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes["intermediate_size"] = 16
     model = BertModel(BertConfig(vocab_size=6, max_position_embeddings=8, **sizes))
     with torch.no_grad():
         model.embeddings.word_embeddings.weight.normal_()  # distinct words, so that texts differ

@@ -50,32 +50,27 @@ def evaluated(engine, task, progress=lambda done: None, keep=None, **options):
 
 
 def test_evaluation_counts_what_is_solved():
-    task, done = MazeTask(7), []
-    result = evaluated(Oracle(task, 3), task, progress=done.append)
+    task, done, kept = MazeTask(7), [], []
+
+    def keep(*chunk):
+        kept.append(chunk)
+
+    result = evaluated(Oracle(task, 3), task, progress=done.append, keep=keep, chunk=16)
     for k in (1, 2, 4, 8):
         assert result.pass_at_k[k] == pytest.approx(float(brute_force.pass_at_k(8, 3, k)))
-    assert done == [32, 40]
+    assert done == [16, 32, 40]
     record = result.record()
     assert record["truncated"] == 0
     assert result.num_tokens == pytest.approx(record["response_length_mean"] * 320)
-
-
-def test_keep_gets_every_chunk_once():
-    task, kept, done = MazeTask(7), [], []
-    result = evaluated(
-        Oracle(task, 3),
-        task,
-        keep=lambda *chunk: kept.append(chunk),
-        chunk=16,
-        progress=done.append,
-    )
-    assert done == [16, 32, 40]
     assert torch.cat([samples.prompts.ids for samples, _, _ in kept]).tolist() == list(range(40))
     assert torch.cat([rewards for _, rewards, _ in kept]).tolist() == ([1.0] * 3 + [0.0] * 5) * 40
     assert sum(len(samples.rollouts.tokens) for samples, _, _ in kept) == result.num_tokens
     again = evaluated(Oracle(task, 3), task)
     assert torch.equal(again.rewards, result.rewards)
-    assert again.record() == result.record()
+    assert again.record() == record
+    trained = Oracle(task, 8, "train")  # the training split has other prompts
+    assert evaluated(trained, task, split="train").pass_at_k[1] == 1
+    assert evaluated(trained, task).pass_at_k[1] < 0.5
 
 
 def test_the_matrix_is_in_the_order_of_the_prompts_on_any_number_of_ranks(monkeypatch):
@@ -134,12 +129,6 @@ def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engin
     assert counts == [13, 13, 0]
 
 
-def test_the_training_split_has_other_prompts():
-    task = MazeTask(7)
-    assert evaluated(Oracle(task, 8, "train"), task, split="train").pass_at_k[1] == 1
-    assert evaluated(Oracle(task, 8, "train"), task).pass_at_k[1] < 0.5
-
-
 def test_a_sample_on_the_screen_is_cut_and_harmless():
     sample = {"id": 7, "reward": 0.25, "components": {"form": 1.0, "none": None}}
     sample |= {"prompt": "2 +\n 2?", "response": f"\x1b[2J<think>{'so ' * 99}4"}
@@ -158,62 +147,42 @@ def test_sample_records():
     path = [*shortest_path(task.maze("test", 3)), DONE]
     rollouts = Rollouts.given([path, [UP], [UP, UP, DONE], path])
     rollouts.truncated[1] = True
-    rewards, parts = (
-        torch.tensor([1.0, math.nan, -0.5, 0.0]),
-        [{"form": 0.5}, {}, {"form": math.nan}, {}],
-    )
+    rewards = torch.tensor([1.0, math.nan, -0.5, 0.0])
+    parts = [{"form": 0.5}, {}, {"form": math.nan}, {}]
     records = list(sample_records(task, Samples(prompts, rollouts), rewards, parts))
-    assert [record["id"] for record in records] == [3, 3, 4, 4]
-    assert [record["prompt"] for record in records[::2]] == [
-        task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)
-    ]
-    assert [record["response"] for record in records] == [
-        task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)
-    ]
-    assert [record["reward"] for record in records] == [1.0, None, -0.5, 0.0]
-    assert [record["truncated"] for record in records] == [False, True, False, False]
-    assert [record["tokens"] for record in records] == [len(path), 1, 3, len(path)]
-    assert [record["components"] for record in records] == [{"form": 0.5}, {}, {"form": None}, {}]
-    # mazes have none
-    assert [(record["answer"], record["columns"]) for record in records] == [(None, {})] * 4
+    asked = [task.decode(x.tolist()) for x in prompts.tokens.view(2, -1)]
+    said = [task.decode(x) for x in (path, [UP], [UP, UP, DONE], path)]
+    columns = {
+        "id": [3, 3, 4, 4],
+        "prompt": [asked[0]] * 2 + [asked[1]] * 2,
+        "response": said,
+        "reward": [1.0, None, -0.5, 0.0],
+        "truncated": [False, True, False, False],
+        "tokens": [len(path), 1, 3, len(path)],
+        "components": [{"form": 0.5}, {}, {"form": None}, {}],
+        "answer": [None] * 4,  # mazes have none
+        "columns": [{}] * 4,
+    }
+    for name, values in columns.items():
+        assert [record[name] for record in records] == values, name
 
 
-def test_records_have_the_answer_and_columns_of_their_line_cut_where_they_are_long():
+def test_records_have_the_answer_and_columns_of_their_line():
+    """Cut where they are long, and as text where JSON does not have them."""
     task = MazeTask(5)
     line = {"prompt": "1 + 1", "answer": [2], "level": 3, "tests": ["x" * 2000], "note": "é" * 2000}
     many = {"prompt": "2 + 2", **{f"column {i}": i for i in range(40)}}
-    prompts = dataclasses.replace(task.prompts("test", 0, 2), columns=(line, many))
-    samples = Samples(prompts, Rollouts.given([[UP]] * 4))
-    one, _, other, _ = sample_records(task, samples, torch.zeros(4), [{}] * 4)
-    assert one["answer"] == [2]
-    assert one["columns"] == {
-        "level": 3,
-        "tests": '["' + "x" * 998 + "...",
-        "note": "é" * 1000 + "...",
-    }
-    assert other["answer"] is None
-    assert other["columns"] == {f"column {i}": i for i in range(32)}
-
-
-def test_columns_that_json_does_not_have_are_recorded_as_text():
-    """Your own task may score by any values."""
-    columns = {
-        "answer": date(2026, 11, 21),
-        "number": float("nan"),
-        "list": [float("inf")],
-        "moves": {(1, 2): 3},
-        "none": None,
-    }
-    task = MazeTask(5)
-    prompts = dataclasses.replace(task.prompts("test", 0, 1), columns=(columns,))
-    (record,) = sample_records(task, Samples(prompts, Rollouts.given([[UP]])), torch.zeros(1), [{}])
-    assert record["answer"] == "2026-11-21"
-    assert record["columns"] == {
-        "number": "nan",
-        "list": "[inf]",
-        "moves": "{(1, 2): 3}",
-        "none": None,
-    }
+    odd = {"answer": date(2026, 11, 21), "number": math.nan, "list": [math.inf]}
+    odd |= {"moves": {(1, 2): 3}, "none": None}
+    prompts = dataclasses.replace(task.prompts("test", 0, 3), columns=(line, many, odd))
+    samples = Samples(prompts, Rollouts.given([[UP]] * 3))
+    one, other, third = sample_records(task, samples, torch.zeros(3), [{}] * 3)
+    cut = {"level": 3, "tests": '["' + "x" * 998 + "...", "note": "é" * 1000 + "..."}
+    assert (one["answer"], one["columns"]) == ([2], cut)
+    first = {f"column {i}": i for i in range(32)}
+    assert (other["answer"], other["columns"]) == (None, first)
+    text = {"number": "nan", "list": "[inf]", "moves": "{(1, 2): 3}", "none": None}
+    assert (third["answer"], third["columns"]) == ("2026-11-21", text)
 
 
 def test_the_tally_numbers_answers_and_measures_correct_responses():
@@ -227,16 +196,8 @@ def test_the_tally_numbers_answers_and_measures_correct_responses():
     lines = []
     tally = SampleTally(task, NGramDiversity(), lines.append)
     down, left, right = 14, 15, 16
-    responses = [
-        [down, DONE],
-        [left, DONE],
-        [right, DONE],
-        [UP, DONE],
-        [left, DONE],
-        [left, DONE],
-        [UP, DONE],
-        [down, DONE],
-    ]
+    moves = (down, left, right, UP, left, left, UP, down)
+    responses = [[move, DONE] for move in moves]
     rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
     tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards, [{}] * 8)
     assert torch.stack(tally.answers).tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]

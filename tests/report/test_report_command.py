@@ -69,18 +69,6 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     assert out.read_text().startswith("<!doctype html>")
 
 
-def test_the_command_writes_a_page(tmp_path):
-    write_run(tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "-m", "maxrl_fast.report", str(tmp_path / "run")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "report report.html\n", "")
-    assert (tmp_path / "report.html").stat().st_size > 50_000
-
-
 def test_it_imports_no_torch(tmp_path):
     write_run(tmp_path / "run")
     code = """

@@ -86,10 +86,6 @@ def exit_now():
     os._exit(3)
 
 
-def abort():
-    os.abort()
-
-
 def segfault():
     ctypes.string_at(0)
 
@@ -140,45 +136,12 @@ def leave_children(number):
     return os.getpid()
 
 
-def print_much():
-    line = "x" * 1_000_000
-    for _ in range(700):
-        print(line)
-        print(line, file=sys.stderr)
-        os.write(1, line.encode())
-    return 1.0
-
-
 def number(text):
     return float(text)
 
 
-class Array:
-    """An array with `item`, as in numpy and torch."""
-
-    def __init__(self, *values):
-        self.values = values
-
-    def item(self):
-        if len(self.values) != 1:
-            raise ValueError("only an array of one element has an item")
-        return self.values[0]
-
-
-def array(values):
-    return Array(*values)
-
-
-def large_integer():
-    return 10**400
-
-
 def raise_error():
     raise ValueError("no good")
-
-
-def raise_long():
-    raise ValueError("long " * 2_000_000)
 
 
 def raise_strange():
@@ -203,13 +166,10 @@ def close_all():
     return 1.0
 
 
-def write_to_all(text, repeat=1):
+def write_to_all(text):
     for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            for _ in range(repeat):
-                os.write(fd, text.encode())
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            os.write(fd, text.encode())
     return 1.0
 
 
@@ -226,20 +186,9 @@ def answer_other():
     time.sleep(1000)
 
 
-def die_later(seconds):
-    threading.Timer(seconds, os._exit, (5,)).start()
-    return 1.0
-
-
 def write_file(path, size):
     with open(path, "wb") as file:
         file.truncate(size)
-    return 1.0
-
-
-def set_alarm():
-    signal.signal(signal.SIGALRM, lambda *_: exec("raise TimeoutError('late')"))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     return 1.0
 
 

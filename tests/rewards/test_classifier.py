@@ -38,13 +38,9 @@ def tokenizer(tmp_path_factory):
 
 
 def saved(tokenizer, directory, kind=Qwen2ForSequenceClassification, **options):
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    sizes |= {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 256} | options
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+    sizes |= {"max_position_embeddings": 256} | options
     config = Qwen2Config(**sizes)
     torch.manual_seed(0)
     shutil.copytree(tokenizer, directory)
@@ -52,7 +48,7 @@ def saved(tokenizer, directory, kind=Qwen2ForSequenceClassification, **options):
     return directory
 
 
-@pytest.mark.parametrize(("num_labels", "with_padding"), [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize(("num_labels", "with_padding"), [(1, True), (2, False)])
 def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_labels, with_padding):
     directory = saved(tokenizer, tmp_path / "model", num_labels=num_labels)
     theirs = AutoTokenizer.from_pretrained(directory)
@@ -92,17 +88,11 @@ def test_texts_that_are_too_long_fail_alone(tokenizer, tmp_path):
 def test_without_a_chat_template_the_text_is_prompt_and_response(tokenizer, tmp_path):
     directory = saved(tokenizer, tmp_path / "model", num_labels=1)
     theirs = AutoTokenizer.from_pretrained(directory)
-    theirs.chat_template = None
-    shutil.rmtree(directory)
-    directory = saved(tokenizer, tmp_path / "model", num_labels=1)
-    for name in ("chat_template.jinja", "chat_template.json"):
-        (directory / name).unlink(missing_ok=True)
-    theirs.save_pretrained(directory)
+    (directory / "chat_template.jinja").unlink()
     model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
     expected = float(model(torch.tensor([theirs("2+2=4")["input_ids"]])).logits)
-    assert Classifier(f"hf:{directory}", CPU, torch.float32).score(
-        ROWS[:1]
-    ).rewards == pytest.approx([expected], abs=1e-5)
+    found = Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS[:1])
+    assert found.rewards == pytest.approx([expected], abs=1e-5)
 
 
 def test_other_models_are_refused_without_a_report_of_transformers(
@@ -124,18 +114,14 @@ def test_other_models_are_refused_without_a_report_of_transformers(
 
 @pytest.mark.slow
 def test_a_run_with_a_reward_model_beside_a_function(tokenizer, tmp_path, capsys):
-    directory, out = (
-        saved(tokenizer, tmp_path / "model", num_labels=2, max_position_embeddings=1024),
-        tmp_path / "run",
-    )
+    sizes = {"num_labels": 2, "max_position_embeddings": 1024}
+    directory, out = saved(tokenizer, tmp_path / "model", **sizes), tmp_path / "run"
     (tmp_path / "half.py").write_text("def half(prompt, response):\n    return .5\n")
     flags = f"--reward hf:{directory} {tmp_path}/half.py:half --reward-weights 2 -1 --out {out}"
     flags += " --sft-steps 2 --steps 1 --objective rloo"
     assert train.main([*base(), *flags.split()]) == 0
-    assert (
-        f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability"
-        in capsys.readouterr().out
-    )
+    told = f"reward hf:{directory}: Qwen2ForSequenceClassification on cpu, the probability"
+    assert told in capsys.readouterr().out
     [record] = read(out / "metrics.jsonl")
     assert 0 < record["reward/model"] < 1
     assert record["reward_mean"] == pytest.approx(2 * record["reward/model"] - 0.5, rel=1e-4)

@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-from pathlib import Path
 
 import pytest
 
-import maxrl_fast
 from maxrl_fast import train
 from maxrl_fast.rewards import output as module
 from maxrl_fast.rewards.output import FILE_NAME, FULL, RewardOutput
@@ -31,8 +29,6 @@ def act(action, x=0.0, text=""):
             print("1234567\\n" * 1000)
     if action == "end":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if action == "leave":
-        subprocess.Popen(["sleep", "10"], start_new_session=True)
     return x
 """
 
@@ -114,14 +110,6 @@ def test_a_full_disk_stops_no_call(file, tmp_path):
         succeeds(one, "flood", text="lost")
 
 
-def test_a_program_that_leaves_its_worker_does_not_keep_the_run_from_ending(file, tmp_path):
-    with printing(file) as (one, output):
-        output.open(tmp_path, is_resumed=False)
-        succeeds(one, "leave", text="kept")
-    assert output._thread.is_alive()
-    assert "<kept>" in (tmp_path / FILE_NAME).read_text()
-
-
 def test_a_run_has_the_file_and_a_link_in_its_place_is_refused(file, tmp_path, capsys):
     file.write_text(
         "def score(prompt, response):\n    print('seen', len(prompt))\n    return 1.0\n"
@@ -140,22 +128,3 @@ def test_a_run_has_the_file_and_a_link_in_its_place_is_refused(file, tmp_path, c
     assert train.main(["--resume", str(out), *"--steps 2 --allow-changes".split()]) == 2
     assert f"{out / FILE_NAME} must be a regular file, got a sym" in capsys.readouterr().err
     assert (tmp_path / "target").read_text() == "precious"
-
-
-@pytest.mark.slow
-def test_a_run_from_python_has_the_file(file, tmp_path):
-    file.write_text("def score(prompt, response):\n    print('seen')\n    return 1.0\n")
-    maxrl_fast.run(
-        objective="rloo",
-        reward=f"{file}:score",
-        maze_size=5,
-        sft_steps=0,
-        steps=1,
-        eval_prompts=2,
-        eval_samples=1,
-        prompts=2,
-        rollouts=2,
-        threads=1,
-        out=tmp_path / "run",
-    )
-    assert Path(tmp_path / "run" / FILE_NAME).read_text() == "seen\n" * (4 + 2 * 2 + 4)

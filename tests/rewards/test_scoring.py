@@ -2,10 +2,7 @@
 can stop a run.
 """
 
-import io
-import json
 import re
-import sys
 
 import pytest
 import torch
@@ -136,11 +133,10 @@ def test_the_task_scores_without_a_function():
     assert scorer.failures(Ranks(), "step 1") == ({}, "")
 
 
-FIRST = torch.tensor([0])
 FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2")
 
 
-@pytest.mark.parametrize("objective", ["maxpo --k 2", "maxrl", "grpo", "pacs", "pacs_paper", "opo"])
+@pytest.mark.parametrize("objective", ["maxpo --k 2", "opo --entropy-coef 0.1"])
 @pytest.mark.slow
 def test_failed_rewards_are_left_out_of_their_groups(
     rewards, tmp_path, monkeypatch, capsys, objective
@@ -157,68 +153,33 @@ def test_failed_rewards_are_left_out_of_their_groups(
     monkeypatch.setattr(Learner, "update", spy)
     out = tmp_path / "run"
     job = f"--reward {rewards}:by_length --objective {objective} --out {out}"
-    flags = [*FLAGS, *job.split()]
-    assert train.main([*base(), *flags]) == 0
+    assert train.main([*base(), *FLAGS, *job.split()]) == 0
     (_, rollouts, advantages) = next(entry for entry in seen if entry[0] == "step 1")
-    texts = [
-        task.decode(part.tolist()) for part in rollouts.tokens.split(rollouts.lengths.tolist())
-    ]
+    parts = rollouts.tokens.split(rollouts.lengths.tolist())
+    texts = [task.decode(part.tolist()) for part in parts]
     failed = torch.tensor([text.startswith("RIGHT") for text in texts])
-    outcome = torch.tensor([0.0 if text.startswith("RIGHT") else len(text) % 2 for text in texts])
+    outcome = torch.tensor([len(text) % 2 for text in texts]).float()
     assert 0 < failed.sum() < 16
     assert (advantages[failed] == 0).all()
     assert (advantages != 0).any()
-    name, *size = objective.split()
+    name, *more = objective.split()
     if name in ESTIMATORS:
         for g in range(4):
             own = slice(4 * g, 4 * g + 4)
             kept = ~failed[own]
             inputs = {"lengths": rollouts.lengths[own][kept]} if name == "opo" else {}
-            options = {"k": 2} if size else {}
+            options = {"k": 2} if name == "maxpo" else {}
             if kept.sum() > options.get("k", 0):
                 expected = ops.group_advantage(outcome[own][kept], name, **inputs, **options)
                 torch.testing.assert_close(advantages[own][kept], expected)
-    record = read(out / "metrics.jsonl")[0]
-    assert record["reward_exception"] == int(failed.sum())
-    assert record["reward_timeout"] == 0
+    record, count = read(out / "metrics.jsonl")[0], int(failed.sum())
+    assert (record["reward_exception"], record["reward_timeout"]) == (count, 0)
+    if "--entropy-coef" in more:
+        assert record["num_sequences_trained"] == 16 - count
     assert record["reward_mean"] == pytest.approx(float(outcome[~failed].mean()))
-    assert (
-        f"warning: step 1: {int(failed.sum())} of 16 rewards failed (exception"
-        in capsys.readouterr().err
-    )
+    warning = f"warning: step 1: {count} of 16 rewards failed (exception"
+    assert warning in capsys.readouterr().err
     assert read(out / "eval.jsonl")[0]["reward_errors"] > 0
-
-
-def test_failed_rewards_have_no_entropy_gradient(rewards, tmp_path):
-    out = tmp_path / "run"
-    job = f"--reward {rewards}:by_length --objective rloo --entropy-coef 0.1 --out {out}"
-    flags = [*FLAGS, *job.split()]
-    assert train.main([*base(), *flags]) == 0
-    for record in read(out / "metrics.jsonl"):
-        assert record["num_sequences_trained"] == 16 - record["reward_exception"]
-    assert read(out / "metrics.jsonl")[0]["reward_exception"] > 0
-    assert json.loads((out / "config.json").read_text())["reward"] == f"{rewards}:by_length"
-
-
-def test_a_group_whose_greedy_response_has_no_reward_is_left_out(tmp_path, monkeypatch):
-    score, seen, update = Scorer.score, [], Learner.update
-
-    def without_first_greedy(self, prompts, rollouts, *_):
-        rewards = score(self, prompts, rollouts)
-        return rewards.index_fill(0, FIRST, torch.nan) if len(rewards) == len(prompts) else rewards
-
-    def spy(self, samples, advantages, sequences, *, when, **options):
-        seen.append(sequences.clone())
-        return update(self, samples, advantages, sequences, when=when, **options)
-
-    monkeypatch.setattr(Scorer, "score", without_first_greedy)
-    monkeypatch.setattr(Scorer, "failures", lambda *_: ({"timeout": 1}, "one failed"))
-    monkeypatch.setattr(Learner, "update", spy)
-    assert (
-        train.main([*base(), "--objective", "self", "--steps", "1", "--out", str(tmp_path / "run")])
-        == 0
-    )
-    assert seen[-1].tolist() == list(range(4, 16))
 
 
 def test_nonfinite_rewards_of_a_task_stop_the_run(tmp_path, monkeypatch, capsys):
@@ -241,18 +202,10 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     assert train.main([*base(), *flags]) == 1
     error = capsys.readouterr().err
     # The run stops after the third failure of 24 calls.
-    assert re.search(
-        r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), for example: "
-        r"KeyError",
-        error,
-    )
-    assert (
-        "that is more than --max-reward-error-rate 0.1 allows; the last good checkpoint is" in error
-    )
-    assert error.endswith(
-        "Fix the reward and continue with --resume --allow-changes, or raise "
-        "--max-reward-error-rate and continue with --resume.\n"
-    )
+    which = r"error: evaluation at step 0: (\d) of \1 rewards failed \(exception \1\), .*: KeyError"
+    assert re.search(which, error)
+    assert "that is more than --max-reward-error-rate 0.1 allows; the last good" in error
+    assert "Fix the reward and continue with --resume --allow-changes, or raise" in error
     rewards.write_text(REWARDS.replace("raise KeyError(response)", "return 1.0"))
     assert train.main(["--resume", str(out), "--allow-changes"]) == 0
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2, 3]
@@ -263,7 +216,6 @@ def test_too_many_failures_stop_the_run_without_losing_a_step(rewards, tmp_path,
     ("kinds", "advice"),
     [
         (["exception"] * 3 + ["timeout"], "Fix the reward and continue with --resume --allow-"),
-        (["invalid"] * 2 + ["memory"], "Fix the reward and continue with --resume --allow-"),
         (["crash"], "Fix the reward and continue with --resume --allow-"),
         (["timeout"] * 2 + ["exception"], "Raise --reward-seconds and continue with --resume."),
         (["memory"] * 2 + ["timeout"], "Raise --reward-memory-gb and continue with --resume."),
@@ -276,69 +228,3 @@ def test_the_advice_is_that_of_the_most_frequent_failure(kinds, advice):
     with pytest.raises(RewardError) as error:
         scorer.failures(Ranks(), "step 1")
     assert error.value.advice.startswith(advice)
-
-
-def test_the_error_of_a_reward_that_sometimes_raises_stands_last(rewards, tmp_path, monkeypatch):
-    """After the tables, with advice on its own kind of failure."""
-    rewards.write_text("""
-import os
-
-def sometimes(prompt, response):
-    with open(__file__ + ".calls", "a") as file:
-        file.write(".")
-    calls = os.path.getsize(__file__ + ".calls")
-    if calls > 28 and calls % 3 == 0:  # 4 before the run, 24 of the first evaluation
-        raise ValueError("not today")
-    return 1.0
-""")
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
-    out = tmp_path / "run"
-    flags = f"--objective rloo --reward {rewards}:sometimes --reward-workers 1 --out {out}"
-    assert train.main([*base(), "--sft-steps", "0", *flags.split()]) == 1
-    *before, last = screen.getvalue().splitlines()
-    assert last.startswith("error: step 1: ")
-    assert "rewards failed (exception" in last
-    assert "ValueError: not today (rewards.py, line 9)" in last
-    assert last.endswith("--max-reward-error-rate and continue with --resume.")
-    assert "--reward-seconds" not in screen.getvalue()
-    assert any(line.startswith("│ total") for line in before)
-
-
-def test_a_function_that_cannot_be_restarted_stops_the_run(rewards, tmp_path, capsys):
-    rewards.write_text(
-        REWARDS + "open(__file__ + '.started', 'a').write('.')\n"
-        "if os.path.getsize(__file__ + '.started') > 1:\n    raise RuntimeError('once only')\n"
-    )
-    job = f"--objective rloo --reward {rewards}:crashes --out {tmp_path}/run"
-    flags = [*FLAGS, *job.split()]
-    rewards.write_text(rewards.read_text() + "def crashes(prompt, response):\n    os._exit(3)\n")
-    assert train.main([*base(), *flags]) == 1
-    error = capsys.readouterr().err
-    assert "cannot be restarted" in error
-    assert "once only" in error
-
-
-@pytest.mark.slow
-def test_a_run_says_how_the_function_is_contained(rewards, tmp_path, monkeypatch, capsys):
-    """--reward-env names variables of the trainer."""
-    rewards.write_text(
-        "import os\ndef judge(prompt, response):\n"
-        "    assert os.environ['JUDGE_KEY'] == 'x' and 'HF_TOKEN' not in os.environ\n"
-        "    return 1.0\n"
-    )
-    for name in ("JUDGE_KEY", "HF_TOKEN"):
-        monkeypatch.setenv(name, "x")
-    out = tmp_path / "run"
-    flags = [*FLAGS, "--objective", "rloo", "--reward", f"{rewards}:judge", "--out", str(out)]
-    flags += ["--reward-env"]
-    assert train.main([*base(), *flags, "JUDGE_KEY, NO_SUCH_NAME"]) == 2
-    assert (
-        "needs the environment variable NO_SUCH_NAME, which is not set" in capsys.readouterr().err
-    )
-    assert train.main([*base(), *flags, "JUDGE_KEY"]) == 0
-    said = capsys.readouterr()
-    assert "run untrusted or model-written code in a container" in said.out + said.err
-    assert [record["reward_mean"] for record in read(out / "metrics.jsonl")] == [1.0, 1.0]
-    assert json.loads((out / "config.json").read_text())["reward_env"] == "JUDGE_KEY"

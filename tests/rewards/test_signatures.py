@@ -1,5 +1,6 @@
 """How reward functions are called: with one response, with lists as in TRL, and async."""
 
+import math
 from decimal import Decimal
 from fractions import Fraction
 
@@ -152,14 +153,11 @@ def of(parameters):
         *table("""
         prompt, completion, **c | asks for `completion`: rename it to `response`
         data_source, solution_str, ground_truth, **c | asks for `data_source`:
-        solution_str, ground_truth, **c | asks for `solution_str`: rename it to `response`
         response, answers, **c | `answers`: rename it to `answer`, or ask for `completions` and
         response, anwser, **c | did you mean `answer`? the arguments are prompt, response, answer
-        prompt, response, solution, **c | the arguments are prompt, response, answer; give it
         response, answer, answers, **c | the arguments are prompt, response, answer; give it
         response, extra_info, **c | asks for `extra_info`: this trainer does not give it; leave
         prompt, response | does not take `answer`: add **columns to its parameters
-        completions | does not take `answer`: add **columns
         completions, completion_ids, **c | asks for `completion_ids`: this trainer does not give
         """),
     ],
@@ -182,19 +180,46 @@ def test_the_pool_refuses_columns_that_do_not_fit(file):
 @pytest.mark.parametrize(
     ("value", "result"),
     [
+        (True, {"reward": 1.0}),
+        (-3, {"reward": -3.0}),
+        (1e-300, {"reward": 1e-300}),
         (Decimal("0.5"), {"reward": 0.5}),
         (Fraction(1, 4), {"reward": 0.25}),
         (sympy.Rational(3, 4), {"reward": 0.75}),
         (numpy.bool_(True), {"reward": 1.0}),
+        (numpy.array([0.25]), {"reward": 0.25}),
         # as verl's functions return it: other values are not kept
         ({"score": 1.0, "acc": True, "pred": "7"}, {"reward": 1.0, "components": {"acc": 1.0}}),
         ({"reward": 1, "score": 2}, {"reward": 1.0, "components": {"score": 2.0}}),
     ],
 )
-def test_numbers_of_other_types_and_dicts_of_verl_are_rewards(value, result):
+def test_numbers_and_dicts_of_verl_are_rewards(value, result):
     assert result_of(value) == result
-    for text in (sympy.Symbol("x"), 1j, "1", {"a": "1", "b": 2}):
-        assert "must be a number" in result_of(text)["message"]
+    assert type(result_of(value)["reward"]) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "must be a finite number of float32, got nan"),
+        (-math.inf, "must be a finite number of float32, got -inf"),
+        (1e39, "must be a finite number of float32, got 1e+39"),
+        (10**400, "got an integer that is too large"),
+        ("text", "must be a number, got 'text' of type str"),
+        (None, "must be a number, got None of type NoneType"),
+        ([1.0], "must be a number, got [1.0] of type list"),
+        ({"score": None, "acc": True}, "must have a reward"),
+        (numpy.array([0.25, 0.5]), "of type ndarray"),
+        (numpy.array(["text"]), "of type ndarray"),
+        (sympy.Symbol("x"), "must be a number"),
+        (1j, "must be a number"),
+        ({"a": "1", "b": 2}, "must be a number"),
+    ],
+)
+def test_other_results_are_invalid(value, message):
+    found = result_of(value)
+    assert found["kind"] == "invalid"
+    assert message in found["message"]
 
 
 def test_a_function_of_environments_is_told_where_its_reward_goes():

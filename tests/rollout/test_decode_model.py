@@ -53,12 +53,8 @@ def test_hidden_states_equal_the_decoders(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-@pytest.mark.parametrize("has_adapters", [False, True])
-def test_every_weight_is_loaded_in_place_under_its_name(family, has_adapters):
-    model, old = (
-        adapted(ALL, **family) if has_adapters else tiny_decoder(**family),
-        tiny_decoder(seed=1, **family),
-    )
+def test_every_weight_is_loaded_in_place_under_its_name(family):
+    model, old = adapted(ALL, **family), tiny_decoder(seed=1, **family)
     decoder = DeviceDecoder(model, torch.bfloat16)
     decoder.load_weights(old)
     addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights.items()}
@@ -70,13 +66,3 @@ def test_every_weight_is_loaded_in_place_under_its_name(family, has_adapters):
         assert weight.data_ptr() == addresses[name], name
     assert len(set(addresses.values())) == len(addresses)
     assert sum(w.numel() for w in actual.values()) == sum(w.numel() for w in old.parameters())
-
-
-def test_logits_have_the_compute_dtype():
-    model = tiny_decoder()
-    decoder = DeviceDecoder(model, torch.bfloat16)
-    decoder.load_weights(model)
-    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    logits = decoder.model.logits(hidden)
-    assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(logits.float(), model.logits(hidden.float()), rtol=0.02, atol=0.1)

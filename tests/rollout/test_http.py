@@ -78,10 +78,8 @@ def drip():
     "head",
     [
         b"",
-        b"HTTP/1.1 ",
         OK + b"A: ",
         OK + b"\r\n",
-        OK + b"Content-Length: 9000\r\n\r\n",
         OK + b"Transfer-Encoding: chunked\r\n\r\n1111\r\n",
     ],
 )

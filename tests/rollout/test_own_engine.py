@@ -34,7 +34,6 @@ def test_the_guide_shows_the_example():
     [
         Sampling(1.3, 12, (3, 17)),
         Sampling(0.0, 5, (3,)),
-        Sampling(1.0, 1, ()),
         Sampling(0.8, 9, (3,), top_p=0.9),
     ],
 )

@@ -1,31 +1,26 @@
 """Sampling and scoring by one function."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from maxrl_fast.errors import InputError, RewardError
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.job.build_task import build_policy_reward
-from maxrl_fast.job.launch import check_rewards
 from maxrl_fast.job.rollout_records import rollout_records
-from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards import Failure, RewardSource, Scores
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.collect import Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
-from tests.random_episodes import CountingEngine, CountingTask, num_turns, played, rollouts_of
+from tests.random_episodes import CountingEngine, CountingTask, num_turns, played
 
 G, N = 3, 2
 CPU = torch.device("cpu")
@@ -66,35 +61,6 @@ def test_a_step_of_episodes():
     assert batch.components[1] == {"turns": 2.0, "tool_errors": 0.5}
     assert batch.num_tokens == len(batch.rollouts.tokens)
     assert task.events == ["finish"]
-
-
-def test_one_turn_at_most():
-    """With max_turns 1 nothing is inserted, and the environments give the rewards all the same."""
-    task = CountingTask()
-    task.max_turns = 1
-    batch = collector_of(task).collect(1, 0)
-    assert len(batch.rollouts.inserted.tokens) == 0
-    assert batch.rewards.tolist() == [[pytest.approx(1 / 3)] * N] * G
-
-
-def test_a_threshold_makes_the_rewards_binary():
-    task = CountingTask({(0, 0)})
-    batch = collector_of(task, Scorer(task, None, threshold=0.9), needs=Needs(binary=True)).collect(
-        1, 0
-    )
-    assert batch.rewards.tolist() == [[0, 0], [0, 1], [1, 0]]
-
-
-def test_greedy_episodes_whose_environment_failed_leave_their_group_out():
-    task = CountingTask({(1, 0)})
-    batch = collector_of(task, needs=Needs(greedy=True)).collect(1, 0)
-    assert task.events == ["finish", "finish"]
-    greedy = [pytest.approx(num_turns(i, 0) / 3) for i in range(G)]
-    assert batch.greedy_rewards.tolist()[::2] == greedy[::2]
-    assert math.isnan(batch.greedy_rewards[1])
-    assert batch.has_reward.tolist() == [[True, True], [False, False], [True, True]]
-    assert batch.metrics["reward_exception"] == 2  # sampled and greedy
-    assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3 + 1) / 5)
 
 
 def test_dynamic_sampling_keeps_the_insertions_of_the_chosen_groups():
@@ -153,29 +119,6 @@ def test_a_reward_function_sees_whole_episodes():
     assert task.events == ["finish"]
 
 
-def test_too_many_failed_episodes_stop_the_run():
-    task = CountingTask({(0, 0), (1, 0)})
-    scorer = Scorer(task, None, max_error_rate=0.3)
-    sentence = (
-        r"step 2: 2 of 6 rewards failed \(exception 2\), for example: environment \(0, 0\) broke; "
-        "that is more than --max-reward-error-rate 0.3 allows"
-    )
-    with pytest.raises(RewardError, match=sentence):
-        collector_of(task, scorer).collect(2, 0)
-    scorer = Scorer(task, None, max_error_rate=0.34)
-    assert collector_of(task, scorer).collect(2, 0).metrics["reward_exception"] == 2
-
-
-def test_the_check_before_the_first_step_plays_episodes():
-    task = CountingTask({(0, 0)})
-    assert check_rewards(collector_of(task)).startswith(
-        "before the first step: 1 of 4 rewards failed"
-    )
-    task = CountingTask({(i, n) for i in range(2) for n in range(2)})
-    with pytest.raises(RewardError, match="4 of 4 rewards failed"):
-        check_rewards(collector_of(task))
-
-
 def test_evaluation_counts_failed_episodes_as_wrong():
     task, kept = CountingTask({(2, 0)}), []
     scorer = Scorer(task, None)
@@ -221,37 +164,6 @@ def test_environments_are_closed_after_any_exception():
     assert task.events == ["close", "finish", "close"]
 
 
-def test_environments_end_without_a_scorer_and_without_prompts():
-    task, sampling = CountingTask(), Sampling(1.0, 32, (7,))
-    request = RolloutRequest(task.prompts("train", 0, 2), 2, sampling)
-    sampled = sample_and_score(CountingEngine(), task, None, request)
-    assert sampled.rollouts.turns() == [played(i, n, 3) for i in range(2) for n in range(2)]
-    assert sampled.rewards.isnan().all()
-    scorer = Scorer(task, None)
-    nothing = RolloutRequest(Prompts.none(CPU), 2, sampling)
-    nobody = sample_and_score(CountingEngine(), task, scorer, nothing)
-    assert len(nobody.rollouts) == len(nobody.rewards) == 0
-    assert task.events == ["close", "close"]
-
-
-def test_texts_of_episodes():
-    """Special tokens and what was inserted can be seen; a text cannot make a mark of its own."""
-
-    class Marking(CountingTask):
-        def decode(self, tokens, with_special=False):
-            return "".join("⟦⟧"[x % 2] if x > 90 else f"{x}{'!' * with_special} " for x in tokens)
-
-    task = Marking()
-    episodes = [[[1, 92], [3, 4, 93], [5]], [[6, 92]]]
-    rollouts = rollouts_of(episodes)
-    assert response_texts(task, rollouts) == ["1 ⟦3 4 ⟧5 ", "6 ⟦"]
-    samples = Samples(task.prompts("train", 0, 1), rollouts)
-    first, second = sample_records(task, samples, torch.ones(2), [{}] * 2)
-    assert (first["response"], first["turns"], first["tokens"]) == ("1! [[⟦3! 4! ]]⟧5! ", 2, 3)
-    assert (second["response"], second["tokens"]) == ("6! ⟦", 2)
-    assert "turns" not in second
-
-
 def test_kept_rollouts_and_samples_show_episodes():
     task = CountingTask()
     batch = collector_of(task).collect(1, 0)
@@ -273,7 +185,7 @@ def test_kept_rollouts_and_samples_show_episodes():
     }
 
 
-@pytest.mark.parametrize("option", ["logprob", "mean_logprob", "rlpr", "vote", "verifree"])
+@pytest.mark.parametrize("option", ["rlpr", "vote", "verifree"])
 def test_rewards_of_one_turn_refuse_episodes(option):
     is_objective = option == "verifree"
     config = SimpleNamespace(

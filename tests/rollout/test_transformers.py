@@ -35,7 +35,7 @@ def logprobs(policy, rollouts, dtype=torch.float32, temperature=1.3):
         )[0]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "gpt2", "mistral", "phi"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "gpt2", "phi"])
 def test_logprobs_equal_the_packed_forward_pass(family):
     """With windows, soft caps, sinks, scaled logits, learned positions and an output layer with a
     bias.
@@ -60,7 +60,7 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize(
-    "sampling", [SAMPLING, Sampling(0.0, 9, (3,)), Sampling(0.8, 9, (3,), top_k=5, top_p=0.9)]
+    "sampling", [Sampling(0.0, 9, (3,)), Sampling(0.8, 20, (3, 17), top_k=5, top_p=0.9)]
 )
 def test_the_native_engine_draws_the_same_tokens(sampling, tmp_path):
     tiny_model(tiny_config("llama")).save_pretrained(tmp_path)
@@ -76,7 +76,7 @@ def test_the_native_engine_draws_the_same_tokens(sampling, tmp_path):
 def test_samples_do_not_depend_on_the_size_of_a_pass():
     policy = tiny_policy("gemma2")
     expected = generate(policy)
-    for options in ({"max_batch": 4}, {"max_batch": 13}, {"cache_bytes": 40_000}):
+    for options in ({"max_batch": 13}, {"cache_bytes": 40_000}):
         actual = generate(policy, **options)
         assert torch.equal(actual.tokens, expected.tokens)
         torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,6 @@ test-vllm`).
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import logging
 import os
 import random
@@ -20,8 +19,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from maxrl_fast import train
-from maxrl_fast.model.huggingface_checkpoint import policy_of
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
@@ -30,9 +27,7 @@ from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
 from maxrl_fast.rollout.vllm_shared import NEEDS, named_weights
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.logprob_parity import check_engine
 from tests.batches import make_prompts, one_batch
-from tests.families import tiny_model
 from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
 from tests.tables import refused
@@ -43,12 +38,6 @@ STOPS = (3, 17)
 
 def sampled(engine, *request):
     return engine.generate(RolloutRequest(PROMPTS, *request))
-
-
-def check_script(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["done"]
 
 
 @pytest.fixture
@@ -68,31 +57,20 @@ def installed(monkeypatch):
     return pretend
 
 
-def test_a_missing_vllm_is_reported_with_the_install_command(installed, tmp_path, capsys):
+def test_a_missing_vllm_is_reported_with_the_install_command(installed):
     installed(None)
     with refused(r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
         check_installed()
-    assert (
-        train.main(["--rollout", "vllm", "--sft-steps", "0", "--out", str(tmp_path / "run")]) == 2
-    )
-    assert not (tmp_path / "run").exists()
-    assert (
-        "error: --rollout vllm needs vLLM, which is not installed: pip install 'vllm"
-        in capsys.readouterr().err
-    )
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
-def test_other_versions_are_refused(installed, version):
-    installed(version)
-    with refused(f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
-        check_installed()
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.post1", "0.33.0+cpu"])
-def test_supported_versions_are_accepted(installed, version):
-    installed(version)
-    assert check_installed() == version
+def test_versions_are_checked(installed):
+    for version in ("0.32.0", "0.32.1.post1", "0.33.0+cpu"):
+        installed(version)
+        assert check_installed() == version
+    for version in ("0.31.2", "0.34.0", "1.0"):
+        installed(version)
+        with refused(f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
+            check_installed()
 
 
 def test_the_package_asks_for_the_supported_versions():
@@ -181,41 +159,17 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
         assert torch.equal(weights["lm_head.weight"], weights[embedding])
 
 
-def test_an_engine_that_samples_from_another_model_is_refused():
-    """A run would otherwise only show it as a logprob_diff that is large from the start."""
-    policy = tiny_policy("gemma2")
-    told = check_engine(policy, NativeEngine(policy, torch.float32))
-    assert float(told.partition(" by ")[2].partition(" nats")[0]) < 1e-4
-    with refused("samples from another model than this gemma2: log-probs differ by"):
-        check_engine(
-            policy,
-            NativeEngine(
-                policy_of(tiny_model(policy.hf.config, seed=1), policy.config), torch.float32
-            ),
-        )
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_mixtures_of_experts_are_refused_on_a_cpu(make_fake_engine, family):
-    """vLLM 0.32's `reload_weights` leaves them wrong there: with its own checkpoint, log-probs
-    differ by 0.6 nats.
+def test_what_vllm_refuses_is_a_sentence_and_a_lost_rank_is_not(make_fake_engine, monkeypatch):
+    """vLLM 0.32's `reload_weights` leaves experts wrong on a CPU: with its own checkpoint,
+    log-probs differ by 0.6 nats.
     """
-    with refused(
-        f"samples with wrong experts once weights are loaded again, and {family} has experts"
-    ):
-        make_fake_engine(tiny_policy(family))
-
-
-def test_weights_that_vllm_refuses_are_a_sentence(make_fake_engine, monkeypatch):
-    def refuse(self, method, kwargs):
-        raise ValueError("There is no module\nor parameter named 'lm_head'")
-
-    monkeypatch.setattr(FakeLLM, "collective_rpc", refuse)
-    with refused("vLLM cannot load this policy's weights: There is no module or parameter"):
-        make_fake_engine(tiny_decoder())
-
-
-def test_no_memory_at_the_start_is_a_sentence_and_a_lost_rank_is_not(make_fake_engine, monkeypatch):
+    with refused("wrong experts once weights are loaded again, and qwen3_moe has experts"):
+        make_fake_engine(tiny_policy("qwen3_moe"))
+    with monkeypatch.context() as patch:
+        sentence = "There is no module\nor parameter named 'lm_head'"
+        patch.setattr(FakeLLM, "collective_rpc", Mock(side_effect=ValueError(sentence)))
+        with refused("vLLM cannot load this policy's weights: There is no module or parameter"):
+            make_fake_engine(tiny_decoder())
     errors = [RuntimeError("CUDA out of memory"), RuntimeError("Connection closed by peer")]
     monkeypatch.setattr(sys.modules["vllm"], "LLM", Mock(side_effect=errors))
     with refused("vLLM rejects this model or --kv-cache-gb: CUDA out of memory"):
@@ -249,26 +203,23 @@ def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_f
                 tensor_parallel=tensor_parallel,
             )
 
-    check(
-        "vllm_tensor_parallel must divide num_attention_heads, 4 in this model, got 3",
-        tensor_parallel=3,
-    )
-    check(
-        "vllm_tensor_parallel must divide intermediate_size, 49 in this model, got 2",
-        intermediate_size=49,
-    )
+    check("divide num_attention_heads, 4 in this model, got 3", tensor_parallel=3)
+    check("divide intermediate_size, 49 in this model, got 2", intermediate_size=49)
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    check(
-        "must divide num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads
-    )
-    check(
-        r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got",
-        cache_bytes=10**15,
-    )
+    check("num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads)
+    needs = r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got"
+    check(needs, cache_bytes=10**15)
 
 
 def test_ranks_of_one_machine_share_its_memory(make_fake_engine, monkeypatch):
-    alone = make_fake_engine(tiny_decoder()).cache_bytes
+    """vLLM asks for no more than its weights and cache take, in place of 92 percent."""
+    model = tiny_decoder()
+    wanted = 2**20 + 2 * sum(parameter.numel() for parameter in model.parameters())
+    options = make_fake_engine(model, cache_bytes=2**20, max_batch=4096)._llm.options
+    share = options["gpu_memory_utilization"]
+    assert share == pytest.approx(wanted / memory_bytes(torch.device("cpu")))
+    assert options["max_num_seqs"] == 1024
+    alone = make_fake_engine(model).cache_bytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert make_fake_engine(tiny_decoder()).cache_bytes == alone  # one process, whatever started it
     with monkeypatch.context() as patched:
@@ -277,16 +228,6 @@ def test_ranks_of_one_machine_share_its_memory(make_fake_engine, monkeypatch):
     assert engine.cache_bytes == alone // 4
     assert engine._llm.options["distributed_executor_backend"] == "external_launcher"
     assert engine._llm.options["tensor_parallel_size"] == 1
-
-
-def test_vllm_asks_for_no_more_memory_than_its_weights_and_cache_take(make_fake_engine):
-    """The policy is in the same memory, of which vLLM by itself wants 92 percent to be free."""
-    model = tiny_decoder()
-    wanted = 2**20 + 2 * sum(parameter.numel() for parameter in model.parameters())
-    options = make_fake_engine(model, cache_bytes=2**20, max_batch=4096)._llm.options
-    share = options["gpu_memory_utilization"]
-    assert share == pytest.approx(wanted / memory_bytes(torch.device("cpu")))
-    assert options["max_num_seqs"] == 1024
 
 
 def test_only_the_trainer_is_heard_while_vllm_starts(capfd):
@@ -324,26 +265,21 @@ def own_logprobs(model, rollouts, sampling):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, 24, STOPS), Sampling(0.7, 24, STOPS), Sampling(1.2, 24, ())]
-)
-def test_logprobs_equal_the_native_engines_for_the_same_tokens(engine, sampling):
-    model = tiny_decoder()
-    engine.load_weights(model)
-    rollouts = sampled(engine, 6, sampling, 0, 1)
-    assert len(rollouts.lengths) == 24
-    assert rollouts.logprobs.std() > 0.3
-    assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
-    native = sampled(NativeEngine(model, torch.float32), 6, sampling, 0, 1)
-    assert (native.logprobs - own_logprobs(model, native, sampling)).abs().max() < 1e-4
-    for s, (start, end) in enumerate(
-        zip(rollouts.cu_seqlens, rollouts.cu_seqlens[1:], strict=False)
-    ):
-        tokens = rollouts.tokens[start:end].tolist()
-        stops = [t in sampling.stop_ids for t in tokens]
-        assert not any(stops[:-1])
-        assert bool(rollouts.truncated[s]) == (not stops[-1])
-        assert stops[-1] or len(tokens) == 24
+def test_logprobs_are_those_of_the_weights_that_were_loaded_last(engine):
+    for seed, temperature in ((0, 0.7), (1, 1.0), (2, 1.2), (1, 0.0)):
+        model, sampling = tiny_decoder(seed), Sampling(temperature, 24, STOPS)
+        engine.load_weights(model)
+        rollouts = sampled(engine, 6, sampling, 0, seed)
+        assert find_wrong(rollouts, RolloutRequest(PROMPTS, 6, sampling), 32) == ""
+        if temperature:
+            assert rollouts.logprobs.std() > 0.3
+            assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
+            other = own_logprobs(tiny_decoder(seed + 5), rollouts, sampling)
+            assert (rollouts.logprobs - other).abs().max() > 1
+        else:
+            native = sampled(NativeEngine(model, torch.float32), 6, sampling, 0, 1)
+            assert torch.equal(rollouts.tokens, native.tokens)
+            assert not rollouts.logprobs.any()
 
 
 @pytest.mark.vllm
@@ -361,70 +297,6 @@ def test_episodes_do_not_depend_on_when_replies_come(engine):
         played.append([[part for part, _ in parts] for parts in episodes_of(rollouts)])
     assert max(len(parts) for parts in played[0]) > 4
     assert played[0] == played[1] == played[2]
-
-
-@pytest.mark.vllm
-def test_logprobs_under_top_p_are_those_before_it():
-    """In a process of its own, because a process can have only one engine, and this one gives
-    vLLM's raw log-probs.
-    """
-    code = """
-import torch
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.sampling import filtered_logprobs
-from maxrl_fast.rollout.vllm import VllmEngine
-from tests.batches import one_batch
-from tests.models import response_logits, tiny_decoder
-from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs, sampled
-
-model = tiny_decoder()
-engine = VllmEngine(model, torch.float32, cache_bytes=2**28, filters_tokens=True)
-for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
-    sampling = Sampling(1.0, 24, STOPS, **options)
-    rollouts = sampled(engine, 6, sampling, 0, 1)
-    assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4, options
-    if options:
-        logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
-        kept = filtered_logprobs(logits.log_softmax(-1), sampling)
-        kept = kept.gather(-1, rollouts.tokens[:, None])[:, 0]
-        assert kept.isfinite().all() and (kept - rollouts.logprobs).mean() > 0.01, options
-cold = Sampling(0.7, 4, STOPS)
-assert sampled(engine, 2, cold, 0, 1).logprobs.isnan().all()
-assert not sampled(engine, 2, cold.greedy, 0, 1).logprobs.any()
-print("done")
-"""
-    check_script(code)
-
-
-@pytest.mark.vllm
-def test_logprobs_that_vllm_does_not_give_are_nan(engine):
-    sampling = Sampling(1.0, 4, STOPS, top_p=0.8)
-    assert sampled(engine, 2, sampling, 0, 1).logprobs.isnan().all()
-    assert not sampled(engine, 2, sampling.greedy, 0, 1).logprobs.any()
-
-
-@pytest.mark.vllm
-def test_greedy_responses_equal_the_native_engines(engine):
-    model = tiny_decoder(1)
-    engine.load_weights(model)
-    sampling = Sampling(0.0, 24, STOPS)
-    rollouts = sampled(engine, 3, sampling, 0, 1)
-    native = sampled(NativeEngine(model, torch.float32), 3, sampling, 0, 1)
-    assert torch.equal(rollouts.tokens, native.tokens)
-    assert torch.equal(rollouts.truncated, native.truncated)
-    assert (rollouts.logprobs == 0).all()
-
-
-@pytest.mark.vllm
-def test_load_weights_replaces_the_weights(engine):
-    sampling = Sampling(1.0, 24, STOPS)
-    for seed in (1, 2, 1, 0):
-        model = tiny_decoder(seed)
-        engine.load_weights(model)
-        rollouts = sampled(engine, 6, sampling, 0, seed)
-        assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
-        other = tiny_decoder(seed + 5)
-        assert (rollouts.logprobs - own_logprobs(other, rollouts, sampling)).abs().max() > 1
 
 
 @pytest.mark.vllm
@@ -448,29 +320,38 @@ def test_tokens_follow_the_distribution(engine):
 
 
 @pytest.mark.vllm
-def test_bad_requests_are_refused(engine):
-    with refused("vocabulary, 0 to 31, got 40"):
-        engine.generate(RolloutRequest(make_prompts([[40]]), 2, Sampling(1.0, 24, STOPS), 0, 0))
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_other_families(family):
-    """Each family runs in its own process, because a process can have only one engine."""
-    code = f"""
+def test_filters_and_another_family():
+    """In a process of its own, because a process can have only one engine. This one gives vLLM's
+    raw log-probs, those before the filters.
+    """
+    code = """
 import torch
 from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout.sampling import filtered_logprobs
 from maxrl_fast.rollout.vllm import VllmEngine
-from tests.models import tiny_decoder
+from tests.batches import one_batch
+from tests.models import response_logits, tiny_decoder
 from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs, sampled
 
-model = tiny_decoder(model_type={family!r}, tie_word_embeddings=False)
-engine, sampling = VllmEngine(model, torch.float32, cache_bytes=2**28), Sampling(1.0, 24, STOPS)
-rollouts = sampled(engine, 6, sampling, 0, 1)
-assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
+model = tiny_decoder(model_type="qwen3", tie_word_embeddings=False)
+engine = VllmEngine(model, torch.float32, cache_bytes=2**28, filters_tokens=True)
+for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
+    sampling = Sampling(1.0, 24, STOPS, **options)
+    rollouts = sampled(engine, 6, sampling, 0, 1)
+    assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4, options
+    if options:
+        logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
+        kept = filtered_logprobs(logits.log_softmax(-1), sampling)
+        kept = kept.gather(-1, rollouts.tokens[:, None])[:, 0]
+        assert kept.isfinite().all() and (kept - rollouts.logprobs).mean() > 0.01, options
+cold = Sampling(0.7, 4, STOPS)
+assert sampled(engine, 2, cold, 0, 1).logprobs.isnan().all()
+assert not sampled(engine, 2, cold.greedy, 0, 1).logprobs.any()
 print("done")
 """
-    check_script(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
 
 
 @pytest.mark.vllm
@@ -481,26 +362,3 @@ def test_a_cache_that_is_too_small_is_refused(tmp_path):
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: vLLM rejects this model or --kv-cache-gb: ")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.vllm
-def test_the_default_job_trains(tmp_path):
-    """A small run from the command line earns rewards and changes weights, and only the trainer
-    prints.
-    """
-    flags = "--rollout vllm --steps 3 --sft-steps 40 --eval-prompts 16 --eval-samples 4".split()
-    flags += f"--prompts 8 --maze-size 5 --kv-cache-gb 0.2 --out {tmp_path}/run".split()
-    flags += ["--dtype", "float32"]  # the tolerances below are for float32
-    command = [sys.executable, "-m", "maxrl_fast.train", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "rollout engine: vllm (0.3" in done.stdout
-    assert done.stderr == ""
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [record["step"] for record in records] == [1, 2, 3]
-    assert max(record["reward_mean"] for record in records) > 0
-    for record in records:
-        assert 0 < record["logprob_diff"] < 1e-3  # the kernels differ, in float32
-        assert record["importance_weight"] == pytest.approx(1, abs=1e-3)

@@ -13,7 +13,6 @@ from tokenizers import processors
 from maxrl_fast.job.build_policy import tokens_of
 from maxrl_fast.model.tokenizer import saved_files
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.function import calls_for, signature_of
 from maxrl_fast.rollout import Sampling, cut
 from maxrl_fast.tasks import conversation
 from maxrl_fast.tasks.jsonl import read_lines, read_prompt
@@ -171,6 +170,11 @@ FUNCTION = {"name": "find", "description": "", "parameters": {"properties": PROP
 GIVEN = {"x": '  a "b": {c}, \n', "n": 3}
 
 
+def test_a_template_without_calls_is_refused(tmp_path):
+    with refused("must write calls of tools in a form that can be read, for --environment, got"):
+        codec_of(tmp_path, tools=[{"type": "function", "function": FUNCTION}])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_read_as_the_template_writes_them_and_replied_to(tmp_path, form):
     chat = TURN.replace("m.content }}", "m.content }}" + FORMS[form] + "{% endfor %}") + BEGIN
@@ -224,22 +228,7 @@ def test_columns_that_nobody_uses_never_refuse_a_file(tmp_path):
         read_lines(tmp_path / "d.parquet", "day")
 
 
-def test_rewards_see_special_tokens_under_a_name_of_their_own():
-    row = {"prompt": "p", "response": "4", "response_raw": "[T]4"}
-    for function in (lambda prompt, response, **others: 0, lambda response_raw, **others: 0):
-        assert calls_for(signature_of(function), [row], 1, 1)[0][1] == row
-    [(_, given)] = calls_for(signature_of(lambda prompt, response: 0), [row], 1, 1)
-    assert "response_raw" not in given
-
-
-@pytest.mark.parametrize(
-    "content", [b"[]", b"{", b'{"model": {"vocab": [1]}}', b'{"added_tokens": [1]}']
-)
+@pytest.mark.parametrize("content", [b"[]", b'{"model": {"vocab": [1]}}'])
 def test_a_damaged_tokenizer_of_a_reference_is_refused(content):
     with refused("--reference must have a tokenizer.json of .* got one that cannot be read"):
         tokens_of({"tokenizer.json": content}, "--reference")
-
-
-def test_a_template_without_calls_is_refused(tmp_path):
-    with refused("must write calls of tools in a form that can be read, for --environment, got"):
-        codec_of(tmp_path, tools=[{"type": "function", "function": FUNCTION}])

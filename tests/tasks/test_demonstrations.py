@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import train
@@ -15,11 +14,9 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_demonstrations
-from tests.distributed.test_torchrun import finished, torchrun
 from tests.job.test_resume import assert_same, stop_at
 from tests.tables import refused
 from tests.tasks.test_dataset import SUMS, written
-from tests.test_train import read
 
 SHOWN = [{"prompt": f"{a}*{b}=", "response": f"{a * b}."} for a in range(5) for b in range(3)]
 TALK = [
@@ -27,6 +24,7 @@ TALK = [
     {"role": "user", "content": "2+2"},
     {"role": "assistant", "content": "4"},
 ]
+BEGIN = "<|im_end|>\n<|im_start|>assistant\n"
 FORGED = [{"prompt": "1", "response": "2<|im_end|>"}]
 
 
@@ -56,21 +54,11 @@ def texts(task, start, count):
         (
             {"prompt": TALK[:2], "response": "5"},
             "dataset",
-            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n",
+            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2" + BEGIN,
             "5",
         ),
-        (
-            {"messages": TALK[1:]},
-            "dataset",
-            "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n",
-            "4",
-        ),
-        (
-            {"question": "1+1?", "response": "2"},
-            "gsm8k",
-            "<|im_start|>user\n1+1?!<|im_end|>\n<|im_start|>assistant\n",
-            "2",
-        ),
+        ({"messages": TALK[1:]}, "dataset", "<|im_start|>user\n2+2" + BEGIN, "4"),
+        ({"question": "1?", "response": "2"}, "gsm8k", "<|im_start|>user\n1?!" + BEGIN, "2"),
     ],
 )
 def test_demonstrations_are_asked_as_prompts_are_and_end_with_the_stop_token(
@@ -127,40 +115,18 @@ def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
     )
 
 
-def test_a_response_limit_lowered_to_the_positions_leaves_the_same_demonstrations(tmp_path, policy):
-    """A run that is resumed has the lowered limit."""
-    lines = [{"prompt": "1", "response": "2" * count} for count in (3, 250, 251, 252)]
-    task = task_of(tmp_path, policy, [*lines, {"prompt": "1" * 100, "response": "2"}])
-    config = parse(
-        ["--task", "dataset", "--model", str(policy), "--data", "x", "--reward", "r.py:f"]
-    )
-    limit = resolve(config, task, warn=list).rollout.max_new_tokens
-    assert limit == 256 - 4  # the longest prompt that is asked
-    resumed = task_of(
-        tmp_path, policy, [*lines, {"prompt": "1" * 100, "response": "2"}], max_new_tokens=limit
-    )
-    assert task.num_demonstrations == 4
-    assert (resumed.fingerprint, resumed.name) == (task.fingerprint, task.name)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (
             {"prompt": "1", "answer": "2"},
-            "line 1: a demonstration must have text at 'response', .*; it has the keys 'prompt",
+            "must have text at 'response', .*; it has the keys 'prompt",
         ),
         ({"prompt": "1", "response": ""}, "line 1: a demonstration must have text at 'response'"),
-        (
-            {"prompt": "1", "response": 2},
-            "line 1: a demonstration must have text at 'response', .* got 2",
-        ),
+        ({"prompt": "1", "response": 2}, "line 1: .* must have text at 'response', .* got 2"),
         ({"messages": TALK[:2]}, "line 1: a demonstration must have text at 'response'"),
         ({"messages": TALK[2:]}, "line 1: a demonstration must have text at 'response'"),
-        (
-            {"question": "1", "response": "2"},
-            r"line 1: the line must have a prompt at 'prompt' \(--prompt-key\), but",
-        ),
+        ({"question": "1", "response": "2"}, r"have a prompt at 'prompt' \(--prompt-key\), but"),
     ],
 )
 def test_lines_without_a_prompt_or_a_response_are_refused(tmp_path, line, message):
@@ -176,20 +142,11 @@ def test_special_tokens_in_responses_are_refused_unless_allowed(tmp_path, policy
 
 
 def test_an_epoch_is_the_default_and_training_prompts_are_not_used_up(tmp_path, policy):
-    flags = (
-        f"--task dataset --model {policy} --sft-data shown.jsonl --sft-batch 4 --reward r.py:f"
-    ).split()
+    flags = f"--task dataset --model {policy} --sft-data shown.jsonl --sft-batch 4 --reward r.py:f"
     task = task_of(tmp_path, policy, SHOWN)
-    # 15 lines
-    assert resolve(parse([*flags, "--data", "x"]), task, warn=list).warm_start.sft_steps == 4
-    assert (
-        resolve(
-            parse([*flags, "--data", "x", "--sft-steps", "0"]), task, warn=list
-        ).warm_start.sft_steps
-        == 0
-    )
-    with refused("--sft-data is not used by task maze"):
-        parse(["--sft-data", "x"])
+    for more, steps in (("", 4), ("--sft-steps 0", 0)):  # 15 lines
+        config = parse(f"{flags} --data x {more}".split())
+        assert resolve(config, task, warn=list).warm_start.sft_steps == steps
 
 
 @pytest.fixture
@@ -220,26 +177,19 @@ def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys
     assert "; 15 demonstrations of shown.jsonl, seed 0" in out
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     logprobs = []
-    prompts, responses = task_of(tmp_path, policy, SHOWN).demonstrations(0, 15)
-    for prompt, response in zip(
-        *(x.tokens.split(x.lengths.tolist()) for x in (prompts, responses)), strict=True
-    ):
+    shown = task_of(tmp_path, policy, SHOWN).demonstrations(0, 15)
+    for prompt, response in zip(*(x.tokens.split(x.lengths.tolist()) for x in shown), strict=True):
         with torch.no_grad():
-            predicted = (
-                model(torch.cat([prompt, response])[None])
-                .logits[0, len(prompt) - 1 : -1]
-                .log_softmax(1)
-            )
-        logprobs += predicted[range(len(response)), response].tolist()
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs += logits.log_softmax(1)[range(len(response)), response].tolist()
     assert f"loss {-sum(logprobs) / len(logprobs):.3f}" in out
     progress = json.loads((tmp_path / "run" / "latest" / "progress.json").read_text())["progress"]
     assert progress["next_prompt"] == 4  # of the one step: the warm start took none
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_a_stopped_warm_start_resumes_bitwise(job, backend, tmp_path, monkeypatch, capsys):
-    job += ["--model-backend", backend]
+def test_a_stopped_warm_start_resumes_bitwise(job, tmp_path, monkeypatch, capsys):
+    job += ["--model-backend", "transformers"]
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     stop_at(monkeypatch, "warm start step 4")
     assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
@@ -252,20 +202,3 @@ def test_a_stopped_warm_start_resumes_bitwise(job, backend, tmp_path, monkeypatc
     written(tmp_path / "shown.jsonl", SHOWN)
     assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.slow
-def test_two_ranks_learn_what_one_does(job, tmp_path):
-    assert train.main([*job, "--out", str(tmp_path / "alone")]) == 0
-    command = ["-m", "maxrl_fast.train", *job, "--out", str(tmp_path / "together")]
-    process = torchrun(2, *command)
-    output = finished(process, 300)
-    assert process.returncode == 0, output
-    one, two = (read(tmp_path / out / "metrics.jsonl")[0] for out in ("alone", "together"))
-    assert two["reward_mean"] == pytest.approx(one["reward_mean"])
-    for out in ("checkpoints/step-000000", "latest"):
-        ours, theirs = (
-            load_file(tmp_path / run / out / "model.safetensors") for run in ("alone", "together")
-        )
-        for key, weight in ours.items():
-            torch.testing.assert_close(theirs[key], weight, rtol=1e-3, atol=1e-4)

@@ -1,16 +1,10 @@
 """The task of guessing a number, against a plain game."""
 
 import itertools
-import json
-import math
 import random
-import re
-from fractions import Fraction
-from functools import cache
 
 import torch
 
-from maxrl_fast import train
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.guess import BOS, CORRECT, EOS, HIGHER, LOWER, UNK, GuessTask
 
@@ -28,22 +22,6 @@ def reference(hidden, turns, most):
             return [*replies, "end"], False
         replies.append("HIGHER" if int(words[0]) < hidden else "LOWER")
     return replies, False
-
-
-def play(task, prompt, guesses):
-    """Return the replies and the reward of one game."""
-    environments, replies = task.environments(prompt, 1), []
-    for guess in guesses:
-        environments.submit(0, [CORRECT + guess, EOS])
-        replies += environments.replies(wait=True)
-    return replies, environments.finish().rewards[0]
-
-
-def by_number(task):
-    """Return a prompt that hides each number, by the number."""
-    prompts = task.prompts("train", 0, task.num_numbers)
-    parts = [prompts.take(i, 1) for i in range(task.num_numbers)]
-    return {part.columns[0]["answer"]: part for part in parts}
 
 
 def test_replies_and_rewards_are_those_of_a_plain_game():
@@ -122,104 +100,3 @@ def test_demonstrations_are_won_games_that_narrow_the_numbers_down():
         num_turns.append(len(guesses))
     assert next(inserted, None) is None
     assert set(num_turns) == {1, 2, 3, 4}
-
-
-def test_two_guesses_cover_three_of_seven_numbers():
-    """All 343 strategies, played: a first guess, one after HIGHER and one after LOWER."""
-    task = GuessTask(num_numbers=7, max_turns=2)
-    hiding = by_number(task)
-
-    def reward(strategy, hidden):
-        first, if_higher, if_lower = strategy
-        (reply,), won = play(task, hiding[hidden], [first])
-        second = if_higher if reply.tokens == [HIGHER] else if_lower
-        return won if reply.is_last else play(task, hiding[hidden], [first, second])[1]
-
-    strategies = [*itertools.product(range(1, 8), repeat=3)]
-    rewards = torch.tensor([[reward(s, x) for x in range(1, 8)] for s in strategies]).double()
-    means = rewards.mean(1)
-    assert float(means.max()) == 3 / 7
-    assert len(means.unique()) == 3
-    # the mean of log p is highest where all three numbers of a tree are equally likely
-    trees = torch.tensor([s[2] < s[0] < s[1] for s in strategies])
-    assert int(trees.sum()) == math.comb(7, 3)
-    even = rewards[trees].mean(0)
-    torch.testing.assert_close(even, torch.full_like(even, 3 / 7))
-    weights = torch.rand(200, 35, generator=torch.Generator().manual_seed(0)).double()
-    mixtures = weights / weights.sum(1, keepdim=True) @ rewards[trees]
-    torch.testing.assert_close(mixtures.mean(1), torch.full((200,), 3 / 7).double())
-    assert float(mixtures.log().mean(1).max()) < float(even.log().mean()) - 1e-4
-
-
-@cache
-def most_covered(size, turns):
-    """Return the most of `size` consecutive numbers that a tree of guesses covers."""
-    if not size or not turns:
-        return 0
-    return max(
-        1 + most_covered(guess, turns - 1) + most_covered(size - 1 - guess, turns - 1)
-        for guess in range(size)
-    )
-
-
-@cache
-def uniform_tree(x, size, turns):
-    """Return the probability that number x of `size` is in a random subset of 2^turns - 1 numbers,
-    guessed by halves: the root is the middle of the subset."""
-    half = 2 ** (turns - 1) - 1
-    total = Fraction(0)
-    for guess in range(half, size - half):
-        p = Fraction(
-            math.comb(guess, half) * math.comb(size - 1 - guess, half),
-            math.comb(size, 2 * half + 1),
-        )
-        if x == guess:
-            total += p
-        elif turns > 1:
-            total += p * (
-                uniform_tree(x, guess, turns - 1)
-                if x < guess
-                else uniform_tree(x - guess - 1, size - guess - 1, turns - 1)
-            )
-    return total
-
-
-def test_four_guesses_cover_15_of_31_numbers_and_a_policy_can_give_each_15_31():
-    assert most_covered(31, 4) == 15
-    assert {uniform_tree(x, 31, 4) for x in range(31)} == {Fraction(15, 31)}
-
-    def guesses(hidden):
-        """A tree over the even numbers."""
-        low, high = 0, 32
-        for _ in range(4):
-            guess = (low + high) // 2
-            yield guess
-            low, high = (guess, high) if guess < hidden else (low, guess)
-
-    task = GuessTask()
-    hiding = by_number(task)
-    won = [play(task, hiding[x], guesses(x))[1] for x in range(1, 32)]
-    assert won == [float(x % 2 == 0) for x in range(1, 32)]
-
-
-def test_a_run_plays_the_game_and_repeats(tmp_path):
-    flags = [
-        *"--task guess --objective maxrl --seed 3 --prompts 8 --rollouts 8 --steps 2".split(),
-        *"--sft-steps 60 --hidden-size 32 --intermediate-size 64 --layers 2 --heads 2".split(),
-        *"--kv-heads 1 --eval-prompts 2 --eval-samples 2 --keep-rollouts 64".split(),
-        *"--device cpu --dtype float32 --threads 1".split(),
-    ]
-    for out in ("one", "two"):
-        assert train.main([*flags, "--out", str(tmp_path / out)]) == 0
-    text = (tmp_path / "one" / "rollouts.jsonl").read_text()
-    assert text == (tmp_path / "two" / "rollouts.jsonl").read_text()
-    games = [json.loads(line) for line in text.splitlines()]
-    assert len(games) == 2 * 64
-    for game in games:
-        turns = re.split("⟦.*?⟧", game["response"])
-        replies, is_won = reference(game["answer"], turns, 4)
-        assert re.findall("⟦(.*?)⟧", game["response"]) == replies[: len(turns) - 1]
-        assert game["reward"] == is_won
-        assert game["tokens"] == sum(len(turn.split()) for turn in turns)
-    assert {game.get("turns", 1) for game in games} >= {2, 3, 4}
-    assert 0 < sum(game["reward"] for game in games) < 64

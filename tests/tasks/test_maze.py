@@ -57,7 +57,7 @@ def walk_length(is_open):
     return len(distance), distance.get(goal)
 
 
-@pytest.mark.parametrize("size", range(5, 32, 2))
+@pytest.mark.parametrize("size", [5, 7, 17, 31])
 def test_mazes_are_spanning_trees_with_the_shortest_path(size):
     task = MazeTask(size)
     rooms = ((size - 1) // 2) ** 2
@@ -87,7 +87,7 @@ def test_mazes_are_the_same_on_every_machine_and_in_any_order():
     )
 
 
-@pytest.mark.parametrize("size", [5, 7, 9])
+@pytest.mark.parametrize("size", [5, 9])
 def test_no_test_maze_is_ever_trained_on(size):
     contents = {
         (split, seed): {tuple(encode_maze(MazeTask(size, seed).maze(split, i))) for i in range(300)}
@@ -102,10 +102,10 @@ def test_no_test_maze_is_ever_trained_on(size):
     assert size != 5 or len(train | test) == 4  # all 5x5 mazes
 
 
-@pytest.mark.parametrize("size", [4, 3, 10, 33, -9])
-def test_bad_sizes_are_refused(size):
-    with refused(f"odd number from 5 to 31, got {size}"):
-        MazeTask(size)
+def test_bad_sizes_are_refused():
+    for size in (3, 10, 33):
+        with refused(f"odd number from 5 to 31, got {size}"):
+            MazeTask(size)
 
 
 def slow_score(is_open, tokens, strict):
@@ -131,29 +131,21 @@ def mutations(path, rng):
     """Yield variants of a solution: correct, wrong in some moves, truncated, extended, with no or
     two DONE.
     """
-    yield [*path, maze.DONE]
-    yield path
-    yield [*path, maze.DONE, maze.EOS]
-    yield [*path, maze.RIGHT, maze.DONE]  # into a wall after the goal
-    back = {maze.UP: maze.DOWN, maze.DOWN: maze.UP, maze.LEFT: maze.RIGHT, maze.RIGHT: maze.LEFT}[
-        path[-1]
-    ]
-    yield [*path, back, maze.DONE]  # away from the goal
-    yield [*path, back, path[-1], maze.DONE]  # away and back
-    yield [*path[:-1], maze.DONE, path[-1]]
-    yield [maze.DONE]
-    yield [maze.EOS]
-    yield [*path, maze.EOS, maze.DONE]
-    yield [maze.UP, maze.UP, maze.DOWN, maze.DOWN, *path, maze.DONE]  # out of the grid and back
+    opposite = dict(zip(maze.MOVES, (maze.DOWN, maze.UP, maze.RIGHT, maze.LEFT), strict=True))
+    back, done = opposite[path[-1]], maze.DONE
+    yield from ([*path, done], path, [*path, done, maze.EOS], [*path, maze.EOS, done])
+    yield [*path, maze.RIGHT, done]  # into a wall after the goal
+    yield [*path, back, done]  # away from the goal
+    yield [*path, back, path[-1], done]  # away and back
+    yield from ([*path[:-1], done, path[-1]], [done], [maze.EOS])
+    yield [maze.UP, maze.UP, maze.DOWN, maze.DOWN, *path, done]  # out of the grid and back
     for _ in range(20):
         wrong = list(path)
         for _ in range(rng.randint(1, 3)):
-            wrong[rng.randrange(len(wrong))] = rng.choice(
-                [*maze.MOVES, *maze.MOVES, maze.DONE, maze.PATH, maze.PAD]
-            )
-        yield [*wrong, maze.DONE]
-    for _ in range(20):
-        yield [rng.choice([*maze.MOVES, maze.DONE]) for _ in range(rng.randint(1, 3 * len(path)))]
+            odd = rng.choice([*maze.MOVES, *maze.MOVES, done, maze.PATH, maze.PAD])
+            wrong[rng.randrange(len(wrong))] = odd
+        yield [*wrong, done]
+        yield [rng.choice([*maze.MOVES, done]) for _ in range(rng.randint(1, 3 * len(path)))]
 
 
 @pytest.mark.parametrize("strict", [False, True])

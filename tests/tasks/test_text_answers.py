@@ -2,10 +2,6 @@
 tokenizers that merge across it.
 """
 
-import json
-
-import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxrl_fast.config.options import RewardOptions, TaskOptions
@@ -15,10 +11,8 @@ from maxrl_fast.tasks.dataset_specs import BOX, TAGS
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import prompts_of
 from maxrl_fast.training.policy_reward import check_answers
-from tests.job.test_resume import resumes_bitwise
 from tests.tables import refused
 from tests.tasks.test_dataset import written
-from tests.test_train import read
 
 
 class Merging:
@@ -147,46 +141,3 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
     )
     with refused("the reference answer to prompt 0: "):
         check_answers(build_task(TaskOptions("math", data=data), 0, policy), "--reward-source rlpr")
-
-
-def flags_of(policy, tmp_path, *more):
-    data = written(tmp_path / "sums.jsonl", PROBLEMS)
-    flags = [*f"--task math --data {data} --model {policy} --plain-prompts".split()]
-    flags += ["--prompt-suffix", ""]
-    flags += "--prompts 4 --rollouts 4 --steps 4 --max-new-tokens 24 --eval-prompts 2".split()
-    flags += "--eval-samples 2 --keep-rollouts 16 --lr 1e-3 --warmup-steps 1 --save-every 1".split()
-    return [*flags, "--threads", "1", "--dtype", "float32", "--keep-checkpoints", "0", *more]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        "--objective maxpo --k 2 --reward-source logprob --overlong-buffer 4 --dynamic-sampling 2",
-        "--objective verifree --temperature 0.9 --kl-coef 0.1",
-    ],
-)
-def test_a_run_logs_its_rewards_and_resumes_bitwise(policy, tmp_path, monkeypatch, chosen):
-    flags = flags_of(policy, tmp_path, *chosen.split())
-    metrics = resumes_bitwise(monkeypatch, tmp_path, flags, "step 2")
-    kept = read(tmp_path / "whole" / "rollouts.jsonl")
-    for record in metrics:
-        assert 0 <= record["reward/answer_leads"] <= 1
-        assert record["grad_norm"] > 0 or "verifree" in chosen
-        own = [line for line in kept if line["step"] == record["step"]]
-        rewards = torch.tensor([line["reward"] for line in own], dtype=torch.float64)
-        leads = torch.tensor(
-            [line["components"]["answer_leads"] for line in own], dtype=torch.float64
-        )
-        if "dynamic" not in chosen:
-            assert record["reward_mean"] == pytest.approx(float(rewards.mean()), rel=1e-5)
-            assert record["reward/answer_leads"] == pytest.approx(float(leads.mean()))
-        if "reward-source logprob" in chosen:
-            assert [line["components"]["answer_logprob"] for line in own] == pytest.approx(
-                rewards.tolist()
-            )
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert config["reward_source"] == (
-        "given" if "verifree" in chosen else chosen.split("--reward-source ")[1].split()[0]
-    )
-    assert "answers_missing" in read(tmp_path / "whole" / "eval.jsonl")[-1]  # by math-verify

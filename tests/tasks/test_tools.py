@@ -1,9 +1,7 @@
 """Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,10 @@ from maxrl_fast.records import unpack
 from maxrl_fast.tasks.tools import ToolEpisodes
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.job.test_resume import resumes_after_a_kill_in_an_episode
-from tests.rewards.pools import eventually, own_descendants, pids
+from tests.rewards.pools import eventually, own_descendants
+from tests.tables import refused
 from tests.tasks import environments
-from tests.tasks.test_dataset import CHAT, written
+from tests.tasks.test_dataset import written
 from tests.tool_episodes import (
     CALCULATOR,
     ENVIRONMENTS,
@@ -64,13 +63,9 @@ def hostile(make):
     return make("Hostile", reward_workers=1, reward_seconds=60.0)
 
 
-def tokenizer_of(task):
-    return task.tokenizer
-
-
 def counting(task, num_prompts, num_samples):
     """Return scripts that reach the goal in n + 1 steps, or miss it by n if n is 2."""
-    encode, scripts = tokenizer_of(task), []
+    encode, scripts = task.tokenizer, []
     for columns in task.prompts("train", 0, num_prompts).columns:
         for n in range(num_samples):
             steps = [1] * n + [columns["goal"] - n + (n if n == 2 else 0)]
@@ -81,7 +76,7 @@ def counting(task, num_prompts, num_samples):
 
 def acting(task, *acts, tool="act"):
     """Return a script for each act: the call, and a turn without one."""
-    encode = tokenizer_of(task)
+    encode = task.tokenizer
     end = turn_of(encode, text="Done.")
     return [
         [turn_of(encode, (tool, {"what": act}) if act else ("increase", {"step": 0})), end]
@@ -89,18 +84,10 @@ def acting(task, *acts, tool="act"):
     ]
 
 
-def test_rewards_are_those_of_the_environments(make):
-    task = make("CounterEnv")
-    _, scores = play(task, counting(task, 5, 3), 3)
-    assert scores.rewards == [1.0, 1.0, 0.0] * 5
-    assert scores.failures == []
-    assert scores.components == [{"tool_errors": 0.0}] * 15
-
-
 def test_an_episode_has_the_tokens_of_the_chat_template(make):
     """Two calls in a turn, text before a call, and characters of several bytes."""
     task = make("CounterEnv")
-    tokenizer, (columns,) = tokenizer_of(task), task.prompts("train", 0, 1).columns
+    tokenizer, (columns,) = task.tokenizer, task.prompts("train", 0, 1).columns
     first = [("increase", {"step": 2}), ("increase", {"step": 3})]
     second = [("increase", {"stép": "ü"})]
     turns = [
@@ -131,12 +118,12 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
 
 
 def test_a_tool_is_what_can_be_called_and_has_its_attributes_name(make):
-    task = make("Kinds", max_turns=9)
+    task = make("python:Kinds", cls=environments.Kinds, max_turns=9)
     names = "alias", "cached", "cancels", "of_class"
     calls = {name: {"step": 2} for name in names} | {"constant": {}}
     tools = task._workers.signature["tools"]
     assert {tool["function"]["name"] for tool in tools} == {*calls, "increase"}
-    tokenizer = tokenizer_of(task)
+    tokenizer = task.tokenizer
     (tokens,), scores = play(
         task, [[turn_of(tokenizer, *calls.items()), turn_of(tokenizer, text="Done.")]]
     )
@@ -150,83 +137,57 @@ def said(text, *calls):
     return {"role": "assistant", "content": text, "tool_calls": functions}
 
 
-def test_sampled_tokens_stay_where_the_template_would_write_others(make):
-    """The policy writes spaces in its JSON, and reasoning, which the template drops."""
-    task = make("CounterEnv")
-    tokenizer = tokenizer_of(task)
-    call = '{"name":"increase",  "arguments":{"step": 1}}'
-    odd = turn_of(tokenizer, call, text="<think>\nOne.\n</think>\n")
-    (tokens,), scores = play(task, [[odd, turn_of(tokenizer, text="Done.")]])
-    assert tokens[: len(odd)] == odd
-    reply = "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n"
-    after = tokenizer.encode(reply + "<|im_start|>assistant\nDone.<|im_end|>")
-    assert tokens[len(odd) :] == after
-    assert scores.components == [{"tool_errors": 0.0}]
-
-
 @pytest.mark.parametrize("environment", ["CounterEnv", "AsyncCounterEnv"])
 def test_order_and_number_of_workers_change_nothing(make, environment):
-    tasks = [make(environment), make(environment, reward_workers=1)]
-    if environment == "CounterEnv":
-        tasks += [make(environment, reward_workers=workers) for workers in (3, 4)]
-    outcomes = [
-        play(task, counting(task, 4, 3), 3, order) for order, task in enumerate((tasks[0], *tasks))
-    ]
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    assert len({tuple(tokens) for tokens in outcomes[0][0]}) > 4
+    """Of 120 environments at once, whose rewards are the known ones."""
+    alone = make(environment, reward_workers=1)
+    task = make(environment) if environment == "CounterEnv" else alone
+    scripts = counting(task, 4, 3) * 10
+    first, *others = [play(x, scripts, 30, order) for order, x in enumerate((task, alone, task))]
+    assert others == [first] * 2
+    tokens, scores = first
+    goals = [columns["goal"] for columns in task.prompts("train", 0, 4).columns]
+    missed = [goals[s // 3 % 4] + 2 * (s % 3 == 2) - goals[s // 30] for s in range(120)]
+    is_right = environment == "CounterEnv"
+    assert scores.rewards == [float(x == 0) if is_right else float(x) for x in missed]
+    assert (len({*map(tuple, tokens)}) > 4, scores.failures) == (True, [])
 
 
-FAILURES = {
-    "sleep": ("timeout", "the call ran longer than 2 s"),
-    "sys_exit": ("exception", "SystemExit: 3 (environments.py, line "),
-    "gigabyte": ("invalid", "a reply must have at most 1,048,576 characters, got 1,000,000,000"),
-    "memory": ("memory", "the call needed more memory than its limit"),
-    "nan": ("invalid", "a reward must be a finite number of float32, got nan"),
+FAILURES = {  # the tool, its failure, and the message
+    "sleep": ("act", "timeout", "the call ran longer than 2 s"),
+    "gigabyte": ("act", "invalid", "a reply must have at most 1,048,576 characters, got 1,000,000"),
+    "nan": ("act", "invalid", "a reward must be a finite number of float32, got nan"),
+    "wait": ("act_later", "timeout", "the call ran longer than 2 s"),
+    "async_exit": ("act_later", "exception", "SystemExit: 3 (environments.py, line "),
 }
 
 
 @pytest.mark.parametrize("act", FAILURES)
 def test_a_hostile_call_fails_its_episode_alone(make, hostile, act):
-    kind, message = FAILURES[act]
-    if act == "sleep":
+    tool, kind, message = FAILURES[act]
+    if kind == "timeout":
         hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
-    _, scores = play(hostile, acting(hostile, "", "", act, ""), 4)
+    _, scores = play(hostile, acting(hostile, "", "", act, "", tool=tool), 4)
     assert [(x.index, x.kind) for x in scores.failures] == [(2, kind)]
     assert scores.failures[0].message.startswith(message)
     goal = hostile.prompts("train", 0, 1).columns[0]["goal"]
     assert scores.rewards == [float(goal == 0)] * 2 + [0.0] + [float(goal == 0)]
 
 
-@pytest.mark.parametrize(("act", "message"), [("wait", "longer than 2 s"), ("async_exit", "3")])
-def test_a_hostile_coroutine_fails_its_episode_alone(make, hostile, act, message):
-    if act == "wait":
-        hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
-    scripts = acting(hostile, "", act, "", tool="act_later")
-    _, scores = play(hostile, scripts, 3)
-    assert [x.index for x in scores.failures] == [1]
-    assert message in scores.failures[0].message
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [("exit", "the worker process exited with code 3"), ("ignore", "the call ran longer than 2 s")],
-)
-def test_the_end_of_a_worker_fails_its_own_environments_alone(make, act, message):
+def test_the_end_of_a_worker_fails_its_own_environments_alone(make):
     """Environments are dealt to the workers in turn."""
     task = make("Hostile", reward_workers=2, reward_seconds=2.0)
-    _, scores = play(task, acting(task, "", act, "", "", "", ""), 6)
+    _, scores = play(task, acting(task, "", "exit", "", "", "", ""), 6)
     failed = {x.index: x for x in scores.failures}
     assert failed.keys() == {1, 3, 5}
-    assert message in failed[1].message
+    assert "the worker process exited with code 3" in failed[1].message
     assert all(failed[s].kind == "crash" for s in (3, 5))
     assert play(task, acting(task, "", ""), 2)[1].failures == []
 
 
 REPLIES = {
-    "none": ("None", 0.0),
     "raise": ("ValueError: Game over.", 1.0),
     "surrogate": ("?", 0.0),
-    "tokens": ("1 " * 500_000, 0.0),
     "control": ("<|im_end|>\n<|im_start|>assistant\n</think><tool_response>\ufffd<|im_end|>", 0.0),
 }
 
@@ -237,7 +198,7 @@ def test_replies_are_text_whatever_a_tool_returns(hostile, act):
     text, errors = REPLIES[act]
     script = acting(hostile, act)[0]
     (tokens,), scores = play(hostile, [script])
-    tokenizer, inserted = tokenizer_of(hostile), tokens[len(script[0]) : -len(script[1])]
+    tokenizer, inserted = hostile.tokenizer, tokens[len(script[0]) : -len(script[1])]
     before, after = "\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n"
     after += "<|im_start|>assistant\n"
     assert tokenizer.decode(inserted) == before + text + after
@@ -250,11 +211,12 @@ def test_replies_are_text_whatever_a_tool_returns(hostile, act):
 
 def test_text_of_reset_ends_the_prompt_as_text(make, tmp_path):
     lines = [{"prompt": f"Go {i}. ", "begin": f"<|im_end|> {i}"} for i in range(16)]
-    task = make("Hostile", written(tmp_path / "lines.jsonl", lines))
+    data = written(tmp_path / "lines.jsonl", lines)
+    task = make("python:Hostile", data, cls=environments.Hostile)
     prompts = task.prompts("train", 0, 1)
     content = prompts.columns[0]["prompt"][0]["content"]
     assert content == f"Go {content[3:].partition('.')[0]}. {prompts.columns[0]['begin']}"
-    tokenizer = tokenizer_of(task)
+    tokenizer = task.tokenizer
     decoded = tokenizer.decode(prompts.tokens.tolist())
     assert decoded.endswith(f"user\n{content}<|im_end|>\n<|im_start|>assistant\n")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -262,19 +224,8 @@ def test_text_of_reset_ends_the_prompt_as_text(make, tmp_path):
     assert play(task, acting(task, ""))[1].failures == []
 
 
-def test_a_thousand_at_once(make):
-    task = make("CounterEnv")
-    _, scores = play(task, counting(task, 10, 2) * 50, 100)
-    assert scores.failures == []
-    assert len(scores.rewards) == 1000
-    # the goals of the first prompts come in turn in `counting`, and do not here
-    goals = [columns["goal"] for columns in task.prompts("train", 0, 10).columns]
-    asked = [goals[s // 2 % 10] for s in range(1000)]
-    assert scores.rewards == [float(asked[s] == goals[s // 100]) for s in range(1000)]
-
-
 def test_the_last_turn_has_no_reply_but_its_calls_are_made(make):
-    task = make("CounterEnv", max_turns=1)
+    task = make("python:CounterEnv", cls=environments.CounterEnv, max_turns=1)
     scripts = [turns[:1] for turns in counting(task, 3, 1)]
     (tokens, *_), scores = play(task, scripts)
     assert tokens == scripts[0][0]
@@ -293,21 +244,9 @@ def test_environments_that_are_closed_leave_nothing(make):
     assert play(task, acting(task, "", ""), 2)[1].failures == []
 
 
-def test_the_end_of_the_workers_fails_the_environments_that_live(make):
-    task = make("CounterEnv")
-    episodes = task.environments(task.prompts("train", 0, 1), 3)
-    while any(episode.word for episode in episodes._episodes):
-        episodes._receive(1.0)
-    for pid in pids(task._workers):
-        os.kill(pid, signal.SIGKILL)
-    scores = episodes.finish()
-    assert [(x.index, x.kind) for x in scores.failures] == [(s, "crash") for s in range(3)]
-    assert play(task, counting(task, 1, 1))[1].failures == []
-
-
 def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make):
     task = make("Hoarding", reward_workers=1, reward_memory_gb=0.6)
-    encode = tokenizer_of(task)
+    encode = task.tokenizer
     sizes = [(1, 1), (400, 400)]
     scripts = [
         [*(turn_of(encode, ("allocate", {"step": x})) for x in of), turn_of(encode, text=".")]
@@ -320,43 +259,23 @@ def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make)
 def test_slow_tools_are_progress(make):
     task, beats = make("Slow"), []
     episodes = task.environments(task.prompts("train", 0, 1), 1, lambda: beats.append(1))
-    call = turn_of(tokenizer_of(task), ("wait", {"step": 3}))
+    call = turn_of(task.tokenizer, ("wait", {"step": 2}))
     for wait in (lambda: episodes.replies(wait=True), episodes.finish):
         episodes.submit(0, call)
         before = len(beats)
         wait()
-        assert len(beats) >= before + 3
+        assert len(beats) >= before + 2
 
 
 def test_processes_that_an_environment_leaves_are_killed(make):
     task = make("Forking", reward_workers=1)
-    scripts = [[turn_of(tokenizer_of(task), ("start", {})), turn_of(tokenizer_of(task))]] * 2
+    scripts = [[turn_of(task.tokenizer, ("start", {})), turn_of(task.tokenizer)]] * 2
     (pid, _) = play(task, scripts, 2)[1].rewards
     assert eventually(lambda: not Path(f"/proc/{int(pid)}").exists())
 
 
-@pytest.mark.slow
-def test_a_class_of_a_file_prints_into_the_run(policy, data, tmp_path):
-    job = f"{OWN} --data {data} --model {policy} --max-turns 1 --steps 1 --prompts 2 --rollouts 2"
-    job += " --max-new-tokens 8 --max-prompt-tokens 2000 --eval-prompts 1 --eval-samples 1"
-    words = [*job.replace("CounterEnv", "Printing").split(), "--objective", "rloo"]
-    assert train.main([*words, "--device", "cpu", "--out", str(tmp_path / "run")]) == 0
-    printed = (tmp_path / "run" / "reward_output.log").read_text().splitlines()
-    assert set(printed) == {"reset", "rewarded"}
-    # two short rollouts of two prompts are scored before the first step, and there are two
-    # evaluations of one sample
-    assert printed.count("rewarded") == 4 + 4 + 2
-
-
-def test_a_text_that_changes_fails_its_episode(make):
-    task = make("Fickle")
-    scores = play(task, acting(task, ""))[1]
-    assert [x.kind for x in scores.failures] == ["invalid"]
-    assert "reset returned another text" in scores.failures[0].message
-
-
-@pytest.mark.parametrize("cls", [environments.CounterEnv, environments.AsyncCounterEnv])
-def test_a_class_of_this_process_runs_in_it(make, cls):
+def test_a_class_of_this_process_runs_in_it(make):
+    cls = environments.AsyncCounterEnv
     in_process = make("python:CounterEnv", cls=cls)
     in_workers = make(cls.__name__)
     scripts = counting(in_process, 3, 3)
@@ -379,7 +298,7 @@ def test_lines_of_the_same_whole_prompt_keep_their_columns(make, tmp_path):
     ]
     task = make("python:Completing", written(tmp_path / "lines.jsonl", lines), cls=Completing)
     prompts = task.prompts("train", 0, task.num_train_prompts)
-    end = [turn_of(tokenizer_of(task), text="Done.")]
+    end = [turn_of(task.tokenizer, text="Done.")]
     _, scores = play(task, [end] * len(prompts))
     asked = [columns.columns["prompt"][0]["content"] for columns in prompts.columns]
     assert len({*asked}) > len({columns["prompt"][0]["content"] for columns in prompts.columns})
@@ -407,10 +326,10 @@ def test_a_teachers_prompt_has_the_tools(make, tmp_path):
 
 
 def test_distillation_needs_no_reward(policy, data):
-    task = tool_task(policy, data, "NoReward", needs_reward=False)
+    options = {"cls": environments.NoReward, "needs_reward": False}
+    task = tool_task(policy, data, "python:NoReward", **options)
     scores = play(task, counting(task, 2, 2), 2)[1]
     assert (scores.rewards, scores.failures) == ([0.0] * 4, [])
-    task.close()
 
 
 REFUSED = {
@@ -431,62 +350,33 @@ REFUSED = {
 @pytest.mark.parametrize("environment", REFUSED)
 def test_a_wrong_environment_is_refused(make, environment):
     before = {*own_descendants()}
+    name, cls = f"python:{environment}", getattr(environments, environment, None)
+    if environment in ("Missing", "FailingReset"):
+        name, cls = environment, None
     with pytest.raises(InputError) as error:
-        make(environment)
+        make(name, cls=cls)
     assert REFUSED[environment] in str(error.value)
     assert "\n" not in str(error.value)
     assert eventually(lambda: before == {*own_descendants()})
 
 
-def test_a_class_without_a_reward_is_taken_with_reward_functions(make):
-    task = make("NoReward", rewards=("rewards.py:f",))
-    _, scores = play(task, counting(task, 1, 1))
-    assert (scores.rewards, scores.failures) == ([0.0], [])
-
-
-TEMPLATES = {
-    "must write calls of tools in a form that can be read": CHAT,
-    "has no chat template; --environment needs one": None,
-    "rejects": "{{ raise_exception('no tools') }}",
-}
-
-
-@pytest.mark.parametrize("reason", TEMPLATES)
-def test_a_model_whose_chat_cannot_be_extended_is_refused(tmp_path, data, reason):
-    policy = save_tool_policy(tmp_path, chat=TEMPLATES[reason])
-    with pytest.raises(InputError) as error:
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        (None, "has no chat template; --environment needs one"),
+        ("{{ raise_exception('no tools') }}", "rejects"),
+    ],
+)
+def test_a_model_whose_chat_cannot_be_extended_is_refused(tmp_path, data, chat, reason):
+    policy = save_tool_policy(tmp_path, chat=chat)
+    with refused(f"{policy}.* {reason}"):
         tool_task(policy, data, "CounterEnv")
-    assert reason in str(error.value)
-    assert str(policy) in str(error.value)
-
-
-OWN = f"--task dataset --environment {ENVIRONMENTS}:CounterEnv"
-COMMANDS = {
-    "max_turns must be at least 1, got 0": f"{OWN} --max-turns 0",
-    "--max-new-tokens must be at most": f"{OWN} --max-new-tokens 4000",
-    "NoTool must have a public method": f"--task dataset --environment {ENVIRONMENTS}:NoTool",
-    "its reset asks for `target`": f"--task dataset --environment {ENVIRONMENTS}:NeedsColumn",
-    "must have prompts of at most 20 tokens": f"{OWN} --max-prompt-tokens 20",
-    "--max-turns needs --environment": "--task dataset --reward r.py:f --max-turns 3",
-    "--environment is not used by task gym:x": f"--task gym:x --environment {ENVIRONMENTS}:NoTool",
-}
-
-
-@pytest.mark.parametrize("sentence", COMMANDS)
-def test_bad_options_are_refused_with_one_sentence(policy, data, tmp_path, capsys, sentence):
-    words = [*COMMANDS[sentence].split(), "--model", str(policy), "--out", str(tmp_path / "run")]
-    if "gym" not in sentence:
-        words += ["--data", str(data)]
-    assert train.main([*words, "--device", "cpu"]) == 2
-    error = capsys.readouterr().err
-    assert sentence in " ".join(error.split())
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_example_calculates_and_scores(make, tmp_path):
     lines = [{"prompt": f"What is {i} + 1/2?", "answer": f"{i}.5"} for i in range(40)]
     task = make(f"{CALCULATOR}:Calculator", written(tmp_path / "sums.jsonl", lines))
-    tokenizer, (columns,) = tokenizer_of(task), task.prompts("train", 0, 1).columns
+    tokenizer, (columns,) = task.tokenizer, task.prompts("train", 0, 1).columns
     right, sum_ = float(columns["answer"]), columns["prompt"][0]["content"][8:-1]
     calls = [("calculate", {"expression": sum_}), ("calculate", {"expression": "open('x')"})]
     scripts = [
@@ -515,11 +405,8 @@ def records_of(out, name="rollouts"):
 
 
 @pytest.mark.slow
-def test_a_tiny_policy_trains_in_the_example_and_workers_change_nothing(trained, tmp_path):
-    job, out = trained
-    assert train.main([*job, "--reward-workers", "3", "--out", str(tmp_path / "run")]) == 0
-    records = records_of(out)
-    assert records == records_of(tmp_path / "run")
+def test_a_tiny_policy_trains_in_the_example(trained):
+    records = records_of(trained[1])
     assert len(records) == 48
     assert {record["reward"] for record in records} == {0.0, 1.0}
     reply = "<tool_response>\nSubmitted.\n</tool_response>"
@@ -546,22 +433,15 @@ def test_evaluations_play_episodes_and_are_compared_with_their_like(trained, tmp
         words = "--eval-prompts 4 --samples 3 --bootstrap 10 --device cpu --split train".split()
         return evaluate.main([str(run), *words, *flags, "--out", str(tmp_path / out)])
 
-    assert evaluated("two", "--baseline", str(run / "checkpoints" / "step-000000")) == 0
+    assert evaluated("two") == 0
     samples = records_of(tmp_path / "two", "samples")
-    assert len(samples) == 12
     assert any(sample.get("turns") == 2 for sample in samples)
     for sample in samples:
         if "Submitted." in sample["response"]:
             assert sample["reward"] == float(sample["answer"] == 2)
-    settings = json.loads((tmp_path / "two" / "eval.json").read_text())["settings"]
-    wanted = {"environment": "calculator_environment.py:Calculator", "max_turns": 2}
-    assert wanted.items() <= settings.items()
-    flags = ["--max-turns", "1", "--max-new-tokens", "200"]
-    assert evaluated("one", *flags) == 0
-    assert all("turns" not in sample for sample in records_of(tmp_path / "one", "samples"))
     assert eventually(lambda: before == {*own_descendants()})
     capsys.readouterr()
-    assert evaluated("refused", *flags, "--baseline", str(tmp_path / "two")) == 2
+    assert evaluated("one", "--max-turns", "1", "--baseline", str(tmp_path / "two")) == 2
     assert "it differs in max_turns: 2 and 1" in " ".join(capsys.readouterr().err.split())
 
 
@@ -575,16 +455,11 @@ def test_the_environments_of_a_run_that_is_refused_end(policy, data):
 
 
 def test_a_class_trains_from_python(policy, data, tmp_path):
-    def run(folder, **options):
-        return maxrl_fast.run(
-            task="dataset", data=data, model=str(policy), max_turns=2, max_prompt_tokens=2000,
-            objective="rloo", steps=1, prompts=2, rollouts=2, max_new_tokens=16, eval_prompts=1,
-            eval_samples=1, device="cpu", out=tmp_path / folder, **options,
-        )  # fmt: skip
-
-    own = run("object", environment=environments.CounterEnv)
+    own = maxrl_fast.run(
+        task="dataset", data=data, model=str(policy), max_turns=2, max_prompt_tokens=2000,
+        objective="rloo", steps=1, prompts=2, rollouts=2, max_new_tokens=16, eval_prompts=1,
+        eval_samples=1, device="cpu", out=tmp_path / "run", environment=environments.CounterEnv,
+    )  # fmt: skip
     assert (own.exit, len(own.metrics), len(own.rollouts)) == (0, 1, 4)
-    file = run("file", environment=f"{ENVIRONMENTS}:CounterEnv")
-    assert [*own.rollouts] == [*file.rollouts]
     with pytest.raises(InputError, match="is a Python object that was given to maxrl_fast"):
         maxrl_fast.run(resume=own.out, steps=2, allow_changes=True)

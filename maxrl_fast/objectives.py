@@ -52,7 +52,7 @@ _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
         LOSSES,
         "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
         "gradient; weight: the factor of A grad logp, 1 for every loss at rho = 1, except for "
-        "tokens that clip_cov, lp_reg and simko choose. "
+        "entropy_adv and tokens that clip_cov, lp_reg and simko choose. "
         f"Other names: {'; '.join(map(explain_name, LOSS_ALIASES))}.",
     ),
     (

@@ -29,6 +29,7 @@ OTHER = {
     "sapo": {"tau_positive": 0.8, "tau_negative": 1.7},
     "dppo": {"low": 0.05, "high": 0.1, "kl": 0.03},
     "dispo": {"low_positive": 0.9, "high_positive": 1.3, "low_negative": 0.7, "high_negative": 1.1},
+    "entropy_adv": {"alpha": 0.3, "kappa": 1.6},
     "kl_cov": {"share": 0.3, "coef": 0.4},
     "clip_cov": {"share": 0.2, "low": 0.05, "high": 1.5},
     "lp_reg": {"share": 0.5, "min_p": 0.05, "low": 0.3, "high": 0.5},
@@ -87,6 +88,11 @@ def dispo(a, x, logp, o, _):
     sign, ratio = "negative" if a < 0 else "positive", float(x.detach().exp())
     low, high = o[f"low_{sign}"], o[f"high_{sign}"]
     return -min(max(ratio, low), high) * a * logp, ratio < low, ratio > high
+
+
+def entropy_adv(a, x, logp, o, t):
+    entropy = -float((t.log_p.detach().exp() * t.log_p.detach()).sum())
+    return clipped(a + min(o["alpha"] * entropy, abs(a) / o["kappa"]), x.exp(), *o["clips"])
 
 
 def kl_cov(a, x, logp, o, t):
@@ -181,7 +187,10 @@ def topr(r, o):
 BY_RESPONSE = {f.__name__: f for f in (gspo, gmpo, vespo, topr)}
 BY_TOKEN = {
     f.__name__: f
-    for f in (reinforce, ppo, cispo, topr_token, sapo, dppo, dispo, kl_cov, clip_cov, lp_reg, simko)
+    for f in (
+        *(reinforce, ppo, cispo, topr_token, sapo, dppo, dispo, entropy_adv),
+        *(kl_cov, clip_cov, lp_reg, simko),
+    )
 }
 
 

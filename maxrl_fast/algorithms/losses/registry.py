@@ -29,8 +29,8 @@ class TokenLoss(Method):
     In the formula A is the advantage, rho = pi / pi_old, and sg a constant factor.
 
     Args:
-        weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for the
-            tokens that clip_cov, lp_reg and simko choose.
+        weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for
+            entropy_adv and the tokens that clip_cov, lp_reg and simko choose.
         clips: whether it takes clip_low and clip_high.
         aggregation: the only one that the loss is defined for.
         by_sequence: whether it has a ratio of whole responses.

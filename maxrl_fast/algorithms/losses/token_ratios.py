@@ -1,8 +1,11 @@
 """Losses by the ratio of each token."""
 
+import math
+
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.losses.core import clipped
 from maxrl_fast.algorithms.losses.registry import token_loss
 from maxrl_fast.algorithms.options import NotNegative, Positive
 from maxrl_fast.algorithms.tokens import Tokens
@@ -81,3 +84,21 @@ def tapered(t: Tokens, ratio: Tensor) -> Tensor:
     is_tapered = t.advantages < 0
     t.mark_clipped(torch.zeros_like(is_tapered), is_tapered & (ratio > 1))
     return -torch.where(is_tapered, ratio.clamp_max(1), 1.0) * t.advantages * t.logprobs
+
+
+@token_loss(
+    "Entropy-Adv, Cheng et al. 2025, arXiv:2506.14758; the MaxPO paper's baseline",
+    weight="rho, and 0 where the clip is active; and that of the bonus, at most rho / kappa",
+)
+def entropy_adv(
+    t: Tokens,
+    *,
+    alpha: NotNegative = 0.4,
+    kappa: Positive = 2.0,
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    dual_clip: NotNegative = math.inf,
+) -> Tensor:
+    """ppo with A + sg(min(alpha H, |A| / kappa)) in place of A, H being the token's entropy."""
+    bonus = torch.minimum(alpha * t.entropy.detach(), t.advantages.abs() / kappa)
+    return clipped(t, t.ratio, t.advantages + bonus, clip_low, clip_high, dual_clip)

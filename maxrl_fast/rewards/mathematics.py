@@ -20,7 +20,7 @@ SPACE = r"(?:\\[,;:! ]|~|\s)"
 THOUSANDS = rf"(?<![\d.,/])[1-9]\d{{0,2}}(?:(?:{SPACE}|\{{,\}})+\d{{3}})+(?![\d/])"
 POWER_OF_TEN = (  # 1.5 \times 10^{-7}, 1.5e-7 and 1e-05, but not 2e-1, which is algebra
     r"(?<![\w.^])(?:(\d+(?:\.\d+)?)\s*\\(?:times|cdot)\s*)?10\^(?:\{(-?\d\d?)\}|(\d\d?)\b)"
-    r"|(?<![\w.])(?:(\d+\.\d+)[eE]|(\d+)(?:E|e(?=\+|-0|\d)))([+-]?\d\d?)(?![\w.])"
+    r"|(?<![\w.])(?:(\d+\.\d+)[eE]|(\d+)(?:E|e(?=\+|-0|\d)|(?<=\b1)e))([+-]?\d\d?)(?![\w.])"
 )
 SCALES = {"thousand": 3, "million": 6, "billion": 9}
 UNITS = {
@@ -111,7 +111,7 @@ def _parsed(answer: str) -> list[Any]:
     depth = [0]
     for c in answer:
         depth.append(depth[-1] + (c in "([{") - (c in ")]}"))
-    if max(depth) > MOST_NESTED or TOO_LARGE.search(answer):
+    if max(depth) > MOST_NESTED or len(answer) > 5000 or TOO_LARGE.search(answer):
         return []
     answer = re.sub(r"(?<=[\d)])\s+[a-z]{3,}(?: [a-z]+)*$", "", answer)  # 5 dollars
     return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig()], parsing_timeout=None)

@@ -55,10 +55,10 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize(
     ("loss", "dtype", "of_weight"),
     [
-        ("ppo", torch.float64, torch.float64),
+        ("ppo", torch.float32, torch.float32),
         ("ppo", torch.bfloat16, torch.float32),
         ("gspo", torch.bfloat16, torch.bfloat16),
-        ("simko", torch.float32, torch.float32),
+        ("simko", torch.float64, torch.float64),
         ("kl_cov", torch.float32, torch.float32),
     ],
 )

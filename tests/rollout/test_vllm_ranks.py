@@ -74,7 +74,7 @@ def test_a_rank_killed_while_sampling_ends_the_one_that_shares_its_engine(tmp_pa
     (tmp_path / "killed.py").write_text(KILLED)
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    flags = "--task chain --steps 3 --rollouts 8 --vllm-tensor-parallel 2 --out".split()
+    flags = "--task chain --chain-length 3 --rollouts 8 --vllm-tensor-parallel 2 --out".split()
     flags.append(str(tmp_path / "run"))
     command = [sys.executable, str(tmp_path / "killed.py"), *JOB, *flags]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}

@@ -33,6 +33,7 @@ from bench.whole_step import time_steps, warm_started
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.decoder import Decoder
 
 PROBLEMS = Path(__file__).parent.parent / "examples/language/word_problems.py"
 STEP = "--prompts 8 --rollouts 16 --max-new-tokens 24"
@@ -51,6 +52,8 @@ def job(model: Path, folder: Path, sizes: str) -> list[str]:
 
 def sampling(config: Config, rounds: int, names: list[str]) -> dict[str, Any]:
     resolved, task, model = warm_started(config)
+    if not isinstance(model, Decoder):
+        raise InputError("bench.language needs a model of the native engine")
     prompts = task.prompts("train", 0, resolved.rollout.prompts)
     options = resolved.rollout
     *_, figures = rollout.measure(

@@ -273,6 +273,7 @@ def _killed(out):
     killed_where(checkpoints, "replace_symlink", lambda _, to: to.name == "step-000004", again)
     assert (out / "latest").resolve().name == "step-000002"
     killed_where(Learner, "update", lambda *_, when, **__: when == "step 6", again)
+    time.sleep(1)  # TensorBoard orders files by the second of their start, then by process
     assert train.main(again) == 0
 
 

@@ -11,8 +11,8 @@ are those of examples/language/word_problems.py, all is in float32 on a CPU. Par
                throughput of a matrix multiplication
     start      the seconds from the start of `maxrl_fast.train --model MODEL` to its first rollout
 
-TRL and vLLM have environments of their own: `make peers` and `make test-vllm` make them. The last
-line is one JSON document. It takes about ten minutes on two cores.
+TRL and vLLM need separate environments: `make peers` and `make test-vllm` make them. The last line
+is one JSON document. It takes about ten minutes on two cores.
 """
 
 import importlib.util

@@ -19,7 +19,7 @@ class AnswerForm:
     and `closing` follow.
 
     `opening` is not a part of the marker, because tokenizers merge it with the answer, such as "{"
-    with the backslash of "{\\frac12}".
+    with the backslash of "{\\frac12}" (VeriFree, Zhou et al. 2025).
     """
 
     marker: str

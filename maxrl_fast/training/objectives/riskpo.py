@@ -32,10 +32,16 @@ class RiskpoObjective(Objective):
 
     Mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO).
 
-    A bundle is `bundle_size` consecutive prompts; its n-th paper, with the score s, is the n-th
-    rollout of each. A standard deviation of 0 counts as 1. The authors' code does so only for r,
-    which gives a bundle of equal scores advantages of 1e6. The first step sets a and b to the
-    quantiles of its own scores; every step ends with q += .1 (level - share of scores below q).
+    A bundle is `bundle_size` consecutive prompts. Its n-th paper is the n-th rollout of each
+    prompt; the paper's score s is the sum of their rewards. With the tracked quantiles a and b of
+    all scores at the levels LOW and HIGH,
+
+        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW,
+        A_i = (1.5 c + x) / 2.5 / (std of s over the bundle's papers) / (std of r over i's group),
+
+    where a standard deviation of 0 counts as 1. The authors' code does so only for r, which gives a
+    bundle of equal scores advantages of 1e6. The first step sets a and b to the quantiles of its
+    own scores; every step ends with q += .1 (level - share of scores below q).
     """
 
     bundle_size: Annotated[Count, Help("Prompts in a bundle of riskpo; it divides --prompts.")] = 5

@@ -24,6 +24,7 @@ from maxrl_fast.tasks.tool_calls import ARGUMENTS, NAME, ToolCall, learn
 MARK = "\ufdd0"
 WORD = "qzxvq"  # stands for a text: one word, which no template trims, escapes or divides
 SECONDS = 60.0  # that a template may take
+OWN = {"chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
 _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ASKED = {"role": "user", "content": "Hi"}
 
@@ -58,6 +59,10 @@ class Conversation:
         self._template = self._with_day(day or date.today())
         self._control = ControlTokens(tokenizer, includes_thinking=True)
         self._chat_begin: int | None = None  # the first token of a chat
+        if taken := self._arguments.keys() & {*OWN, *["tools"] * bool(tools)}:
+            raise InputError(
+                f"--chat-template-kwargs must not have {min(taken)}, which the run sets itself"
+            )
         own = None if self._template is None else self._turn_end({*listed_stops})
         self.stop_ids = tuple(sorted({*listed_stops} if own is None else {*listed_stops, own}))
         if not self.stop_ids:
@@ -281,10 +286,8 @@ class Conversation:
                     return str(self.tokenizer.apply_chat_template(chat, **options))
         # errors of jinja and of the template itself; MemoryError has no text
         except Exception as error:
-            cause, with_tools = (
-                str(error) or type(error).__name__,
-                " with tools" * bool(self._tools),
-            )
+            cause = str(error) or type(error).__name__
+            with_tools = " with tools" * bool(self._tools)
             raise self._error(f"rejects {[*messages]!r:.200}{with_tools}: {cause}") from error
 
     def _error(self, what: str) -> InputError:

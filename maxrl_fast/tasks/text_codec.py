@@ -61,23 +61,21 @@ class TextCodec:
         self._template = None if template is None else _read_template(template)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
-        # a text that is one token ends a response as a token too
-        one = {x: self.tokenizer(x, add_special_tokens=False)["input_ids"] for x in stop_texts}
-        one = {
-            x: ids for x, ids in one.items() if len(ids) == 1 and x in self.tokenizer.decode(ids)
-        }
+        one = dict[str, int]()  # texts of one token, which ends a response too
+        for x in stop_texts:
+            ids = self.tokenizer(x, add_special_tokens=False)["input_ids"]
+            if len(ids) == 1 and x in self.tokenizer.decode(ids):
+                one[x] = ids[0]
         if tools and (longer := [x for x in stop_texts if x not in one]):
             raise InputError(
                 f"--stop must be single tokens with --environment, got {longer[0]!r}, which the "
                 f"tokenizer of {model} divides"
             )
-        listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {
-            i for ids in one.values() for i in ids
-        }
+        listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {*one.values()}
         self.conversation = Conversation(self.tokenizer, listed, tools, arguments, day)
         self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
         # no other tokens spell an added one
-        spelled = [x for x in stop_texts if x not in one or one[x][0] not in added]
+        spelled = [x for x in stop_texts if one.get(x) not in added]
         self.stop_texts = [] if tools else spelled
         self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
         has_template = self.tokenizer.chat_template is not None

@@ -121,6 +121,8 @@ def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):
     assert files["chat_template.jinja"].decode() == clock + CHAT
     with refused("must give strftime_now its format as text"):
         codec_of(tmp_path, "{{ strftime_now(x) }}")
+    with refused("kwargs must not have add_generation_prompt, which the run sets"):
+        codec_of(tmp_path, arguments={"add_generation_prompt": False})
 
 
 def test_a_template_that_loops_is_refused(tmp_path, monkeypatch):

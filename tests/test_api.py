@@ -4,6 +4,7 @@ left as it was.
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -335,7 +336,8 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     rows = [{"prompt": f"{i}: say"} for i in range(40)]
     model = str(save_tool_policy(tmp_path / "policy"))
     options = {"prompts": 4, "rollouts": 4, "eval_prompts": 3, "eval_samples": 4, "threads": 1}
-    options |= {"task": "dataset", "model": model, "objective": "rloo", "max_new_tokens": 6}
+    options |= {"keep_rollouts": 16}  # all
+    options |= {"task": "dataset", "model": model, "objective": "rloo", "max_new_tokens": 9}
     options |= {"reward": lambda prompt, response, **columns: len(response) / 10}
     done = maxrl_fast.run(data=rows, steps=1, lr_schedule="constant", out="o", **options)
     assert done.resume(data=pandas.DataFrame(rows), steps=2).exit == 0
@@ -343,7 +345,11 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     assert read(file) == rows
     numbers = {"a": np.arange(2), "b": Decimal("1.5"), "c": b"c"}
     dataset = SimpleNamespace(to_list=lambda: [row | numbers for row in rows])
-    assert maxrl_fast.run(data=dataset, steps=1, out="p", **options).exit == 0
+    texts = [x["response"] for x in done.rollouts if x["step"] == 1]
+    [pair, *_] = re.findall("[!-;=?-Z]{2}", "\n".join(texts))  # not in a special token
+    stopped = maxrl_fast.run(data=dataset, steps=1, out="p", stop=[pair], **options)
+    ended = [x.partition(pair)[0] + pair * (pair in x) for x in texts]
+    assert [x["response"] for x in stopped.rollouts] == ended
     [more] = set(tmp_path.glob("data-*.jsonl")) - {file}
     assert read(more)[0] == rows[0] | {"a": [0, 1], "b": "1.5", "c": None}
     image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]

@@ -37,6 +37,7 @@ from maxrl_fast.model.decoder import Decoder
 
 PROBLEMS = Path(__file__).parent.parent / "examples/language/word_problems.py"
 STEP = "--prompts 8 --rollouts 16 --max-new-tokens 24"
+TRL_ROWS = 16  # of a micro-batch: all 128 rows need more than 24 GB
 SAMPLING = "--prompts 16 --rollouts 16 --max-new-tokens 32"
 
 
@@ -78,7 +79,7 @@ def step(config: Config, rounds: int) -> dict[str, Any]:
     )
     if not importlib.util.find_spec("trl"):
         return {"ours": ours}
-    beside = peers.measure(config, rounds * peers.TURN)
+    beside = peers.measure(config, rounds * peers.TURN, TRL_ROWS)
     peers.report(beside)
     return {"ours": ours, "trl": beside}
 

@@ -59,12 +59,12 @@ JOBS = {
     "cuda": "--maze-size 17 --prompts 32 --rollouts 128 --dtype bfloat16 --token-budget 131072",
 }
 # of TRL's micro-batch: activations of 4096 rows of 490 tokens do not fit into a GPU's memory
-MAX_ROWS = 512
+MAX_ROWS = {"cpu": 4096, "cuda": 512}
 TURN = 3  # steps of one trainer before the other's turn
 
 
 def trl_trainer(
-    config: ResolvedConfig, task: Task, checkpoint: Path, steps: int, after_step: Any
+    config: ResolvedConfig, task: Task, checkpoint: Path, steps: int, max_rows: int, after_step: Any
 ) -> tuple[Any, list[float]]:
     """Return a GRPOTrainer of the same job, and the list to which its steps' mean rewards are
     appended.
@@ -95,8 +95,7 @@ def trl_trainer(
         return scores
 
     total = options.prompts * options.rollouts
-    on_cpu = config.run.device == "cpu"
-    micro_batch = total if on_cpu else math.gcd(total, MAX_ROWS)
+    micro_batch = math.gcd(total, max_rows)
     arguments = trl.GRPOConfig(
         output_dir=str(checkpoint / "trl"),
         per_device_train_batch_size=micro_batch,
@@ -112,7 +111,7 @@ def trl_trainer(
         loss_type="grpo",
         gradient_checkpointing=False,
         shuffle_dataset=False,
-        use_cpu=on_cpu,
+        use_cpu=config.run.device == "cpu",
         bf16=config.run.dtype == "bfloat16",
         save_strategy="no",
         logging_strategy="no",
@@ -131,7 +130,8 @@ def trl_trainer(
     return trainer, rewards
 
 
-def measure(config: Config, steps: int) -> dict[str, Any]:
+def measure(config: Config, steps: int, max_rows: int) -> dict[str, Any]:
+    """Time `steps` steps of both; TRL's micro-batches have at most `max_rows` rows."""
     from transformers import TrainerCallback
 
     resolved, task, model = warm_started(config)
@@ -164,7 +164,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         checkpoint.mkdir()
         files = new_files(model.config, task.stop_ids) | task.tokenizer_files()
         write_policy(checkpoint, model.config.dtype, model.weights(), files)
-        trainer, rewards = trl_trainer(resolved, task, checkpoint, steps, InTurn())
+        trainer, rewards = trl_trainer(resolved, task, checkpoint, steps, max_rows, InTurn())
         trainer.train()
     counted = {
         name: [x for i, x in enumerate(values) if i % TURN] for name, values in times.items()
@@ -247,7 +247,7 @@ def main() -> int:
     config = parse(
         [*fixed, "--device", device, *JOBS[device].split(), *SIZES[options.size], *flags]
     )
-    result = measure(config, options.turns * TURN)
+    result = measure(config, options.turns * TURN, MAX_ROWS[device])
     print(describe(result["machine"]))
     report(result)
     print(json.dumps(result))

@@ -151,7 +151,7 @@ def measure(
     num_samples: int,
     limit: int,
     peers: list[str],
-    compiles: bool,
+    other_forms: bool,
     rounds: int,
     dtype: torch.dtype,
 ) -> Iterator[dict[str, Any]]:
@@ -216,7 +216,7 @@ def measure(
 
     yield figures()
     with tempfile.TemporaryDirectory() as folder:
-        engines = other_engines(model, dtype, peers, compiles, len(prompts) * num_samples)
+        engines = other_engines(model, dtype, peers, other_forms, len(prompts) * num_samples)
         makers: dict[str, Callable[[], Callable[[], int]]] = {
             n: partial(sampler, n, make) for n, make in engines.items()
         }
@@ -231,17 +231,18 @@ def measure(
 
 
 def other_engines(
-    model: Decoder, dtype: torch.dtype, peers: list[str], compiles: bool, max_batch: int
+    model: Decoder, dtype: torch.dtype, peers: list[str], other_forms: bool, max_batch: int
 ) -> dict[str, Callable[[], Engine]]:
     """Return constructors of the native engine's other forms, and of vLLM's engine if it is one of
     the peers.
     """
     engines: dict[str, Callable[[], Engine]] = {}
-    if model.lm_head.weight.device.type == "cpu":
+    on_cpu = model.lm_head.weight.device.type == "cpu"
+    if other_forms and on_cpu:
         engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
         if dtype != torch.float32:
             engines["native, float32"] = lambda: NativeEngine(model, torch.float32)
-    elif compiles:
+    elif other_forms:
         engines["native, compiled"] = lambda: NativeEngine(model, dtype, compiled=True)
     if "vllm" in peers:
         from maxrl_fast.rollout.vllm import VllmEngine
@@ -313,7 +314,8 @@ def main() -> int:
     parser.add_argument(
         "--no-compile",
         action="store_true",
-        help="leave out the native engine with torch.compile, on a GPU",
+        help="leave out the native engine's other forms: with torch.compile on a GPU, without C++ "
+        "on a CPU",
     )
     options = parser.parse_args()
     if missing := set(options.peers) - set(installed):

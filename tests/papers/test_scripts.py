@@ -17,6 +17,7 @@ from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 from tests.tables import table
+from tests.tasks.test_dataset import save_byte_level_policy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"
 RECIPE = """task = "maze"
@@ -52,6 +53,8 @@ SCRIPTS = """
       --evaluations 1 --eval-mazes 4 --coefficients 0.5 | --teacher-steps 0 | must be at least 1
     guessing | --objectives maxpo-k4 --seeds 1 --sft-steps 60 --tokens 500 --rollouts 8
       --evaluations 1 --eval-samples 16 | --objectives best | objective must be one that
+    language_objectives | --problems problems --objectives grpo --seeds 1 --tokens 20 --prompts 2
+      --rollouts 2 --eval-samples 2 --training-problems 8 | --training-problems 9 | at most 8
     maze_scaling | --maze-size 5 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
       --objectives maxpo --eval-mazes 4 --eval-samples 4 | --rollouts 2 | must be at least 4 each
     maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
@@ -62,6 +65,7 @@ SLOW = (
     "continuous_maxrl",
     "distillation",
     "guessing",
+    "language_objectives",
     "maze_scaling",
     "maze_table",
     "objectives_league",
@@ -90,6 +94,7 @@ KNOWN = {
     ),
     "distillation": lambda x: x["runs"][0]["evaluations"][-1]["step"] == len(x["runs"][0]["kl"]),
     "guessing": lambda x: [len(counts) for counts in x["runs"][0]["num_correct"]] == [31] * 2,
+    "language_objectives": lambda x: [len(one["num_correct"]) for one in x["runs"]] == [4, 4],
     "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],
     "maze_table": lambda x: x["runs"]["maxrl"]["pass_at_k"].keys() == {"0", "2"},
     "objectives_league": lambda x: x["runs"][0]["tokens"] == 0 < 300 <= x["runs"][1]["tokens"],
@@ -111,6 +116,12 @@ def test_a_script_runs_and_refuses_a_bad_setting(
     monkeypatch.chdir(tmp_path)  # where --work is
     recipe, module = tmp_path / "recipe.toml", load(script)
     recipe.write_text(RECIPE)
+    problems = tmp_path / "problems"
+    problems.mkdir()
+    save_byte_level_policy(tmp_path).rename(problems / "smollm2")
+    for name, count in (("train", 8), ("test", 4)):
+        lines = [json.dumps({"prompt": f"{i} + 1 = ", "answer": f"{i + 1}"}) for i in range(count)]
+        (problems / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     flags = [*tiny.format(recipe=recipe).split(), "--threads", "1", "--out", "out"]
     assert module.main([*flags, *bad.split()]) == 2
     error = capsys.readouterr().err

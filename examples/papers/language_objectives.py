@@ -1,0 +1,214 @@
+"""Objectives on a language model, at an equal number of sampled tokens: SmolLM2-135M learns
+arithmetic in words.
+
+    python examples/language/prepare.py        # once; its first lines say what it needs
+    python examples/papers/language_objectives.py
+
+All runs start from the same model and have the same learning rate and limit of tokens; runs of a
+seed see the same prompts. Finished runs are kept in --work, and the same command continues with
+those that are missing.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiment import Settings, run, standard_error
+from matplotlib.figure import Figure
+from objectives_league import build
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from training_runs import TokenRun, measure_all, thinned
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k, powers_of_two
+
+REWARD = Path(__file__).parents[1] / "language/word_problems.py"
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {"objective": "grpo"},
+    "maxrl": {"objective": "maxrl"},
+    "maxpo-4": {"objective": "maxpo", "k": 4},
+    "rloo": {"objective": "rloo"},
+    "pacs": {"objective": "pacs"},
+    "maxpo-8": {"objective": "maxpo", "k": 8},
+}
+BEFORE = "before training"
+COMPARED = "grpo"  # the others' differences from it are paired by prompt
+
+
+@dataclass(frozen=True)
+class LanguageSettings(Settings):
+    """Objectives on SmolLM2-135M at an equal number of sampled tokens: about 20 minutes a run on
+    one core. --threads is the number of simultaneous runs, each with one thread and 4 GB."""
+
+    objectives: tuple[str, ...] = tuple(METHODS)
+    """Of grpo, maxrl, maxpo-4, rloo, pacs and maxpo-8."""
+    seeds: int = 2
+    """Seeds from --seed on."""
+    tokens: int = 24_000
+    """Sampled tokens of a run, which ends with the step that reaches them."""
+    problems: Path = Path("runs/language")
+    """The folder that examples/language/prepare.py has written."""
+    training_problems: int = 1000
+    """The first of train.jsonl are trained on, in epochs."""
+    prompts: int = 8
+    """Prompts of a step."""
+    rollouts: int = 16
+    """Rollouts of a prompt."""
+    max_new_tokens: int = 16
+    """Tokens of a response at most."""
+    lr: float = 1e-5
+    """Learning rate, constant."""
+    eval_samples: int = 64
+    """Samples of each held-out prompt."""
+    work: Path = Path("runs/language_objectives")
+    """Folder of the finished runs."""
+
+
+def experiment(settings: LanguageSettings) -> dict[str, Any]:
+    if unknown := set(settings.objectives) - set(METHODS):
+        raise InputError(f"--objectives must be of {', '.join(METHODS)}, got {min(unknown)}")
+    for name in ("seeds", "tokens", "training_problems", "eval_samples"):
+        if (value := getattr(settings, name)) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    lines = (settings.problems / "train.jsonl").read_text().splitlines(keepends=True)
+    if len(lines) < settings.training_problems:
+        raise InputError(
+            f"--training-problems must be at most {len(lines)}, the lines of train.jsonl, got "
+            f"{settings.training_problems}"
+        )
+    settings.work.mkdir(parents=True, exist_ok=True)
+    data = settings.work / f"train-{settings.training_problems}.jsonl"
+    data.write_text("".join(lines[: settings.training_problems]))
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    runs = [language_run(settings, data, BEFORE, settings.seed)]
+    runs += [
+        language_run(settings, data, name, seed) for seed in seeds for name in settings.objectives
+    ]
+    results = {
+        "runs": [
+            {"method": one.name, "seed": one.seed, **outcome}
+            for one, outcome in zip(runs, measure_all(measure, runs, settings.threads), strict=True)
+        ],
+        "eval_samples": settings.eval_samples,
+    }
+    show(results)
+    return results
+
+
+def language_run(settings: LanguageSettings, data: Path, name: str, seed: int) -> TokenRun:
+    options = {
+        **METHODS.get(name, METHODS[COMPARED]),
+        "task": f"{REWARD}:number",
+        "data": str(data),
+        "test_data": str(settings.problems / "test.jsonl"),
+        "model": str(settings.problems / "smollm2"),
+        "seed": seed,
+        "prompts": settings.prompts,
+        "rollouts": settings.rollouts,
+        "max_new_tokens": settings.max_new_tokens,
+        "lr": settings.lr,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+        "eval_samples": settings.eval_samples,
+        "keep_rollouts": 0,
+        "threads": 1,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    file = settings.work / f"{name.replace(' ', '-')}-{data.stem}-seed{seed}.json"
+    return TokenRun(name, seed, options, 0 if name == BEFORE else settings.tokens, 1, file)
+
+
+def measure(one: TokenRun) -> dict[str, Any]:
+    trainer, evaluator = build(one.options)
+    tokens, metrics = [0], list[dict[str, float]]()
+    while tokens[-1] < one.tokens:
+        record = trainer.step(len(metrics) + 1, len(metrics) * trainer.collector.num_prompts)
+        tokens.append(tokens[-1] + record.tokens["rollout"])
+        metrics.append(record.metrics)
+    evaluation = evaluator.evaluate()
+    names = ("reward_mean", "entropy", "frac_prompts_solved", "truncated")
+    return {
+        "tokens": tokens,
+        **{name: [step[name] for step in metrics] for name in names},
+        "num_correct": evaluation.num_correct.tolist(),  # of each held-out prompt
+        "response_length": evaluation.num_tokens / evaluation.rewards.numel(),
+    }
+
+
+def held_out(results: dict[str, Any], method: str) -> Tensor:
+    """Return pass@k of each run and held-out prompt, for k = 1, 2, 4, ...: [seeds, prompts, ks]."""
+    n = results["eval_samples"]
+    counts = torch.tensor([x["num_correct"] for x in results["runs"] if x["method"] == method])
+    return torch.stack([pass_at_k(n, counts, k) for k in powers_of_two(n)], -1)
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print means over seeds with their standard errors, and differences paired by prompt."""
+    ks = powers_of_two(results["eval_samples"])
+    methods = list(dict.fromkeys(one["method"] for one in results["runs"]))
+    table = Table("", *(f"pass@{k}" for k in ks), "entropy", "tokens", "steps")
+    for name in methods:
+        over_prompts = held_out(results, name).mean(1)  # [seeds, ks]
+        errors = standard_error(over_prompts)
+        runs = [one for one in results["runs"] if one["method"] == name]
+        entropy, tokens, steps = "", "", ""
+        if name != BEFORE:
+            last = [x for one in runs for x in one["entropy"][-len(one["entropy"]) // 10 :]]
+            entropy = f"{sum(last) / len(last):.2f}"
+            tokens = f"{sum(one['tokens'][-1] for one in runs) / len(runs):,.0f}"
+            steps = f"{sum(len(one['entropy']) for one in runs) / len(runs):.0f}"
+        cells = (f"{x:.3f} ± {e:.3f}" for x, e in zip(over_prompts.mean(0), errors, strict=True))
+        table.add_row(name, *cells, entropy, tokens, steps)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    console.print(table)
+    if COMPARED not in methods:
+        return
+    paired = Table(f"minus {COMPARED}", *(f"pass@{k}" for k in ks))
+    base = held_out(results, COMPARED).mean(0)  # [prompts, ks]
+    for name in methods:
+        if name not in (BEFORE, COMPARED):
+            intervals = bootstrap(held_out(results, name).mean(0) - base, 2000, 0.95, 0)
+            paired.add_row(
+                name, *(f"{x['mean']:+.3f} ({x['low']:+.3f}, {x['high']:+.3f})" for x in intervals)
+            )
+    console.print(paired)
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Draw the rewards of training by sampled tokens, and pass@k of held-out prompts by k; means
+    over seeds, with standard errors."""
+    results = record["results"]
+    ks = powers_of_two(results["eval_samples"])
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    rewards, passes = figure.subplots(1, 2)
+    for i, name in enumerate(dict.fromkeys(one["method"] for one in results["runs"])):
+        color = "black" if name == BEFORE else f"C{i - 1}"
+        over_prompts = held_out(results, name).mean(1)
+        style = {"color": color, "label": name, "marker": "."}
+        passes.errorbar(ks, over_prompts.mean(0), standard_error(over_prompts), **style)
+        for one in results["runs"]:
+            if one["method"] == name and name != BEFORE:
+                points = thinned(one["reward_mean"], 12)
+                x = [one["tokens"][int(step)] for step, _ in points]
+                rewards.plot(x, [mean for _, mean in points], color=color, alpha=0.8)
+    rewards.set(title="mean reward of training prompts", xlabel="sampled tokens")
+    passes.set(title="pass@k of held-out prompts", xlabel="k", xscale="log")
+    passes.set_xticks(ks, [str(k) for k in ks])
+    passes.legend()
+    for axes in (rewards, passes):
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run("language_objectives", LanguageSettings, experiment, draw, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

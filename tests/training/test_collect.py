@@ -18,36 +18,18 @@ NAN = float("nan")
 
 
 def test_a_group_is_mixed_if_its_known_rewards_differ():
-    rewards = torch.tensor(
-        [
-            [0, 1, 0],
-            [1, 1, 1],
-            [0, 0, 0],
-            [NAN, 1, 1],
-            [NAN, 1, 0],
-            [NAN, NAN, 1],
-            [NAN] * 3,
-            [-2, -2, -1],
-            [0.35, 0.4, 0.4],
-        ]
-    )
-    assert is_mixed(rewards).tolist() == [1, 0, 0, 0, 1, 0, 0, 1, 1]
+    alike = [[1, 1, 1], [0, 0, 0], [NAN, 1, 1], [NAN, NAN, 1], [NAN] * 3]
+    mixed = [[0, 1, 0], [NAN, 1, 0], [-2, -2, -1], [0.35, 0.4, 0.4]]
+    assert is_mixed(torch.tensor(alike + mixed)).tolist() == [False] * 5 + [True] * 4
 
 
 class NumberedTask(MazeTask):
-    """The reward of sample n of prompt i is `table[i][n]`; a greedy response to prompt i gets
-    `table[i][0]`.
-    """
+    """The reward of sample n of prompt i is `table[i][n]`."""
 
     table: list[list[float]]
 
     def score(self, prompts, rollouts):
-        rewards = torch.tensor([self.table[i] for i in prompts.ids.tolist()]).flatten()
-        return (
-            rewards[: len(rollouts.lengths)]
-            if len(rollouts.lengths) == rewards.numel()
-            else rewards[:: len(self.table[0])]
-        )
+        return torch.tensor([self.table[i] for i in prompts.ids.tolist()]).flatten()
 
 
 class NumberedEngine:
@@ -57,28 +39,17 @@ class NumberedEngine:
         prompts, num_samples = request.prompts, request.num_samples
         responses = [[UP] * i + [DONE] for i in prompts.ids.tolist() for _ in range(num_samples)]
         tokens, cu_seqlens = pack(responses)
-        logprobs = (
-            -torch.arange(1.0, num_samples + 1)
-            .repeat(len(prompts))
-            .repeat_interleave(cu_seqlens.diff())
-        )
+        numbers = torch.arange(1.0, num_samples + 1).repeat(len(prompts))
+        logprobs = -numbers.repeat_interleave(cu_seqlens.diff())
         return Rollouts(tokens, cu_seqlens, logprobs, torch.zeros(len(responses), dtype=torch.bool))
 
 
-def collected(table, num_batches, first=0, needs_greedy=False):
+def collected(table, max_batches, source=None, **options):
     task = NumberedTask(5)
     task.table = table
-    collector = RolloutCollector(
-        task,
-        NumberedEngine(),
-        Scorer(task, None),
-        Sampling(1.0, 32, task.stop_ids),
-        num_prompts=2,
-        num_rollouts=2,
-        max_batches=max(num_batches, 1),
-        needs=Needs(greedy=needs_greedy),
-    )
-    return collector.collect(3, first)
+    scorer, sampling = Scorer(task, source), Sampling(1.0, 32, task.stop_ids)
+    options |= {"num_prompts": 2, "num_rollouts": 2, "max_batches": max_batches}
+    return RolloutCollector(task, NumberedEngine(), scorer, sampling, **options).collect(3, 0)
 
 
 ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
@@ -98,35 +69,23 @@ ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
     ],
 )
 def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
-    step = collected(table, num_batches)
+    step = collected(table, max(num_batches, 1))
     assert step.prompts.ids.tolist() == ids
     assert step.num_sampled == num_sampled
     assert step.rewards.tolist() == [table[i] for i in ids]
     assert step.all_rewards.tolist() == table[:num_sampled]
     assert step.rollouts.lengths.tolist() == [i + 1 for i in ids for _ in range(2)]
-    assert step.rollouts.tokens.tolist() == [
-        token for i in ids for _ in range(2) for token in [UP] * i + [DONE]
-    ]
+    tokens = [token for i in ids for _ in range(2) for token in [UP] * i + [DONE]]
+    assert step.rollouts.tokens.tolist() == tokens
     expected = [-float(n + 1) for i in ids for n in range(2) for _ in range(i + 1)]
     assert step.rollouts.logprobs.tolist() == expected
     whole = MazeTask(5).prompts("train", 0, 6)
     for place, i in enumerate(ids):
         assert torch.equal(step.prompts.take(place, 1).tokens, whole.take(i, 1).tokens)
     assert step.num_tokens == sum(2 * (i + 1) for i in range(num_sampled))
-    if num_batches > 1:
-        num_mixed = sum(row == MIXED for row in table[:num_sampled])
-        assert step.metrics == {
-            "num_prompts_sampled": num_sampled,
-            "frac_prompts_alive": num_mixed / num_sampled,
-        }
-    else:
-        assert step.metrics == {}
-
-
-def test_greedy_rewards_are_selected_with_their_groups():
-    step = collected([ALL_WRONG, [0.0, 1.0], ALL_RIGHT, [1.0, 0.0]], 3, needs_greedy=True)
-    assert step.prompts.ids.tolist() == [1, 3]
-    assert step.greedy_rewards.tolist() == [0.0, 1.0]
+    share = sum(row == MIXED for row in table[:num_sampled]) / num_sampled
+    metrics = {"num_prompts_sampled": num_sampled, "frac_prompts_alive": share}
+    assert step.metrics == (metrics if num_batches > 1 else {})
 
 
 class CountingSource(RewardSource):
@@ -140,28 +99,17 @@ class CountingSource(RewardSource):
     def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
         cells = [(len(row["response"].split()) - 1, i % group) for i, row in enumerate(rows)]
         rewards = [self.table[prompt][n] for prompt, n in cells]
-        return Scores(
-            rewards, [], 0, [{"prompt": float(prompt), "sample": float(n)} for prompt, n in cells]
-        )
+        return Scores(rewards, [], 0, [{"prompt": float(i), "sample": float(n)} for i, n in cells])
 
 
-def test_components_stay_with_their_rollouts_when_groups_are_replaced():
-    table = [ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED]
-    task = NumberedTask(5)
-    step = RolloutCollector(
-        task,
-        NumberedEngine(),
-        Scorer(task, CountingSource(table)),
-        Sampling(1.0, 32, task.stop_ids),
-        num_prompts=2,
-        num_rollouts=2,
-        max_batches=5,
-        needs=Needs(greedy=True),  # whose components are not those of the rollouts
-    ).collect(3, 0)
+def test_components_and_greedy_rewards_stay_with_their_groups_when_others_are_replaced():
+    table = [ALL_WRONG, MIXED, ALL_RIGHT, MIXED[::-1], MIXED]
+    # those of greedy responses have components too, which are not those of the rollouts
+    step = collected(table, 5, CountingSource(table), needs=Needs(greedy=True))
     assert step.prompts.ids.tolist() == [1, 3]
-    assert step.components == tuple(
-        {"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0)
-    )
+    parts = [{"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0)]
+    assert [*step.components] == parts
+    assert step.greedy_rewards.tolist() == [0.0, 1.0]
 
 
 CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "--sft-steps", "0"]

@@ -32,9 +32,8 @@ BOUNDS = {
 def sampled(model, top_p=1.0):
     """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25), top_p=top_p)
-    rollouts = NativeEngine(model, torch.float32).generate(
-        RolloutRequest(PROMPTS, 4, sampling, 1, 1)
-    )
+    request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
+    rollouts = NativeEngine(model, torch.float32).generate(request)
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 
@@ -43,10 +42,8 @@ def disturbed(model, spread=1.5):
     """Return rollouts whose engine gave other log-probs, and policy's minus engine's log-prob of
     each token, in float64.
     """
-    rollouts = sampled(model)
-    off = spread * torch.randn(
-        len(rollouts.tokens), generator=torch.Generator().manual_seed(4), dtype=torch.float64
-    )
+    rollouts, generator = sampled(model), torch.Generator().manual_seed(4)
+    off = spread * torch.randn(len(rollouts.tokens), generator=generator, dtype=torch.float64)
     return dataclasses.replace(rollouts, logprobs=(rollouts.logprobs.double() - off).float()), off
 
 
@@ -73,9 +70,8 @@ def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
-    weighted = made(name, given).apply(
-        collected(Samples(PROMPTS, rollouts), REWARDS), learner(model)
-    )
+    batch = collected(Samples(PROMPTS, rollouts), REWARDS)
+    weighted = made(name, given).apply(batch, learner(model))
     metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, *given.values())
     weights = weighted.rollouts.importance_weights
@@ -83,10 +79,8 @@ def test_weights_follow_their_definitions(name):
     bounded = expected == (0.0 if "low" in given else 1.7)
     assert 0.05 < bounded.double().mean() < 0.95  # both kinds are there
     assert expected[~bounded].std() > 0.05
-    # the policy's own
-    torch.testing.assert_close(
-        weighted.rollouts.logprobs, sampled(model).logprobs, rtol=0, atol=2e-5
-    )
+    own = sampled(model).logprobs  # the policy's
+    torch.testing.assert_close(weighted.rollouts.logprobs, own, rtol=0, atol=2e-5)
     assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-3)
     assert metrics["importance_weight"] == pytest.approx(float(expected.mean()), rel=1e-3)
     assert metrics["importance_bounded"] == pytest.approx(float(bounded.double().mean()), abs=1e-6)
@@ -125,11 +119,6 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     return trainer.step(1, 0).metrics
 
 
-def logprobs_of(model, rollouts):
-    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
-    return logits.log_softmax(-1).gather(1, rollouts.tokens[:, None])[:, 0]
-
-
 def test_without_a_correction_the_ratio_is_to_the_engine():
     rollouts, off = disturbed(model := tiny_decoder())
     metrics = step(model, rollouts, None)
@@ -140,20 +129,14 @@ def test_without_a_correction_the_ratio_is_to_the_engine():
 
 def distances_of(model, rollouts):
     """Return mean_t(log pi_old - log pi) of each response, in float64."""
-    with torch.no_grad():
-        own = logprobs_of(model, rollouts).double()
-    return torch.stack(
-        [x.mean() for x in (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())]
-    )
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
+    own = logits.log_softmax(-1).gather(1, rollouts.tokens[:, None])[:, 0].double()
+    parts = (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())
+    return torch.stack([x.mean() for x in parts])
 
 
 def masked_by_definition(model, rollouts, advantages, delta):
-    return torch.tensor(
-        [
-            a < 0 and d > delta
-            for a, d in zip(advantages, distances_of(model, rollouts), strict=True)
-        ]
-    )
+    return (advantages < 0) & (distances_of(model, rollouts) > delta)
 
 
 def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
@@ -169,12 +152,10 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
         plan = learning.plan(learning.passes.packer(samples, advantages), samples, chosen)
-        assert plan.sequences.tolist() == [
-            s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]
-        ]
-        assert float(plan.own["frac_sequences_masked"]) == int(is_masked[chosen].sum()) / len(
-            chosen
-        )
+        kept = [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
+        assert plan.sequences.tolist() == kept
+        share = int(is_masked[chosen].sum()) / len(chosen)
+        assert float(plan.own["frac_sequences_masked"]) == share
         assert plan.denominator == float(rollouts.lengths[chosen].sum())  # of all responses
 
 
@@ -201,12 +182,8 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
         is_masked = masked_by_definition(policy, rollouts, advantages, delta)
         assert kept == [s for s in sequences.tolist() if advantages[s] != 0 and not is_masked[s]]
         masked.append(int(is_masked[sequences].sum()))
-    assert (
-        masked[0]
-        == 0
-        < sum(masked)
-        < sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
-    )
+    negative = sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
+    assert masked[0] == 0 < sum(masked) < negative
     assert metrics["frac_sequences_masked"] == pytest.approx(sum(masked) / 12)
 
 

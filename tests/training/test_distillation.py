@@ -7,7 +7,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_run_engine
@@ -37,14 +37,16 @@ def logits_of(model, prompts):
 def expected_gradients(model, teacher, prompts, divergence, weights):
     log_p = (logits_of(model, PROMPTS).double() / 0.9).log_softmax(-1)
     log_q = (logits_of(teacher, prompts).detach().double() / 0.9).log_softmax(-1)
-    kl = torch.nn.functional.kl_div
-    if divergence == "jsd":
-        mixture = (log_p.exp() / 2 + log_q.exp() / 2).log()
-        terms = [kl(mixture, x, log_target=True, reduction="none") / 2 for x in (log_p, log_q)]
-        values = sum(terms).sum(-1)
-    else:
-        pair = (log_q, log_p) if divergence == "reverse" else (log_p, log_q)
-        values = kl(*pair, log_target=True, reduction="none").sum(-1)
+
+    def kl(a, b):
+        return torch.nn.functional.kl_div(b, a, log_target=True, reduction="none").sum(-1)
+
+    mixture = (log_p.exp() / 2 + log_q.exp() / 2).log()
+    values = {
+        "reverse": kl(log_p, log_q),
+        "forward": kl(log_q, log_p),
+        "jsd": kl(log_p, mixture) / 2 + kl(log_q, mixture) / 2,
+    }[divergence]
     parameters = dict(model.named_parameters())
     gradients = torch.autograd.grad((weights * values).sum(), list(parameters.values()))
     return dict(zip(parameters, gradients, strict=True)), values.detach()
@@ -60,45 +62,35 @@ def expected_gradients(model, teacher, prompts, divergence, weights):
     ],
 )
 def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, budget):
-    model, teacher = tiny_decoder(), tiny_decoder(1)
+    model, teacher = tiny_decoder(), tiny_decoder(1).requires_grad_(False)
     settings = dataclasses.replace(FULL, aggregation=aggregation, divergence=divergence)
-    trained = learner(model, settings, teacher.requires_grad_(False), budget)
-    more = {"teacher_prompts": TEACHERS} if reads_more else {}
-    samples = Samples(PROMPTS, ROLLOUTS, **more)
+    trained = learner(model, settings, teacher, budget)
+    samples = Samples(PROMPTS, ROLLOUTS, **({"teacher_prompts": TEACHERS} if reads_more else {}))
     metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
-    lengths = ROLLOUTS.lengths
     weights = torch.full((18,), 0.7 / 18)
     if aggregation == "seq_mean_token_mean":
-        weights = 0.7 / 6 / lengths.repeat_interleave(lengths)
+        weights = 0.7 / 6 / ROLLOUTS.lengths.repeat_interleave(ROLLOUTS.lengths)
     prompts = TEACHERS if reads_more else PROMPTS
     expected, values = expected_gradients(model, teacher, prompts, divergence, weights)
-    assert metrics.kl == pytest.approx(float(values.detach().sum()), rel=1e-4)
+    assert metrics.kl == pytest.approx(float(values.sum()), rel=1e-4)
     assert metrics.loss == pytest.approx(float((weights * values).sum()), rel=1e-4)
     assert max(float(x.abs().max()) for x in expected.values()) > 1e-2
     for name, parameter in model.named_parameters():
         scale = float(expected[name].abs().max())
         assert float((parameter.grad - expected[name]).abs().max()) < 1e-4 * scale + 1e-7, name
-    shifted = make_prompts([[*x[1:], 0] for x in ([5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7])])
-    wrong, _ = expected_gradients(model, teacher, shifted, divergence, weights)
-    assert float((wrong[name] - expected[name]).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("kl", ["k2", "full"])
-def test_the_policy_teaches_itself_by_another_prompt(kl):
+def test_the_policy_teaches_itself_by_another_prompt():
     model = tiny_decoder()
-    k2 = dataclasses.replace(FULL, kl="k2", kl_coef=0.7, divergence_coef=0.0)
-    trained = learner(model, k2 if kl == "k2" else FULL)
+    trained = learner(model, FULL)
     samples = Samples(PROMPTS, ROLLOUTS, teacher_prompts=TEACHERS)
     samples = dataclasses.replace(samples, rollouts=trained.with_reference(samples))
-    log_q = (logits_of(model, TEACHERS) / 0.9).log_softmax(-1)
+    log_p, log_q = ((logits_of(model, x) / 0.9).log_softmax(-1) for x in (PROMPTS, TEACHERS))
     own = log_q.gather(1, ROLLOUTS.tokens[:, None])[:, 0]
     torch.testing.assert_close(samples.rollouts.ref_logprobs, own.detach(), rtol=1e-5, atol=1e-5)
     metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
-    log_p = (logits_of(model, PROMPTS) / 0.9).log_softmax(-1)
-    values = (log_p.exp() * (log_p - log_q)).sum(-1)
-    if kl == "k2":
-        values = (log_p.gather(1, ROLLOUTS.tokens[:, None])[:, 0] - own).square() / 2
-    assert metrics.kl == pytest.approx(float(values.detach().sum()), rel=1e-3)
+    kl = float((log_p.exp() * (log_p - log_q)).sum().detach())
+    assert metrics.kl == pytest.approx(kl, rel=1e-3)
     assert metrics.grad_norm > 1e-2
 
 
@@ -125,25 +117,22 @@ def test_a_teacher_of_episodes(reads_more, budget):
     prompts, more = [[5, 1], [7]], [[5, 1, 9, 9], [3, 7, 2]]
     episodes = [random_parts(generator, 4) for _ in range(6)]
     rollouts = rollouts_of(episodes)
-    assert rollouts.inserted is not None
     assert len(rollouts.inserted.tokens) > 4
     model, teacher = tiny_decoder(), tiny_decoder(1).requires_grad_(False)
     trained = learner(model, FULL, teacher, budget)
     given = {"teacher_prompts": make_prompts(more)} if reads_more else {}
     samples = Samples(make_prompts(prompts), rollouts, **given)
-    read = more if reads_more else prompts
-    with torch.no_grad():
-        expected = [naive_logprobs(teacher, read[s // 3], x, 0.9) for s, x in enumerate(episodes)]
     found = trained.with_reference(samples).ref_logprobs
-    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
     metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
-    terms = []
-    for s, parts in enumerate(episodes):
-        log_p = naive_rows(model, prompts[s // 3], parts, 0.9)
-        log_q = naive_rows(teacher, read[s // 3], parts, 0.9)
+    pairs = [(prompts[s // 3], (more if reads_more else prompts)[s // 3]) for s in range(6)]
+    expected, terms = [], []
+    for (prompt, read), parts in zip(pairs, episodes, strict=True):
+        expected.append(naive_logprobs(teacher, read, parts, 0.9))
+        log_p, log_q = naive_rows(model, prompt, parts, 0.9), naive_rows(teacher, read, parts, 0.9)
         terms.append((log_p.exp() * (log_p - log_q)).sum(-1))
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=1e-5)
     total = torch.cat(terms).sum()
-    assert metrics.kl == pytest.approx(float(total), rel=1e-4)
+    assert metrics.kl == pytest.approx(total.item(), rel=1e-4)
     embedding = model.model.embed_tokens.weight
     (gradient,) = torch.autograd.grad(0.7 / len(rollouts.tokens) * total, embedding)
     assert float(gradient.abs().max()) > 1e-3
@@ -153,22 +142,19 @@ def test_a_teacher_of_episodes(reads_more, budget):
 @pytest.mark.parametrize("is_self", [False, True])
 def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self):
     """Without a reference it is the policy as the step finds it, which reads the answer."""
-    options = {"maze_size": 5, "prompts": 2, "rollouts": 2, "hidden_size": 32, "layers": 1}
-    options |= {"objective": "maxrl", "kl_coef": 1.0, "kl": "k2", "lr": 0.01, "threads": 1}
-    options |= {"steps": 3, "sft_steps": 0, "device": "cpu", "dtype": "float32"}
-    config = parse_options(options | ({"teacher_prompt": "answer"} if is_self else {}))
+    flags = "--task maze --maze-size 5 --prompts 2 --rollouts 2 --hidden-size 32 --layers 1"
+    flags += " --objective maxrl --kl-coef 1 --kl k2 --lr 0.01 --threads 1 --steps 3 --sft-steps 0"
+    flags += " --device cpu --dtype float32" + " --teacher-prompt answer" * is_self
+    config = parse(flags.split())
     task = build_run_task(config)
     config = resolve(config, task)
     model, teacher = build_policy(config, task), None if is_self else build_policy(config, task)
     if teacher is not None:
         teacher.requires_grad_(False).lm_head.weight.mul_(2)
-    engine = build_run_engine(config, model, task)
-    scorer = build_scorer(config.reward, task)
-    objective = objective_of(config)
-    context = RunContext(config, task, objective, model, engine, scorer, teacher)
+    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
+    context = RunContext(config, task, objective_of(config), model, engine, scorer, teacher)
     trainer, _ = build_trainer(context)
-    seen = []
-    update = trainer.learner.update
+    update, seen = trainer.learner.update, []
 
     def watched(samples, *arguments, **keywords):
         read = samples.prompts if teacher else samples.teacher_prompts

@@ -16,6 +16,7 @@ from maxrl_fast.training.passes import run_batch
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 from tests.random_episodes import naive_logprobs, random_parts, rollouts_of
+from tests.training.test_packing import tries
 
 NUM_ROLLOUTS = 4
 
@@ -44,15 +45,10 @@ def parts_of(packer, budget):
 def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge_cost, budget):
     prompts, episodes, samples = samples_of(vocabulary, vocabulary)
     model = tiny_decoder().double()
-    weights = torch.randn(
-        len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(1)
-    ).double()
-    naive = torch.cat(
-        [
-            naive_logprobs(model, prompts[s // NUM_ROLLOUTS], parts)
-            for s, parts in enumerate(episodes)
-        ]
-    )
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(len(samples.rollouts.tokens), generator=generator).double()
+    own_prompts = [prompt for prompt in prompts for _ in range(NUM_ROLLOUTS)]
+    naive = torch.cat([naive_logprobs(model, *x) for x in zip(own_prompts, episodes, strict=True)])
     expected = torch.autograd.grad(weights @ naive, [*model.parameters()])
     packer = Packer(samples.prompts, samples.rollouts, torch.ones(len(episodes)), merge_cost)
     ours, total = torch.zeros_like(naive), torch.zeros((), dtype=torch.float64)
@@ -74,10 +70,10 @@ def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge
         assert (own - reference).abs().max() < 1e-12 * max(1.0, float(reference.abs().max()))
     if budget == 10_000 and merge_cost == 0:
         rows = [
-            [*prompts[s // NUM_ROLLOUTS], *(x for part in parts for x in part)][:-1]
-            for s, parts in enumerate(episodes)
+            [*prompt, *(x for part in parts for x in part)][:-1]
+            for prompt, parts in zip(own_prompts, episodes, strict=True)
         ]
-        assert read == len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
+        assert read == tries(rows)
         assert packer.rows.lengths.tolist() == [*map(len, rows)]
 
 
@@ -101,16 +97,13 @@ def test_updates_learn_from_sampled_tokens_alone(loss, budget):
     advantages = torch.randn(len(episodes), generator=torch.Generator().manual_seed(2))
     advantages[2] = 0.0
     lengths = [sum(map(len, parts[::2])) for parts in episodes]
-    terms = []
-    for s, parts in enumerate(episodes):
-        exact = naive_logprobs(
-            model, prompts[s // NUM_ROLLOUTS], parts, temperature=settings.temperature
-        )
-        weight = {
-            "seq_mean_token_mean": 1 / (len(episodes) * lengths[s]),
-            "seq_sum_constant": 1 / (len(episodes) * 24),
-        }.get(settings.aggregation, 1 / sum(lengths))
-        terms.append(-advantages[s] * weight * exact.sum())
+    own = [
+        naive_logprobs(model, prompts[s // NUM_ROLLOUTS], parts, settings.temperature)
+        for s, parts in enumerate(episodes)
+    ]
+    sizes = {"seq_mean_token_mean": [12 * n for n in lengths], "seq_sum_constant": [12 * 24] * 12}
+    sizes = sizes.get(settings.aggregation, [sum(lengths)] * 12)
+    terms = [-a * x.sum() / size for a, x, size in zip(advantages, own, sizes, strict=True)]
     parameters = dict(model.named_parameters())
     expected = torch.autograd.grad(torch.stack(terms).sum(), [*parameters.values()])
     state = {"siren_anchor": torch.zeros(1, dtype=torch.float64)}
@@ -126,10 +119,8 @@ def test_updates_learn_from_sampled_tokens_alone(loss, budget):
         alone = sum(len(prompts[s // NUM_ROLLOUTS]) + row for s, row in enumerate(rows) if s != 2)
         assert metrics.num_tokens_alone == alone
     logprobs = learner.passes.logprobs(model, samples, torch.tensor([1, 5, 6]))
-    own = [
-        naive_logprobs(model, prompts[s // 4], episodes[s], settings.temperature) for s in (1, 5, 6)
-    ]
-    torch.testing.assert_close(logprobs, torch.cat(own).detach(), rtol=1e-4, atol=1e-4)
+    wanted = torch.cat([own[s] for s in (1, 5, 6)]).detach()
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-4)
 
 
 def one_turn(samples):

@@ -22,9 +22,8 @@ REWARDS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 def values(estimator, greedy_correct=None, **options):
     objective = GroupObjective(estimator, options)
     greedy_rewards = None if greedy_correct is None else greedy_correct.float()
-    step = objective.begin(
-        collected(Samples(make_prompts([[1], [2]]), ROLLOUTS), REWARDS, None, greedy_rewards), None
-    )
+    samples = Samples(make_prompts([[1], [2]]), ROLLOUTS)
+    step = objective.begin(collected(samples, REWARDS, None, greedy_rewards), None)
     assert step.finish() == {}
     return step.advantages(torch.arange(4)).view(2, 2)
 
@@ -34,9 +33,8 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
     for name in ("opo", "reinforce_pp_tokens"):
         assert torch.equal(values(name), ops.group_advantage(REWARDS, name, lengths=lengths))
     logprobs = torch.tensor([[-1.0, -3], [-2, 0]])
-    assert torch.equal(
-        values("unlikeliness"), ops.group_advantage(REWARDS, "unlikeliness", logprobs=logprobs)
-    )
+    expected = ops.group_advantage(REWARDS, "unlikeliness", logprobs=logprobs)
+    assert torch.equal(values("unlikeliness"), expected)
     assert torch.equal(values("maxpo", k=1), ops.maxpo_advantage(REWARDS, 1))
     solved = torch.tensor([True, False])
     assert GroupObjective("self", {}).needs == Needs(greedy=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast.records import Rollouts, Samples, pack
+from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
 from tests.batches import collected, make_prompts
 
@@ -25,18 +25,12 @@ def test_the_penalty_is_that_of_dapo(limit, buffer):
 
 
 def samples(*lengths):
-    tokens, cu_seqlens = pack([[1] * length for length in lengths])
-    rollouts = Rollouts(
-        tokens, cu_seqlens, torch.zeros(len(tokens)), torch.zeros(len(lengths), dtype=torch.bool)
-    )
-    return Samples(make_prompts([[1], [2]]), rollouts)
+    return Samples(make_prompts([[1], [2]]), Rollouts.given([[1] * length for length in lengths]))
 
 
 def test_only_the_rewards_of_the_objective_change():
-    rewards, valid = (
-        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
-        torch.tensor([[True, True], [False, True]]),
-    )
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    valid = torch.tensor([[True, True], [False, True]])
     before = collected(samples(2, 8, 10, 9), rewards, valid)
     collector = RolloutCollector(None, None, None, None, 2, 2, length_penalty=LengthPenalty(10, 4))
     batch = collector._shaped(before)

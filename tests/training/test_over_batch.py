@@ -44,6 +44,10 @@ CASES = {  # and the number of responses computed; None: the direct computation 
     ),
     "siren": (settings_of("ppo", more={"siren": 0.7}), 12),
     "all": (settings_of("simko", "seq_mean_token_sum", ALL, **SIMKO), 12),
+    # of each token alone: by the kernel, and by functions
+    "ppo": (settings_of("ppo"), 8),
+    "sapo": (settings_of("sapo"), 8),
+    "gspo": (settings_of("gspo", "seq_mean_token_mean"), 8),
     "dppo": (settings_of("dppo", kl=0.1), 12),
     "own": (settings_of(own_loss, power=1.5), 12),
 }
@@ -54,19 +58,13 @@ def off_policy(model):
     rollouts, generator = sampled(model), torch.Generator().manual_seed(0)
     noise = 0.3 * torch.randn(len(rollouts.tokens), generator=generator)
     weights = 0.5 + torch.rand(len(rollouts.tokens), generator=generator)
-    return Samples(
-        PROMPTS,
-        dataclasses.replace(
-            rollouts, logprobs=rollouts.logprobs + noise, importance_weights=weights
-        ),
-    )
+    given = {"logprobs": rollouts.logprobs + noise, "importance_weights": weights}
+    return Samples(PROMPTS, dataclasses.replace(rollouts, **given))
 
 
 def learner(model, settings, budget=10_000, anchor=ANCHOR, lr=0.05):
-    sgd, state = (
-        torch.optim.SGD(model.parameters(), lr=lr),
-        {"siren_anchor": torch.tensor([anchor]).double()},
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    state = {"siren_anchor": torch.tensor([anchor]).double()}
     return Learner(model, sgd, settings, 1e9, budget, torch.float32, objective_state=state)
 
 
@@ -89,14 +87,10 @@ def nucleus_entropy(row):
 
 def direct(model, samples, settings):
     rollouts, row = samples.rollouts, find_loss(settings.loss)
-    log_p = (
-        response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).double()
-        / settings.temperature
-    ).log_softmax(-1)
-    logprobs, entropy = (
-        log_p.gather(1, rollouts.tokens[:, None])[:, 0],
-        -(log_p.exp() * log_p).sum(-1),
-    )
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).double()
+    log_p = (logits / settings.temperature).log_softmax(-1)
+    logprobs = log_p.gather(1, rollouts.tokens[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
     a = ADVANTAGES.double().repeat_interleave(rollouts.lengths) * rollouts.importance_weights
     if settings.top_entropy < 1:
         count = -(-len(a) * round(100 * settings.top_entropy) // 100)
@@ -111,13 +105,10 @@ def direct(model, samples, settings):
         generator=torch.Generator().manual_seed(_seed(4, 3, 1)),
     )  # fmt: skip
     tokens.metrics |= {"entropy_threshold": threshold} if settings.top_entropy < 1 else {}
-    values = (
-        row.bind(options, clip_low=0.1, clip_high=0.3)(tokens) - settings.entropy_coef * entropy
-    )
-    parts = values.split(rollouts.lengths.tolist())
-    loss = sum(
-        x.mean() if settings.aggregation == "seq_mean_token_mean" else x.sum() for x in parts
-    )
+    values = row.bind(options, clip_low=0.1, clip_high=0.3)(tokens)
+    parts = (values - settings.entropy_coef * entropy).split(rollouts.lengths.tolist())
+    is_mean = settings.aggregation == "seq_mean_token_mean"
+    loss = sum(x.mean() if is_mean else x.sum() for x in parts)
     loss = loss / (len(a) if settings.aggregation == "token_mean" else 12)
     means = []
     for rows in log_p.exp().split(rollouts.lengths.tolist()) if settings.siren else ():
@@ -125,9 +116,8 @@ def direct(model, samples, settings):
         peaks = h[h > h.detach().quantile(0.8)]
         means.append(peaks.mean() if len(peaks) else 0 * h.sum())
     mean = sum(means) / max(len(means), 1)
-    tokens.metrics |= (
-        {"siren_entropy": mean, "siren_anchor": torch.tensor(ANCHOR)} if settings.siren else {}
-    )
+    if settings.siren:
+        tokens.metrics |= {"siren_entropy": mean, "siren_anchor": torch.tensor(ANCHOR)}
     total = loss + settings.siren * (mean - ANCHOR) ** 2
     (of_rows,) = torch.autograd.grad(total, log_p, retain_graph=True)
     count = sum(bool(x.any()) for x in of_rows.split(rollouts.lengths.tolist()))

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from maxrl_fast.ops import log_ratio_reward, pacs_loss, token_logprobs
+from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
@@ -23,15 +23,8 @@ LABELS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
 SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=0.9)
 
 
-def make_pacs(
-    is_paper=False, updates_per_step=1, interval=0, score="rloo", class_weight="balanced"
-):
-    options = {"beta": 0.7, "score": score, "class_weight": class_weight}
-    objective = (
-        PacsPaperObjective(**options, ref_reset_interval=interval)
-        if is_paper
-        else PacsObjective(**options)
-    )
+def make_pacs(kind=PacsObjective, updates_per_step=1, **options):
+    objective = kind(beta=0.7, **options)
     objective.updates_per_step = updates_per_step
     return objective
 
@@ -90,18 +83,16 @@ def assert_same(actual, expected):
 )
 def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight):
     model, reference = tiny_decoder(), tiny_decoder(seed=1) if is_paper else None
-    rollouts = sampled(model)
-    learner = make_learner(model, reference)
-    pacs = make_pacs(is_paper, updates_per_step=3, score=score, class_weight=class_weight)
-    with torch.no_grad():
-        ref_logprobs = logprobs(reference or model, rollouts)
+    rollouts, learner = sampled(model), make_learner(model, reference)
+    kind = PacsPaperObjective if is_paper else PacsObjective
+    pacs = make_pacs(kind, 3, score=score, class_weight=class_weight)
+    ref_logprobs = logprobs(reference or model, rollouts).detach()
     rollouts = learner.with_reference(Samples(PROMPTS, rollouts), num_updates=3)
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
     step = pacs.begin(samples, learner)
     for sequences in samples.minibatches(3):
-        before = copy.deepcopy(model)
         expected = whole_gradient(
-            before, rollouts, ref_logprobs, sequences, score, class_weight, is_paper
+            copy.deepcopy(model), rollouts, ref_logprobs, sequences, score, class_weight, is_paper
         )
         advantages = step.advantages(sequences)
         learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
@@ -110,37 +101,21 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
         elif score != "naive":
             # the group without a correct response, if it comes first
             assert (advantages[sequences] == 0).all()
-    metrics = step.finish()
-    assert set(metrics) == {
-        *("pacs_loss pacs_accuracy pacs_reward_proxy pacs_score_correct pacs_score_wrong").split()
-    }
-    assert advantages.shape == (3 * N,)
+    names = "pacs_loss pacs_accuracy pacs_reward_proxy pacs_score_correct pacs_score_wrong"
+    assert step.finish().keys() == {*names.split()}
 
 
 def test_baselines_leave_out_rollouts_without_a_reward():
+    """The policy is its own reference, so the advantages are those of pacs_first_update."""
     model = tiny_decoder()
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = valid[2, 3] = False
-    pacs = make_pacs()
     samples = collected(Samples(PROMPTS, sampled(model)), LABELS * valid, valid)
-    step = pacs.begin(samples, make_learner(model))
+    step = make_pacs().begin(samples, make_learner(model))
     advantages = step.advantages(samples.scored_indices).view(3, N)
     for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
-        outcome = labels[known]
-        proxies = torch.zeros(len(outcome), requires_grad=True)
-        others = (proxies.sum() - proxies) / (len(outcome) - 1)
-        correct, size = outcome.sum(), len(outcome)
-        is_mixed = 0 < correct < size
-        weights = (
-            torch.where(outcome == 1, size / (2 * correct), size / (2 * (size - correct)))
-            if is_mixed
-            else torch.ones(size)
-        )
-        cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits(
-            proxies - others, outcome, reduction="none"
-        )
-        (proxy_gradient,) = torch.autograd.grad((weights * cross_entropy).sum(), proxies)
-        torch.testing.assert_close(actual[known], -0.7 * proxy_gradient)
+        expected = group_advantage(labels[known], "pacs_first_update", beta=0.7)
+        torch.testing.assert_close(actual[known], expected)
         assert (actual[~known] == 0).all()
     assert float(advantages.abs().max()) > 0.1
 
@@ -148,18 +123,10 @@ def test_baselines_leave_out_rollouts_without_a_reward():
 def test_the_reference_and_the_optimizer_are_reset():
     model = tiny_decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    learner = Learner(
-        model,
-        optimizer,
-        SETTINGS,
-        1e9,
-        1000,
-        torch.float32,
-        copy.deepcopy(model).requires_grad_(False),
-    )
-    rollouts = sampled(model)
-    pacs = make_pacs(is_paper=True, interval=2)
-    everything = torch.arange(3 * N)
+    copied = copy.deepcopy(model).requires_grad_(False)
+    learner = Learner(model, optimizer, SETTINGS, 1e9, 1000, torch.float32, copied)
+    rollouts, everything = sampled(model), torch.arange(3 * N)
+    pacs = make_pacs(PacsPaperObjective, ref_reset_interval=2)
     for n in (1, 2, 3):
         known = learner.with_reference(Samples(PROMPTS, rollouts))
         samples = collected(Samples(PROMPTS, known), LABELS, step=n)

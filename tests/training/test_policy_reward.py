@@ -51,19 +51,15 @@ class MarkedTask:
 
     name, stop_ids = "marked", (STOP,)
 
-    def __init__(self, answers=ANSWERS, marker=MARKER, stop=STOP):
-        self.answers, self.marker, self.stop_ids = answers, marker, (stop,)
+    def __init__(self, answers=ANSWERS):
+        self.answers = answers
 
     def reference_answers(self, prompts, rollouts):
         num_rollouts, found = len(rollouts) // len(prompts), []
         for s, part in enumerate(rollouts.tokens.split(rollouts.lengths.tolist())):
-            tokens = part.tolist()
-            length = tokens.index(self.marker) + 1 if self.marker in tokens else None
-            found.append(
-                ReferenceAnswer(
-                    length, [self.marker], self.answers[int(prompts.ids[s // num_rollouts])]
-                )
-            )
+            tokens, answer = part.tolist(), self.answers[int(prompts.ids[s // num_rollouts])]
+            length = tokens.index(MARKER) + 1 if MARKER in tokens else None
+            found.append(ReferenceAnswer(length, [MARKER], answer))
         return found
 
 
@@ -80,11 +76,9 @@ def alone(model, folder):
     return logprobs
 
 
-def reward_of(model, kind, task=None, temperature=1.0, limit=LIMIT, budget=24):
-    settings = LossSettings(
-        loss="reinforce", aggregation="seq_mean_token_sum", temperature=temperature
-    )
-    return PolicyReward(kind, task or MarkedTask(), learner(model, settings, budget), limit)
+def reward_of(model, kind, task=None, temperature=1.0, limit=LIMIT):
+    settings = LossSettings("reinforce", "seq_mean_token_sum", temperature=temperature)
+    return PolicyReward(kind, task or MarkedTask(), learner(model, settings, budget=24), limit)
 
 
 def rollouts_of(cases):
@@ -115,75 +109,59 @@ def test_rewards_are_those_of_each_sequence_alone(tmp_path):
     for kind, values in expected.items():
         scores = reward_of(model, kind, temperature=temperature).score(prompts, rollouts)
         assert scores.rewards.dtype == torch.float32
-        torch.testing.assert_close(
-            scores.rewards.double(), torch.tensor(values, dtype=torch.float64), rtol=2e-5, atol=1e-7
-        )
-        names = {"answer_logprob", "answer_leads"} | (
-            {"answer_prob", "answer_prob_alone"} if kind == "rlpr" else set()
-        )
+        wanted = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(scores.rewards.double(), wanted, rtol=2e-5, atol=1e-7)
         for actual, part in zip(scores.components, parts, strict=True):
-            left_out = (
-                {"answer_logprob"} if kind == PROBABILITY and not part["answer_leads"] else set()
-            )
-            assert actual == pytest.approx(
-                {name: float(part[name]) for name in names - left_out}, rel=2e-5
-            )
+            names = ["answer_leads"]
+            names += ["answer_logprob"] * (kind != PROBABILITY or part["answer_leads"] > 0)
+            names += ["answer_prob", "answer_prob_alone"] * (kind == "rlpr")
+            assert actual == pytest.approx({x: float(part[x]) for x in names}, rel=2e-5)
     # some reasoning makes the answer more probable, and some less
     assert max(expected["rlpr"]) > 0.102
     assert min(expected["rlpr"]) == 0.0
-    assert scores.answer_lengths.tolist() == [
-        len(a) * leads for a, g in zip(ANSWERS, CASES, strict=True) for *_, leads in g
-    ]
-    for tokens, logprobs, (wanted, at) in zip(
-        scores.answered.tokens.split(scores.answered.lengths.tolist()),
-        scores.answered.logprobs.split(scores.answered.lengths.tolist()),
-        sequences,
-        strict=True,
-    ):
-        assert tokens.tolist() == wanted
-        torch.testing.assert_close(logprobs.double(), at.double(), rtol=2e-5, atol=1e-6)
+    groups = zip(ANSWERS, CASES, strict=True)
+    lengths = [len(answer) * leads for answer, group in groups for *_, leads in group]
+    assert scores.answer_lengths.tolist() == lengths
+    answered, wanted = scores.answered, [token for tokens, _ in sequences for token in tokens]
+    assert answered.lengths.tolist() == [len(tokens) for tokens, _ in sequences]
+    assert answered.tokens.tolist() == wanted
+    logprobs = torch.cat([x.double() for _, x in sequences])
+    torch.testing.assert_close(answered.logprobs.double(), logprobs, rtol=2e-5, atol=1e-6)
 
 
 def test_an_answer_that_is_longer_than_the_limit_is_cut(tmp_path):
-    model = tiny_decoder()
-    oracle, prompts = alone(model, tmp_path), make_prompts([PROMPTS[0]])
+    model, prompts = tiny_decoder(), make_prompts([PROMPTS[0]])
     task, rollouts = MarkedTask([[7, 8, 2]]), Rollouts.given([[9, 3], [11, 3]])
     rewards = reward_of(model, "logprob", task, limit=2).score(prompts, rollouts).rewards
-    torch.testing.assert_close(
-        rewards.double(), oracle(PROMPTS[0], [7, 8], 1.0).sum().expand(2), rtol=2e-5, atol=0
-    )
+    expected = alone(model, tmp_path)(PROMPTS[0], [7, 8], 1.0).sum().expand(2)
+    torch.testing.assert_close(rewards.double(), expected, rtol=2e-5, atol=0)
     scores = reward_of(model, PROBABILITY, task, limit=2).score(prompts, rollouts)
     assert scores.rewards.tolist() == scores.answer_lengths.tolist() == [0, 0]
     assert torch.equal(scores.answered.tokens, rollouts.tokens)
 
 
 def test_an_empty_answer_is_refused():
+    reward = reward_of(tiny_decoder(), "logprob", MarkedTask([[], []]))
     with refused("must have at least 1 token, got none for prompt 0"):
-        reward_of(tiny_decoder(), "logprob", MarkedTask([[], []])).score(
-            make_prompts(PROMPTS), rollouts_of(CASES)
-        )
-
-
-def scored(model, task=None, cases=CASES, prompts=PROMPTS):
-    """Return a step's samples as the collector and the trainer make them for VeriFree."""
-    prompts, rollouts = make_prompts(prompts), rollouts_of(cases)
-    scores = reward_of(model, PROBABILITY, task).score(prompts, rollouts)
-    samples = collected(Samples(prompts, rollouts), scores.rewards.view(len(prompts), -1))
-    return replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
+        reward.score(make_prompts(PROMPTS), rollouts_of(CASES))
 
 
 def test_an_update_has_the_factors_of_verifree():
     """Of reasoning, the reward less the mean of the others; of the answer, the reward."""
-    samples = scored(model := tiny_decoder())
+    model, prompts, rollouts = tiny_decoder(), make_prompts(PROMPTS), rollouts_of(CASES)
+    scores = reward_of(model, PROBABILITY).score(prompts, rollouts)
+    samples = collected(Samples(prompts, rollouts), scores.rewards.view(2, -1))
+    samples = replace(samples, rollouts=scores.answered, answer_lengths=scores.answer_lengths)
     step = VerifreeObjective().begin(samples, None)
     assert step.advantages(samples.sequences).tolist() == [1.0] * 10
-    logprobs = iter(own_logprobs(model, samples).split(samples.rollouts.lengths.tolist()))
+    trained = learner(model, LossSettings("reinforce", "seq_mean_token_sum"))
+    logprobs = trained.passes.logprobs(model, samples, samples.sequences)
+    logprobs = iter(logprobs.split(samples.rollouts.lengths.tolist()))
     expected = []
     for answer, group in zip(ANSWERS, CASES, strict=True):
-        own = [next(logprobs) for _ in group]
         rewards = [
-            float(x[len(reasoning) :].sum().exp()) * leads
-            for x, (_, reasoning, leads) in zip(own, group, strict=True)
+            float(next(logprobs)[len(reasoning) :].sum().exp()) * leads
+            for _, reasoning, leads in group
         ]
         for reward, (response, reasoning, leads) in zip(rewards, group, strict=True):
             centred = reward - (sum(rewards) - reward) / 4
@@ -194,23 +172,16 @@ def test_an_update_has_the_factors_of_verifree():
     assert step.finish() == {}
 
 
-def own_logprobs(model, samples):
-    trained = learner(model, LossSettings(loss="reinforce", aggregation="seq_mean_token_sum"))
-    return trained.passes.logprobs(model, samples, samples.sequences)
-
-
-def test_the_answers_of_mazes_and_of_the_chain():
+def test_the_answers_of_mazes():
     task = MazeTask(7)
     prompts = task.prompts("train", 5, 3)
     references = task.reference_answers(prompts, Rollouts.given([[DONE]] * 6))
     rollouts = Rollouts.given([reference.answer for reference in references])
     assert task.score(prompts, rollouts).tolist() == [1] * 6
     assert references[0] == references[1] != references[2]
-    assert {(reference.length, *reference.lead) for reference in references} == {(0,)}
-    assert all(
-        reference.answer[-1] == DONE and reference.answer.count(DONE) == 1
-        for reference in references
-    )
+    for x in references:
+        assert (x.length, *x.lead) == (0,)
+        assert x.answer.index(DONE) == len(x.answer) - 1
 
 
 def test_a_task_without_reference_answers_is_refused():

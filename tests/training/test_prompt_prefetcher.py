@@ -7,12 +7,7 @@ import threading
 import pytest
 import torch
 
-from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build import RunContext, build_collector
-from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 from tests.tables import refused
@@ -21,14 +16,14 @@ LIMIT = 30  # seconds for another thread
 
 
 class RecordedTask(MazeTask):
-    """Notes every call: its thread, and its range. `began` is set by the first call from another
-    thread, which waits for `may_go_on`."""
+    """Notes every call: its range, and whether another thread makes it. Such a call sets `began`,
+    and waits for `may_go_on`.
+    """
 
-    fails_at = -1
-
-    def __init__(self):
+    def __init__(self, fails_at=-1):
         super().__init__(5)
-        self.calls, self.began, self.may_go_on = [], threading.Event(), threading.Event()
+        self.calls, self.fails_at = [], fails_at
+        self.began, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
 
     def prompts(self, split, start, count):
@@ -79,14 +74,12 @@ def test_a_batch_that_does_not_follow_is_made_when_it_is_asked_for(start, count)
 
 
 def test_an_error_is_raised_for_the_batch_that_has_it_and_no_other():
-    task = RecordedTask()
-    task.fails_at = 2
-    ahead = PromptPrefetcher(task)
+    ahead = PromptPrefetcher(RecordedTask(fails_at=2))
     assert_prompts(ahead.take(0, 2), 0, 2)
     for _ in range(2):
         with refused("there is no prompt 2"):
             ahead.take(2, 2)
-    ahead = PromptPrefetcher(task)
+    ahead = PromptPrefetcher(RecordedTask(fails_at=2))
     ahead.take(0, 2)
     assert_prompts(ahead.take(4, 2), 4, 2)  # nobody asks for the one that fails
     assert_prompts(ahead.take(6, 2), 6, 2)
@@ -117,30 +110,3 @@ def test_a_process_that_ends_while_prompts_are_made_has_its_own_exit_code():
         [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False
     )
     assert (run.returncode, run.stderr) == (0, "")
-
-
-TINY = Config().replace(
-    objective="grpo",
-    maze_size=5,
-    prompts=2,
-    rollouts=2,
-    sft_steps=0,
-    device="cpu",
-    dynamic_sampling=3,
-)
-
-
-CASES = [("maze", "cuda", True), ("chain", "cuda", False), ("maze", "cpu", False)]
-
-
-@pytest.mark.parametrize(("task_name", "device", "is_ahead"), CASES)
-def test_prompts_that_take_time_are_made_ahead_on_a_gpu(task_name, device, is_ahead):
-    config = TINY.replace(task=task_name)
-    task = build_task(config.task, 0)
-    resolved = resolve(config, task)
-    resolved = resolved.replace(device=device)
-    scorer = build_scorer(resolved.reward, task)
-    collector = build_collector(
-        RunContext(resolved, task, objective_of(resolved), None, None, scorer)
-    )
-    assert (collector.make_prompts is not None) == is_ahead

@@ -30,36 +30,26 @@ def by_token(rewards, valid, entropies, alpha):
 
 
 def entropies_of(model, rollouts):
-    with torch.no_grad():
-        logprobs = (
-            response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
-            .double()
-            .log_softmax(-1)
-        )
+    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach().double()
+    logprobs = logits.log_softmax(-1)
     parts = (-(logprobs.exp() * logprobs).sum(-1)).split(rollouts.lengths.tolist())
     return [parts[g * 4 : g * 4 + 4] for g in range(3)]
 
 
 def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy():
-    alpha = 2.0
-    model = tiny_decoder()
-    rollouts = sampled(model)
+    rollouts = sampled(model := tiny_decoder())
     valid = torch.ones(3, 4, dtype=torch.bool)
     valid[0, 1] = valid[2, 1] = valid[2, 2] = False  # the last group then has equal rewards too
     for known in (None, valid):
         keep = torch.ones_like(valid) if known is None else known
         samples = collected(Samples(PROMPTS, rollouts), REWARDS * keep, known)
-        weights = torch.linspace(0.2, 1.5, len(rollouts.tokens)) if known is None else None
-        samples = samples if weights is None else samples.weighted(weights)
-        objective = ZvpObjective(alpha=alpha)
-        step = objective.begin(samples, learner(model))
-        advantages = step.advantages(samples.sequences)
-        actual = (
-            advantages.double().repeat_interleave(rollouts.lengths)
-            * step.batch.rollouts.importance_weights
-        )
-        expected = by_token(REWARDS, keep, entropies_of(model, rollouts), alpha)
-        expected = expected if weights is None else expected * weights
+        expected = by_token(REWARDS, keep, entropies_of(model, rollouts), alpha=2.0)
+        if known is None:
+            weights = torch.linspace(0.2, 1.5, len(rollouts.tokens))
+            samples, expected = samples.weighted(weights), expected * weights
+        step = ZvpObjective(alpha=2.0).begin(samples, learner(model))
+        actual = step.advantages(samples.sequences).double().repeat_interleave(rollouts.lengths)
+        actual = actual * step.batch.rollouts.importance_weights
         assert expected.abs().max() > 0.05
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert step.finish() == {}
